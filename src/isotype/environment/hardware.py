@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -323,12 +324,19 @@ def _cores() -> int:
 
 
 def measured_matmul_peak(device: str, dtype: str, *, seconds: float = 0.3) -> float:
-    """FLOP/s of a square matrix product on this device now: what MFU is measured against. Under half a second.
+    """FLOP/s of a square matrix product on this device: what MFU is measured against. Under half a second, once in a process.
 
     device  `cpu`, `cuda`, `cuda:1`
     dtype   `fp32 bf16 fp16`
     ->      the best of the repetitions, FLOP/s
     """
+    import torch
+
+    return _measured_peak(device, dtype, seconds, torch.get_num_threads())
+
+
+@lru_cache
+def _measured_peak(device: str, dtype: str, seconds: float, threads: int) -> float:
     import torch
 
     from ..dtypes import to_torch

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,9 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
+
+
+_FIELD = re.compile(r"^(Name|Version):[ \t]*(\S.*?)[ \t\r]*$", re.MULTILINE)
 
 
 def environment() -> dict[str, Any]:
@@ -51,9 +55,11 @@ def installed() -> dict[str, str]:
     """Every installed distribution: normalised name -> version. The first on the path wins, as for imports."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(normalised(name), distribution.version)
+        # the two fields alone: importlib reads every header, which takes eight times as long
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        fields = dict(_FIELD.findall(text.split("\n\n", 1)[0]))
+        if "Name" in fields and "Version" in fields:
+            found.setdefault(normalised(fields["Name"]), fields["Version"])
     return found
 
 
