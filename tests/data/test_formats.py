@@ -127,6 +127,21 @@ def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
+def test_what_is_said_of_a_row_has_the_names_of_its_file() -> None:
+    columns = {"prompt": "inputs", "completion": "targets"}
+    record = Record("x.jsonl", 3, {"inputs": "a", "targets": "b"})
+    why = detect(record, "auto", columns)[1]
+    assert why == "the first row (x.jsonl:3) has the keys inputs (read as prompt) and targets (read as completion)"
+    with pytest.raises(UsageError) as caught:
+        read({"inputs": "a", "targets": ["b", "c"]}, columns=columns)
+    assert caught.value.message.endswith(
+        "prompt is text, completion a list; of this file's keys: inputs (read as prompt), targets (read as completion)"
+    )
+    with pytest.raises(UsageError) as caught:
+        read({"prompt": "a", "targets": 3}, columns={"completion": "targets"})
+    assert caught.value.message == "x.jsonl:3: completion must be text, got a number; of this file's keys: targets (read as completion)"
+
+
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(UsageError, match=r"x\.jsonl:3: no key 'ansewr', but 'answer': data\.columns\.completion: answer"):
         read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})

@@ -113,7 +113,14 @@ def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:])})
     saved.save_to_disk("saved")
-    assert asked(found("saved")) == [row["prompt"] for row in ROWS[:5]]
+    whole = found("saved")
+    assert asked(whole) == [row["prompt"] for row in ROWS[:5]]
+    assert whole.notes == ["saved: split train is read, not test; to read another: {name: saved, split: test}"]
+    other = found([{"name": "saved", "split": "test"}])
+    assert asked(other) == [row["prompt"] for row in ROWS[5:]]
+    assert other.notes == []
+    with pytest.raises(UsageError, match=r"split: has no effect: saved/test is no dataset of the hub \(hf:NAME\), nor a folder"):
+        found([{"name": "saved/test", "split": "test"}])
     assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]
     with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test"):
         found([{"name": "hf:saved", "split": "dev"}])

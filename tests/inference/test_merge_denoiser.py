@@ -28,6 +28,7 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(drawn, studio, tmp_path, c
     merge(tmp_path / "run", tmp_path / "merged", None, json_output=True)
     said = json.loads(capsys.readouterr().out)
     assert (said["dtype"], said["noise"] < 1e-3) == ("fp32", True)
+    assert said["rows"] == 4
     assert said["merged_loss"] == pytest.approx(said["adapter_loss"], rel=1e-5)
 
     task = task_of(loaded.config)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from isotype.optimize import boundary, optimize, restore
 from isotype.optimize.ahead import take
@@ -128,6 +130,35 @@ def test_recomputed_layers_are_next_to_others(recomputed):
     for i, layer in enumerate(model.model.layers):
         layer.gradient_checkpointing = i in recomputed
     same(trained(model), truth)
+
+
+def in_segments(model, segments, **how):
+    """(loss, every gradient) with the model's layers run in these groups, each group one checkpoint of the caller's own."""
+    model.zero_grad()
+    whole, ids = model.model, batch(rows=2, length=12)["input_ids"]
+    x = whole.embed_tokens(ids)
+    tables = whole.rotary_emb(x, torch.arange(ids.shape[1])[None])
+
+    def run(layers, x):
+        for i in layers:
+            x = whole.layers[i](x, position_embeddings=tables)
+        return x
+
+    for layers in segments:
+        x = checkpoint(partial(run, layers), x, **how) if len(layers) > 1 else run(layers, x)
+    loss = model.lm_head(whole.norm(x)).float().square().mean()
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("segments", [[(0, 1), (2, 3)], [(0,), (1, 2), (3,)]])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_several_layers_are_recomputed_by_a_checkpoint_of_the_callers(segments, reentrant):
+    model, plain = pair(layers=4)
+    truth = in_segments(plain, [(0,), (1,), (2,), (3,)])
+    # more often than sums are made in vain: neither run of a checkpoint depends on how many were
+    for _ in range(boundary.MISSES + 1):
+        same(in_segments(model, segments, use_reentrant=reentrant), truth)
 
 
 def test_layers_taken_out_or_exchanged_are_followed():

@@ -67,7 +67,7 @@ def same_result(a: Path, b: Path) -> None:
     assert losses(a) == losses(b)
 
 
-def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop):
+def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, capsys):
     assert train(configured()) == 0
     run = tmp_path / "run"
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
@@ -76,6 +76,8 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop):
     result = result_of(run)
     assert result["status"] == "done"
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
+    checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("checked"))
+    assert checked.endswith(f"on {result['check']['rows']} rows")
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
     assert precision["observed"]["loss"] == {"fp32": 1}

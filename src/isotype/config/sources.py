@@ -20,7 +20,7 @@ class SourceSpec:
     """One entry of data.train or data.eval, as a user gave it.
 
     weight   share of the training rows that come from here, relative to the other sources; None: every row once
-    subset   configuration of a hub dataset, with `split` and `revision`
+    subset   configuration of a hub dataset, with `split` and `revision`; a folder of `save_to_disk` has a `split` too
     """
 
     name: str
@@ -35,6 +35,7 @@ class SourceSpec:
 
 _KEYS = tuple(field.name for field in fields(SourceSpec))
 _HUB_ONLY = ("subset", "split", "revision")
+SPLITS = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
 
 
 def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str, Any]]]:
@@ -130,6 +131,13 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
         raise UsageError(f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without data.stream: all rows are shuffled")
 
 
+def _has_splits(name: str) -> bool:
+    try:
+        return (Path(name).expanduser() / SPLITS).is_file()
+    except RuntimeError:  # ~ of an unknown user
+        return False
+
+
 def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec:
     for key in settings:
         if key not in _KEYS:
@@ -141,8 +149,9 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec
     for key in _HUB_ONLY:
         if key in settings and not isinstance(settings[key], str):
             raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
-        if key in settings and not name.startswith(HUB):
-            raise UsageError(f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME)")
+        if key in settings and not name.startswith(HUB) and not (key == "split" and _has_splits(name)):
+            or_folder = ", nor a folder of save_to_disk with several splits" if key == "split" else ""
+            raise UsageError(f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}")
     weight, limit = settings.get("weight"), settings.get("limit")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
         raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,8 +91,12 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
             f"{record.place}: the row has text and role ({row['role']}): a turn of a conversation, and a row is a whole one",
             fix="join the turns of each conversation into messages; data.format: text learns every turn as a text of its own",
         )
-    keys = FORMATS[found[0]].keys
+    keys = [_as_read(key, (columns or {}).get(key, key)) for key in FORMATS[found[0]].keys]
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
+
+
+def _as_read(ours: str, theirs: str) -> str:
+    return ours if ours == theirs else f"{theirs} (read as {ours})"
 
 
 def renamed(record: Record, columns: Columns) -> dict[str, Any]:
@@ -115,7 +120,18 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
 
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
-    row, place = renamed(record, columns), record.place
+    row = renamed(record, columns)
+    try:
+        return _checked(row, name, record.place, needs_answer=needs_answer)
+    except RowError as error:
+        reason = error.message.removeprefix(record.place)
+        said = [_as_read(ours, key) for ours, key in (columns or {}).items() if ours != key and re.search(rf"\b{ours}\b", reason)]
+        if not said:
+            raise
+        raise type(error)(f"{error.message}; of this file's keys: {', '.join(said)}", fix=error.fix) from error
+
+
+def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answer: bool) -> Example:
     _require(row, name, place)
     if name == "text":
         return Example(place, text=_text(row["text"], "text", place))
@@ -144,7 +160,10 @@ def _pair(row: Mapping[str, Any], place: str) -> Example:
     prompt, completion = (parsed_json(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            raise RowError(f"{place}: prompt and completion must both be text, or both lists of messages")
+            raise RowError(
+                f"{place}: prompt and completion must both be text, or both lists of messages: "
+                f"prompt is {kind(prompt)}, completion {kind(completion)}"
+            )
         before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: completion has no assistant turn: the row has no target")

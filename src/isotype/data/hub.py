@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.sources import HUB
+from ..config.sources import HUB, SPLITS
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
 from .bad_rows import BadRow
@@ -75,13 +75,17 @@ def _load(source: HubSource) -> Any:
         datasets.disable_progress_bars()
     away = not saved.exists() and is_away()
     try:
-        if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
+        if (saved / "state.json").is_file() or (saved / SPLITS).is_file():
             found = datasets.load_from_disk(str(saved))
             if isinstance(found, datasets.DatasetDict):
                 if spec.split not in found:
                     raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}")
-                if others := [split for split in found if split != spec.split]:
-                    source.notes.append(f"{spec.name}: split {spec.split} is read, not {', '.join(others)}")
+                others = [split for split in found if split != spec.split]
+                if others and spec.split == "train":
+                    source.notes.append(
+                        f"{spec.name}: split {spec.split} is read, not {', '.join(others)}; "
+                        f"to read another: {{name: {spec.name}, split: {others[0]}}}"
+                    )
                 found = found[spec.split]
             return found.to_iterable_dataset() if source.streaming else found
         return datasets.load_dataset(

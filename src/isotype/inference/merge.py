@@ -33,7 +33,11 @@ TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight
 
 @dataclass(frozen=True)
 class Merged:
-    """noise: the cast's error as a share of the adapter's effect, over all merged weights; losses on the run's own rows."""
+    """The folder, and what the merge cost.
+
+    noise  the cast's error as a share of the adapter's effect, over all merged weights
+    rows   number of rows that both losses are of
+    """
 
     folder: Path
     dtype: str
@@ -42,6 +46,7 @@ class Merged:
     noise: float
     adapter_loss: float
     merged_loss: float
+    rows: int
 
 
 def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
@@ -80,7 +85,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
     merged_loss = _loss(merged_model, run, rows)
     refuse_other_loss(out, merged_loss, adapter_loss)
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows))
 
 
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:

@@ -74,7 +74,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
     merged_loss = _loss(task, merged, batch, precision)
     refuse_other_loss(out, merged_loss, adapter_loss)
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, ROWS)
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:

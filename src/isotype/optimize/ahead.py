@@ -1,7 +1,8 @@
 """What a layer's last sum notes on its result: the norm that reads it next has been computed with it, in one pass.
 
 The note stands on the tensor itself. A norm that is given another tensor (a hook's, another device's, one that was written to since) finds
-none that holds, and computes its own result.
+none that holds, and computes its own result. No note holds inside a checkpoint of the caller's (`tensors_are_packed`): its recompute would
+find none, and save other tensors than its first run.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def _moment(norm: nn.Module, x: Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), 0 if x.is_inference() else x._version, id(weight), weight._version
 
 
+def tensors_are_packed() -> bool:
+    """Whether hooks take what autograd saves now, as in both runs of a `torch.utils.checkpoint` around several layers."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def note(following: Next, x: Tensor, normed: Tensor) -> None:
     following.misses += 1
     setattr(x, _NOTE, Ahead(following, x, normed))
@@ -58,7 +64,7 @@ def take(norm: nn.Module, x: Tensor) -> Tensor | None:
     if found is None:
         return None
     delattr(x, _NOTE)
-    if found.following.norm is not norm or found.moment != _moment(norm, x):
+    if found.following.norm is not norm or found.moment != _moment(norm, x) or tensors_are_packed():
         return None
     found.following.misses = 0
     return found.normed

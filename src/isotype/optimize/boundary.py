@@ -2,8 +2,8 @@
 
 Known by the source of the model's own forward: a loop over its layers whose body is `x = layer(x, ...)` and nothing else, so that nothing
 else reads or writes what one layer hands to the next. Each layer still returns the sum, and each norm is still called where the model
-calls it. Not where a layer is recomputed or compiled, nor where a hook waits: for what it changes, and for an observer, which
-has to see the norm's arithmetic inside the norm.
+calls it. Not where a layer is recomputed or compiled, nor where a hook waits: on a module, for what it changes; on what autograd saves, as
+in a checkpoint around several layers; and an observer's, which has to see the norm's arithmetic inside the norm.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def next_of(layer: nn.Module) -> Next | None:
     """The norm with which this layer's last sum is made now, or None."""
     found: Next | None = vars(layer).get(_NEXT)
     if found is None or found.misses >= MISSES or torch.compiler.is_compiling() or reference_runs() or every_module._has_any_global_hook():
+        return None
+    if ahead.tensors_are_packed():
         return None
     for hooks in (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, *found.hooks):
         if hooks:

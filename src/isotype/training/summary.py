@@ -69,8 +69,8 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
         + (f", best evaluation loss {best:.4f} at step {result['best_step']}" if best is not None else "")
     )
     console.say(f"saved     {where}")
-    console.say(
-        f"checked   loaded into a fresh base: loss {result['check']['reloaded_loss']:.4f}, trained {result['check']['trained_loss']:.4f}"
-    )
+    check = result["check"]
+    losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
+    console.say(f"checked   loaded into a fresh base: {losses}, on {check['rows']} rows")
     if "report" in result:
         console.say(f"report    {result['report']}")
