@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -25,7 +26,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS])
 def test_each_example_program_runs_and_prints(name, tmp_path):
-    done = run([sys.executable, str(EXAMPLES / name)], tmp_path)
+    done = run([interpreter(), str(EXAMPLES / name)], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
 
@@ -37,7 +38,7 @@ def test_cells_of_a_notebook_run_in_order(name, tmp_path):
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"), "outputs are not committed"
     (tmp_path / "cells.py").write_text("\n\n".join(cells), encoding="utf-8")
-    done = run([sys.executable, "cells.py"], tmp_path)
+    done = run([interpreter(), "cells.py"], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "TR012" in done.stdout
     assert "torch.ones" in done.stdout
@@ -45,7 +46,7 @@ def test_cells_of_a_notebook_run_in_order(name, tmp_path):
 
 @pytest.mark.parametrize("name", TESTS)
 def test_the_example_of_a_test_file_passes(name, tmp_path):
-    done = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(EXAMPLES / name), "--rootdir", str(tmp_path)], tmp_path)
+    done = run([interpreter(), "-m", "pytest", "-p", "no:cacheprovider", str(EXAMPLES / name), "--rootdir", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import interpreter
+
 FAULTY = """
 import os, sys, torch, torch.nn as nn
 print("said by the program")
@@ -35,9 +37,9 @@ def program(tmp_path) -> Path:
     return file
 
 
-def isotype(*arguments, cwd=None):
+def isotype(*arguments, cwd=None, program=None):
     return subprocess.run(
-        [sys.executable, "-m", "isotype", "trace", *map(str, arguments)],
+        [program or interpreter(), "-m", "isotype", "trace", *map(str, arguments)],
         text=True,
         capture_output=True,
         cwd=cwd,
@@ -71,7 +73,8 @@ def test_failing_script_shows_its_traceback_without_our_frames(program):
 
 
 def test_exit_status_of_the_script_is_kept(program):
-    assert isotype(program, "--exit").returncode == 7
+    """In a process that has imported nothing, as a user's has not."""
+    assert isotype(program, "--exit", program=sys.executable).returncode == 7
 
 
 @pytest.mark.parametrize(

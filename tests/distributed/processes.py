@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import ROOT, interpreter
+
 GUARD = 850  # seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait have `timeout(900)`
 
-_LAUNCH = "import sys; from isotype.distributed.launch import launch; sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1])))"
+_LAUNCH = "import sys; from isotype.distributed.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 
 
 def environment() -> dict[str, str]:
@@ -23,7 +24,7 @@ def environment() -> dict[str, str]:
 
 def start(count: int, *arguments: str) -> subprocess.Popen[str]:
     """`python ARGUMENTS` as so many processes, under the launcher of `isotype train --processes`."""
-    command = [sys.executable, "-c", _LAUNCH, str(count), *arguments]
+    command = [sys.executable, "-c", _LAUNCH, str(count), interpreter(), *arguments]
     return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

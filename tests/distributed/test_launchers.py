@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.distributed.processes import ROOT, ended, environment
+from tests.distributed.processes import ended, environment
+from tests.warm import ROOT, interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TORCHRUN = "torch.distributed.run"
@@ -22,9 +23,10 @@ def given(configured, tmp_path):
     return {"config": str(tmp_path / "run.yaml"), "toy": True}
 
 
-def launched(module, *options, given):
-    command = [sys.executable, "-m", module, *options, "-m", "tests.distributed.worker", json.dumps(given)]
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def launched(module, *options, given, program=None):
+    command = [program or interpreter(), "-m", module, *options, "-m", "tests.distributed.worker", json.dumps(given)]
+    environ = environment() | {"PYTHON_EXEC": interpreter()}  # that of torchrun's processes
+    return subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def on_two_machines(processes, *, given):
@@ -70,6 +72,7 @@ def test_an_existing_process_group_is_used(given):
 
 
 def test_accelerate_that_starts_one_process_of_two(given):
-    status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given))
+    # its process finds it by the command of its parent
+    status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given, program=sys.executable))
     assert status == 0, said
     assert "accelerate was asked for 2 processes and started one; isotype train --processes 2 starts them" in said

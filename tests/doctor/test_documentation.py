@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.warm import interpreter
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor"
 SHOWN = [
@@ -21,7 +22,7 @@ SHOWN = [
 @cache
 def printed(command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "isotype", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, check=False, timeout=900
+        [interpreter(), "-m", "isotype", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, check=False, timeout=900
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 

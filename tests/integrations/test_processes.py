@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 from torch import nn
 
 from isotype.errors import UsageError
 from isotype.integrations import attach
-from tests.distributed.processes import GUARD, ROOT, environment
+from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from tests.warm import ROOT, interpreter
 
 pytest.importorskip("trl")
 
@@ -33,10 +33,16 @@ def test_accumulation_gives_the_curve_of_one_batch(name, models):
 
 def two_processes(written, *arguments):
     """The curve that `worker` writes on two processes under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    command = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "2", "-m", "tests.integrations.worker"]  # fmt: skip
     ended = subprocess.run(
-        [*command, *arguments, str(written)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=GUARD, check=False
+        [*command, *arguments, str(written)],
+        env=environment() | {"PYTHON_EXEC": interpreter()},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+        check=False,
     )
     assert written.exists(), f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return json.loads(written.read_text())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from tests.distributed.processes import environment
+from tests.warm import interpreter
 
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
@@ -91,7 +91,7 @@ def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
 
 def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     configured("run", train={"batch_size": 8, "accumulate": 4})
-    command = [sys.executable, "-m", "isotype", "plan", str(tmp_path / "run.yaml"), "--gpus", "16", "--device", "h100", "--json"]
+    command = [interpreter(), "-m", "isotype", "plan", str(tmp_path / "run.yaml"), "--gpus", "16", "--device", "h100", "--json"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)["processes"]

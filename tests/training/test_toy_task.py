@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
+from tests.warm import interpreter
 from torch import nn
 
 from isotype.report import write_report
@@ -74,7 +74,7 @@ def test_a_killed_toy_task_resumes_bit_identical(toy, tmp_path):
     assert train(loaded, task) == 0
     loaded, task = toy("killed")
     root = __file__.rpartition("/tests/")[0]
-    died = subprocess.run([sys.executable, "-c", _DIES_AT_STEP_4, tmp_path / "killed.yaml", root], capture_output=True, check=False)
+    died = subprocess.run([interpreter(), "-c", _DIES_AT_STEP_4, tmp_path / "killed.yaml", root], capture_output=True, check=False)
     assert died.returncode == -9, died.stderr
     assert train(loaded, task, resume=tmp_path / "killed") == 0
     same_result(tmp_path / "whole", tmp_path / "killed")

@@ -1,0 +1,78 @@
+"""`interpreter()` behaves as `python` does to who starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.warm import interpreter
+
+
+def both(*arguments: str, **given) -> list[tuple[int, str, str]]:
+    """(status, stdout, stderr) of Python itself and of the fork."""
+    made = (subprocess.run([program, *arguments], capture_output=True, text=True, **given) for program in (sys.executable, interpreter()))
+    return [(done.returncode, done.stdout, done.stderr) for done in made]
+
+
+def test_arguments_environment_folder_and_input_are_the_callers(tmp_path):
+    code = "import os, sys; print(sys.argv, __name__, os.getcwd(), sorted(os.environ), sys.stdin.read(), sys.path[0]); sys.exit(7)"
+    given = {"cwd": tmp_path, "env": {"PATH": os.environ["PATH"], "LC_CTYPE": "C.UTF-8", "ONE": "1"}, "input": "typed"}
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    for arguments in (("-c", code, "a b"), (str(script), "-c"), ("-u", "-m", "script", "--x")):
+        real, fork = both(*arguments, **given)
+        assert real == fork
+        assert real[0] == 7
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit('a reason')",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os; os._exit(3)",
+        "import atexit, threading; atexit.register(print, 'last'); threading.Thread(target=print, args=('first',)).start()",
+    ],
+)
+def test_an_end_is_the_one_of_python(code):
+    real, fork = both("-c", code)
+    assert real == fork
+
+
+def test_an_error_has_its_traceback():
+    for status, _, said in both("-c", "1 / 0"):
+        assert status == 1
+        assert said.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_signals_arrive_and_a_killed_command_is_gone():
+    waits = "import os, time; print(os.getpid(), flush=True)\ntry:\n time.sleep(900)\nexcept KeyboardInterrupt:\n raise SystemExit(5)"
+    for number, status in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        command = subprocess.Popen([interpreter(), "-c", waits], stdout=subprocess.PIPE, text=True)
+        process = int(command.stdout.readline())
+        command.send_signal(number)
+        assert command.wait() == status
+        assert command.stdout.read() == ""  # ends when the command itself has ended
+        assert not os.path.exists(f"/proc/{process}") or number == signal.SIGKILL
+        command.stdout.close()
+
+
+def test_open_files_keep_their_numbers():
+    here, there = os.pipe()
+    code = f"import os; os.write({there}, b'written')"
+    subprocess.run([interpreter(), "-c", code], pass_fds=[there], check=True)
+    os.close(there)
+    assert os.read(here, 64) == b"written"
+    os.close(here)
+
+
+def test_what_is_imported_is_there_and_draws_its_own_numbers():
+    code = "import sys, numpy, random; print('torch' in sys.modules, 'peft' in sys.modules, numpy.random.rand(), random.random())"
+    first, second = (subprocess.run([interpreter(), "-c", code], capture_output=True, text=True).stdout.split() for _ in range(2))
+    assert first[:2] == second[:2] == ["True", "True"]
+    assert first[2] != second[2]
+    assert first[3] != second[3]
