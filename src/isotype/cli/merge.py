@@ -69,4 +69,5 @@ def merge(
     advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
     print(f"merged    {merged.weights} weights into {merged.folder}, {merged.dtype}: {merged.why}")
     print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
-    print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {merged.rows} rows")
+    rows = f"{merged.rows} row{'s' * (merged.rows != 1)}"
+    print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {rows}")

@@ -71,6 +71,6 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
-    console.say(f"checked   loaded into a fresh base: {losses}, on {check['rows']} rows")
+    console.say(f"checked   loaded into a fresh base: {losses}, on {check['rows']} row{'s' * (check['rows'] != 1)}")
     if "report" in result:
         console.say(f"report    {result['report']}")
