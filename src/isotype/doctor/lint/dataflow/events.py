@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .values import Tensor
 
-Kind = Literal["matmul", "out", "in_place", "attention", "scatter", "accumulate", "table", "returned", "integer", "running sum"]
+Kind = Literal["matmul", "out", "in_place", "attention", "scatter", "accumulate", "table", "returned"]
 
 
 Launches = dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]]  # `kernel[grid](...)` -> what it was handed, each time

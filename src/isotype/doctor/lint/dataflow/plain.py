@@ -16,7 +16,6 @@ from .functions import function_classes
 from .interpreter import Interpreter, run_function
 from .modules import class_attributes
 from .paths import Path, each_path
-from .running_sums import differences
 from .values import Closure, Env, Instance
 
 PURE = Scenario(inputs="bf16", weights="bf16")
@@ -151,7 +150,7 @@ def _worth_running(file: SourceFile) -> Wanted:
             scenarios |= {PURE, AUTOCAST}
         if any(is_root(node) for node in file.own(function)):
             scenarios |= {PURE, FP32_WEIGHTS}
-        if _multiplies_after_widening(file, function) or differences(file, function):
+        if _multiplies_after_widening(file, function):
             scenarios.add(PURE)
         if "arange" in file.text and _MAKES_ANGLES.search(file.symbol(function) or ""):
             scenarios |= {PURE, AUTOCAST}

@@ -112,10 +112,7 @@ def torch_call(
     if name in ("layer_norm", "group_norm", "rms_norm", "instance_norm") and run.autocast is None:
         _refuse_narrow_weight(run, name, args, nodes, kwargs, node)
     if name in names.KEEP:
-        result = _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
-        if name == "cumsum" and result.low:
-            run.emit("running sum", node, run.text(node.func), (run.text(nodes[0]), result))
-        return result
+        return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN
 
 

@@ -14,11 +14,8 @@ _OF_THE_MODEL = re.compile(r"^(weight|model|compute|torch|inference|mixed_precis
 _MODEL = re.compile(r"(^|_)(model|unet|transformer|vae|encoder|encoder_\d|decoder|backbone|net|policy|pipe|pipeline)$")
 
 
-def casts_low(file: SourceFile, call: ast.Call, also: frozenset[str] = frozenset()) -> bool:
-    """Whether a method call casts to low precision: `.half()`, `.to(torch.bfloat16)`, `.to(device, dtype=weight_dtype)`.
-
-    also  names that stand for a low precision here, as the caller knows
-    """
+def casts_low(file: SourceFile, call: ast.Call) -> bool:
+    """Whether a method call casts to low precision: `.half()`, `.to(torch.bfloat16)`, `.to(device, dtype=weight_dtype)`."""
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr in ("half", "bfloat16") and not call.args:
@@ -26,7 +23,7 @@ def casts_low(file: SourceFile, call: ast.Call, also: frozenset[str] = frozenset
     if call.func.attr not in ("to", "type"):
         return False
     given = [a for a in (*call.args, keyword(call, "dtype")) if a is not None]
-    return any(is_low(file, a) or (isinstance(a, ast.Name) and a.id in also) for a in given)
+    return any(is_low(file, a) for a in given)
 
 
 def is_upcast(file: SourceFile, call: ast.Call) -> bool:

@@ -42,7 +42,7 @@ class IndexedWriteMixesDtypes(Rule):
 
     Known problems
     --------------
-    Into an argument called like an output the caller decides, and nothing is said (`--weak` says it). What submodules return is not
+    Into an argument called like an output the caller decides, and it is possible only. What submodules return is not
     followed, except those of torch.nn that the class itself makes.
     """
 
