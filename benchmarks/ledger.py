@@ -34,8 +34,16 @@ KEPT = {
 }
 
 
-def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4") -> Ledger:
-    given = [f"precision.preset={base}-lora", f"adapter.r={rank}", "train.batch_size=1", "train.accumulate=1"]
+def ledger_of(
+    tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4", embedding: str = "device"
+) -> Ledger:
+    given = [
+        f"precision.preset={base}-lora",
+        f"adapter.r={rank}",
+        f"model.embedding={embedding}",
+        "train.batch_size=1",
+        "train.accumulate=1",
+    ]
     config = load(None, given).config
     precision = Precision.preset(f"{base}-lora")
     made = outline(
@@ -57,13 +65,17 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", default="h200")
+    parser.add_argument("--embedding", default="device", choices=["device", "host"], help="as model.embedding")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    ledger = ledger_of(asked.tokens, kind=asked.kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers)
+    ledger = ledger_of(
+        asked.tokens, kind=asked.kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers, embedding=asked.embedding
+    )
+    command = f"python benchmarks/ledger.py --tokens {asked.tokens}" + (" --embedding host" if asked.embedding == "host" else "")
     text = (
         f"# {date.today()}, the ledger of Llama-3.1-8B QLoRA at {asked.tokens:,} tokens, counted, nothing measured\n\n"
         f"rank {asked.rank}, one row, `{asked.kind}` that keeps {asked.kept}, {asked.device.upper()} as published: "
-        f"`python benchmarks/ledger.py --tokens {asked.tokens}`, which counts as `isotype plan --device {asked.device} --ledger` does.\n\n"
+        f"`{command}`, which counts as `isotype plan --device {asked.device} --ledger` does.\n\n"
         f"```\n{ledger.as_text()}\n```\n"
     )
     if asked.out:

@@ -22,8 +22,8 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
     ),
     LANGUAGE: (
-        "data.", "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.trust_remote_code",
-        "adapter.modules_to_save", "run.sample_tokens",
+        "data.", "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
+        "model.trust_remote_code", "adapter.modules_to_save", "run.sample_tokens",
     ),
 }  # fmt: skip
 INSTEAD = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..config.embedding import is_kept_on_host
 from ..config.schema import RunConfig
 from ..optimize import Manifest, optimize
 from ..optimize.base import base_notes as notes_of_optimize
@@ -15,6 +16,7 @@ from ..precision.part import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from .adapter import attach_adapter
+from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def build_model(
     mapped = part is not None and every_weight
     notes = base_notes(source, precision)
     base = load_base(
-        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes
+        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
+        embedding=config.model.embedding,
     )  # fmt: skip
     if precision.base == "nf4":
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
@@ -44,6 +47,9 @@ def build_model(
     model: nn.Module = (
         base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
     )
+    if is_kept_on_host(config.model.embedding, device.type):
+        refuse_trained_embedding(model)
+        notes.append("model.embedding: host: the weight of the input embedding lies in pinned host memory")
     # before the precision, which wraps the forward that the ops look at
     manifest = (
         optimize(model, precision, device_type=device.type, lora_branch=config.model.lora_branch)

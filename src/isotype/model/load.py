@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import json_objects
+from ..config.embedding import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
@@ -29,6 +30,7 @@ from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from . import attention as attention_choice
 from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
+from .host_embedding import in_pinned_memory, keep_on_host
 from .in_file import declare, depends_on_dtype, dtype_of_files
 from .rotary_tables import forget_longer_batches
 from .trainable_architecture import refuse_other_objectives
@@ -122,13 +124,14 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None,
+    part: Part | None = None, notes: list[str] | None = None, embedding: str = "device",
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
+    embedding  `model.embedding`
     """
     where = loaded_on(device, part)
     options = attention_choice.attention_options(attention, device)
@@ -146,6 +149,8 @@ def load_base(
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": where}
     model = _load(source, attention, options, notes)
+    if is_kept_on_host(embedding, where.type):
+        keep_on_host(model, in_pinned_memory)  # before the rest moves: the device need not hold it even now
     if "device_map" not in options:
         model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them

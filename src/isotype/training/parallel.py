@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..config.embedding import wants_embedding_on_host
 from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError
@@ -70,6 +71,8 @@ def why_not_shared(config: RunConfig) -> str | None:
         return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
+    if wants_embedding_on_host(config):
+        return "model.embedding: host: rows are looked up in a weight that a process has whole"
     return None
 
 

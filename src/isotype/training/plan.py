@@ -146,7 +146,8 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
     if wants_compiled(config):
         notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
-        notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {less_memory(config, checkpointing.kind)}"]
+        how = less_memory(config, checkpointing.kind, device_type=basis.device.type, model=made.model)
+        notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
     return Plan(
         processes=None
         if gpus is None or passes is None

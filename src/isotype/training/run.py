@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..distributed.agree import (
@@ -138,7 +140,9 @@ def _train(
             console.settle()
             told = refused_by_disk(error, folder)
             if (missing := out_of_memory(error)) is not None:
-                told = RunError(f"out of memory: {missing}", fix=less_memory(loaded.config, loaded.config.train.gradient_checkpointing))
+                on = "cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu"
+                how = less_memory(loaded.config, loaded.config.train.gradient_checkpointing, device_type=on)
+                told = RunError(f"out of memory: {missing}", fix=how)
             if folder.is_run and world.first:
                 with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
                     folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})

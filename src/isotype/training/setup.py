@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.compiled import check_compile, wants_compiled
+from ..config.embedding import check_embedding
 from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
@@ -79,6 +80,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     check_compile(config)
+    check_embedding(config, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)

@@ -311,7 +311,7 @@ KEYS: dict[str, Handler] = {
     "load_in_16bit": precision,
     "qat_scheme": not_offered("quantisation-aware training is not offered"),
     "attn_implementation_internal": no_effect("model.attention"),
-    "offload_embedding": not_offered("train.gradient_checkpointing: layers+offload saves activations"),
+    "offload_embedding": lambda draft, given: draft.set(given, "model.embedding", "host") if truth(given.value) else draft.no_effect(given, "off"),
     "use_mps_device": not_offered("model.device is auto, cuda or cpu"),
     "max_memory": no_effect("one process uses one device"),
     "use_fast": no_effect("the model's own tokenizer"),

@@ -1,4 +1,7 @@
-"""The aim beside Unsloth's published code, counted: 8B QLoRA at 4,096 and 16,384 tokens, 1.2 times its speed in 0.85 of its memory."""
+"""The aim beside Unsloth's published code, counted: 8B QLoRA at 4,096 and 16,384 tokens, 1.2 times its speed in 0.85 of its memory.
+
+Ours has its input embedding in host memory; Unsloth's default has not, and its `offload_embedding` is not counted.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,15 @@ def at_32(two, three):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_8b_qlora_is_counted_a_fifth_faster_in_less_memory_than_the_peer(ledger_of, tokens):
-    made = [ledger_of(tokens, kind="layers+offload", kept="all", rank=16, device="h200", layers=n) for n in (2, 3)]
+    made = [ledger_of(tokens, kind="layers+offload", kept="all", rank=16, device="h200", layers=n, embedding="host") for n in (2, 3)]
     ours = at_32(*(m.seconds(m.rows) for m in made))
     theirs = at_32(*(m.seconds(m.theirs) for m in made))
     assert theirs / ours >= 1.2
-    assert at_32(*(m.peak for m in made)) / at_32(*(m.their_peak for m in made)) <= 0.85
+    peak, their_peak = (at_32(*(getattr(m, side) for m in made)) for side in ("peak", "their_peak"))
+    assert peak <= 0.85 * their_peak
+    # both with their embeddings on the device, and both without
+    assert peak + made[0].on_host <= their_peak
+    assert peak <= their_peak - made[0].on_host
     # each saving on its own line
     assert len(made[1].savings) == 6
     assert all(saved > 0 for saved in made[1].savings.values())

@@ -13,6 +13,7 @@ from isotype.config.load import load
 from isotype.environment.hardware import by_name
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
+from isotype.model.host_embedding import outlined_on_host
 from isotype.ops.backend import using
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
@@ -59,6 +60,10 @@ def test_views_and_memory_that_is_handed_out_are_no_launches():
     # the rows that are looked up, not the table
     (row,) = launched(lambda: torch.nn.functional.embedding(ids, table))
     assert row.bytes == 2 * 2 * 4 * 16 + 8 * 4
+    # from host memory they come through the bus, while the launch waits
+    (row,) = launched(lambda: torch.nn.functional.embedding(ids, outlined_on_host(table)))
+    assert (row.kind, row.bytes) == ("host read", 2 * 4 * 16)
+    assert work([row], RATES)["forward"] == row.bytes / (RATES.host * RATES.copy)
 
 
 def test_causal_attention_computes_half_of_its_scores():
@@ -82,10 +87,11 @@ def test_equal_rows_are_one_row_with_their_count():
 ALL = {"keep_attention": True, "keep_projections": True, "halves": True}
 
 
-def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, family=None, **kept):
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, family=None, embedding="device", **kept):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
-    config = load(None, [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]).config
+    given = [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1", f"model.embedding={embedding}"]
+    config = load(None, given).config
     precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, **(family or {}), "num_hidden_layers": layers})
     made = outline(architecture, config, precision, device_type="cuda")
     kept = {"keep_attention": keep, **kept}
@@ -138,6 +144,18 @@ def test_kept_attention_is_not_computed_again_and_nothing_kept_is_recomputed():
 def test_memory_of_tiles_and_of_host_memory_shows():
     offloaded = planned("layers+offload", keep=True, layers=4)
     assert offloaded.peak < planned("layers", keep=True, layers=4).peak
+
+
+def test_an_embedding_in_host_memory_is_ours_alone_and_the_text_says_what_the_peer_would_have():
+    device, host = (planned("none", 512, embedding=where) for where in ("device", "host"))
+    assert device.peak - host.peak == pytest.approx(host.on_host, abs=64)
+    assert host.on_host == 2 * 128256 * 512
+    assert device.their_peak == host.their_peak
+    assert "offload_embedding" in host.as_text()
+    assert "offload_embedding" not in device.as_text()
+    assert host.as_json()["unsloth"]["peak_with_its_embedding_on_the_host"] == host.their_peak - host.on_host
+    more = step_seconds(host.rows, host.rates) - step_seconds(device.rows, device.rates)
+    assert 0 < more < 2 * 512 * 512 / (RATES.host * RATES.copy)
 
 
 def test_with_everything_kept_each_saving_is_counted_and_what_it_costs_too():

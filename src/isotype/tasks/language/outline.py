@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...config.embedding import is_kept_on_host
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
 from ...model.adapter import attach_adapter
 from ...model.attention import AUTO, attention_options, explain
+from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
@@ -35,6 +37,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     from transformers import AutoModelForCausalLM
 
     every_weight = config.adapter.kind == "none"
+    on_host = is_kept_on_host(config.model.embedding, device_type)
     dtype = precision.trainable if every_weight else precision.unquantised
     # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does not
     asked = config.model.attention
@@ -48,6 +51,8 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
             raise explain(f"model {config.model.name or 'model.config'}", asked, error) or error from error
         base.config.use_cache = False
         total = sum(p.numel() for p in base.parameters())
+        if on_host:
+            keep_on_host(base, outlined_on_host)
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
             before = of_config(architecture)
@@ -55,6 +60,8 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
         model: nn.Module = (
             base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
         )
+    if on_host:
+        refuse_trained_embedding(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)

@@ -41,7 +41,10 @@ def load_result(
     part  what this process will keep of the model, where several share it
     """
     if (folder / "adapter_config.json").is_file():
-        base = load_base(source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part)
+        base = load_base(
+            source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
+            embedding=config.embedding,
+        )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:
         saved = Source(str(folder), trust_remote_code=source.trust_remote_code)

@@ -21,6 +21,7 @@ from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
 from ...model.build import build_model
+from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...optimize import Manifest
 from ...precision.part import Part
@@ -29,6 +30,7 @@ from ...precision.quantised_base import check_base, check_share, of_config
 from ...runs.folder import RunFolder
 from ...training.feed import Feed
 from ...training.memory.bound import most_bytes
+from ...training.memory.device import shown
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from .batches import Batch, collate, padded_length, row_feed
 from .checks import CHECKS
@@ -208,6 +210,8 @@ class LanguageTask:
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
             notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
+        if on_host := bytes_on_host(made.model):
+            notes.append(f"model.embedding: host: the input embedding, {shown(on_host)}, is in pinned host memory and not counted")
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...model.host_embedding import is_outlined_on_host
 from ...ops.cross_entropy.rule import LossRule
 from ...ops.linear_cross_entropy import chunked as head
 from ...ops.recompute import is_recomputing
@@ -74,6 +75,10 @@ class Launches(TorchDispatchMode):
             outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
         if kwargs.get("out") is not None and not _accumulates(name, args, kwargs):
             read = [t for t in read if t is not kwargs["out"]]
+        if name in _GATHERS and any(map(is_outlined_on_host, inputs)):
+            shape = " x ".join(map(str, result.shape))
+            self.rows.append(Row(phase=self.phase, name=f"{name} {shape} from the host", kind="host read", bytes=_bytes(result)))
+            return
         if name in _GATHERS:
             # the rows that it gives, of however many
             read = [*outputs, *(t for t in read if not t.is_floating_point())]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
+Kind = Literal["product", "attention", "attention backward", "memory", "copy", "host read"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class Row:
     """Launches of one kind.
 
     phase   forward, recompute, backward or update
-    kind    "copy" is one between the host and the device, beside everything else
+    kind    "copy" is one between the host and the device, beside everything else; a "host read" is a kernel's own, which takes its time
     name    the operator with its sizes, or what a published program calls it
     bytes   read and written by one launch, each tensor once
     flops   of one launch
@@ -55,7 +55,7 @@ class Rates:
     memory: float = 0.765
 
     def seconds(self, row: Row) -> float:
-        if row.kind == "copy":
+        if row.kind in ("copy", "host read"):
             return row.count * row.bytes / (self.host * self.copy)
         share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0

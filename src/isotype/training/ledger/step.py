@@ -12,6 +12,7 @@ import torch
 from ...config.schema import TrainSection
 from ...environment.hardware import Hardware
 from ...errors import UsageError
+from ...model.host_embedding import bytes_on_host
 from ...ops.backend import Saving, without
 from ...precision.accumulate import GradientAccumulator
 from ...precision.precision import Precision
@@ -45,6 +46,7 @@ SMALL = 256  # a product with a dimension below this is an adapter's
 class Ledger:
     """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes.
 
+    on_host  bytes of the input embedding where ours is in host memory; Unsloth's peak is by its default, with the embedding on the device
     savings  what a recorded step without it takes longer, in seconds, by name
     """
 
@@ -55,6 +57,7 @@ class Ledger:
     peak: int
     their_peak: int
     what: str
+    on_host: int = 0
     savings: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, rows: Iterable[Row]) -> float:
@@ -73,7 +76,12 @@ class Ledger:
             "savings": self.savings,
             "unsloth": None
             if self.theirs is None
-            else {"rows": each(self.theirs), "seconds": self.seconds(self.theirs), "peak": self.their_peak},
+            else {
+                "rows": each(self.theirs),
+                "seconds": self.seconds(self.theirs),
+                "peak": self.their_peak,
+                **({"peak_with_its_embedding_on_the_host": self.their_peak - self.on_host} if self.on_host else {}),
+            },
         }
 
     def as_text(self) -> str:
@@ -113,6 +121,12 @@ class Ledger:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}{1e3 * other:>12.2f}{saved:>10.2f}   {other / mine:.2f}x")
             share = self.peak / self.their_peak
             lines.append(f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted")
+            if self.on_host:
+                less = self.their_peak - self.on_host
+                lines.append(
+                    f"  ours with model.embedding: host, which Unsloth has too, off by default (offload_embedding): with it {shown(less)} "
+                    f"there, {self.peak / less:.2f}x"
+                )
         else:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}")
         if self.savings:
@@ -262,18 +276,19 @@ def step_ledger(
     memory  the plan of the same step
     """
     rows, rates = recorded(made, train, precision, largest, checkpointing=checkpointing), rates_of(hardware)
-    theirs, their_peak = None, 0
+    theirs, their_peak, on_host = None, 0, bytes_on_host(made.model)
     config: Any = getattr(made.model, "config", None)
     if rank and not packing and getattr(config, "model_type", "") in ("llama", "mistral", "qwen2"):
         s = shapes_of(config, rows=largest.rows, length=largest.length, rank=rank, nf4=precision.base == "nf4")
         one = unsloth.step(s)
         update = [row for row in one if row.phase == "update"]
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update
-        their_peak = unsloth.peak_bytes(s, memory.held)
+        their_peak = unsloth.peak_bytes(s, memory.held + on_host)
     return Ledger(
         device=hardware.name, rates=rates, rows=rows, theirs=theirs, peak=memory.peak, their_peak=their_peak,
         what=f"{checkpointing}; attention's results {'kept' if checkpointing.keep_attention else 'computed again'}"
         if checkpointing.layers
         else str(checkpointing),
+        on_host=on_host,
         savings=savings_of(made, train, precision, largest, rates, checkpointing),
     )  # fmt: skip

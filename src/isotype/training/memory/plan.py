@@ -21,6 +21,7 @@ from ...config.schema import TrainSection
 from ...dtypes import to_torch
 from ...environment.planned import planned_for
 from ...errors import UsageError
+from ...model.host_embedding import is_outlined_on_host, outlined_on_host
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
@@ -134,7 +135,7 @@ def average_bytes(elements: int, train: TrainSection, precision: Precision) -> i
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if is_outlined_on_host(tensor) else tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,11 @@ def make_fake(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in memo:
-                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    data = (
+                        outlined_on_host(parameter)
+                        if is_outlined_on_host(parameter)
+                        else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    )
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                     take_scales(memo[id(parameter)], parameter, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
                 module._parameters[name] = memo[id(parameter)]

@@ -47,5 +47,5 @@ def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
             ("step", f"{shown(plan.peak - plan.held)} on {plan.rows} rows of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
-        fix=less_memory(config, prepared.checkpointing.kind),
+        fix=less_memory(config, prepared.checkpointing.kind, device_type=device, model=prepared.model),
     )  # fmt: skip
