@@ -28,10 +28,10 @@ lint: install
 	$(BIN)/isotype lint src
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-fast: install
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 format: install
 	$(BIN)/ruff check --fix src tests benchmarks docs examples

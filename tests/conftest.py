@@ -35,6 +35,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is left at the end would be reported as leaked
+
+
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """The seed of everything that draws numbers without one of its own."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import interpreter
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -52,7 +54,7 @@ def test_the_commands_work_as_typed(tmp_path, workshop):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
     for command in commands:
         assert command.startswith("isotype ")
-        ours = command.replace("isotype", f"{sys.executable} -m isotype", 1)
+        ours = command.replace("isotype", f"{interpreter()} -m isotype", 1)
         done = subprocess.run(ours, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert (tmp_path / "runs/qwen/adapter/adapter_model.safetensors").is_file()
@@ -63,7 +65,7 @@ def test_the_code_of_the_ops_page_runs():
     code = "\n".join(
         re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/ops.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "torch.float32 torch.bfloat16 torch.float32" in done.stdout
     assert "linear_cross_entropy" in done.stdout

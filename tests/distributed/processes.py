@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from isotype.distributed.launch import FAREWELL
 from tests.warm import ROOT, interpreter
 
 GUARD = 850  # seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait have `timeout(900)`
 
-_LAUNCH = "import sys; from isotype.distributed.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
+_LAUNCH = """import sys
+import isotype.distributed.launch as module
+module.FAREWELL = float(sys.argv[1])
+sys.exit(module.launch(sys.argv[3:], int(sys.argv[2])))"""
 
 
 def environment() -> dict[str, str]:
@@ -22,9 +26,12 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
 
 
-def start(count: int, *arguments: str) -> subprocess.Popen[str]:
-    """`python ARGUMENTS` as so many processes, under the launcher of `isotype train --processes`."""
-    command = [sys.executable, "-c", _LAUNCH, str(count), interpreter(), *arguments]
+def start(count: int, *arguments: str, farewell: float = FAREWELL) -> subprocess.Popen[str]:
+    """`python ARGUMENTS` as so many processes, under the launcher of `isotype train --processes`.
+
+    farewell  seconds that the others have after one has failed: few where they are known not to end by themselves
+    """
+    command = [sys.executable, "-c", _LAUNCH, str(farewell), str(count), interpreter(), *arguments]
     return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -130,7 +130,8 @@ def test_from_two_to_four_to_one(configured, tmp_path):
 )
 def test_a_process_that_does_not_come_is_named(toy, what, said_of_it):
     process = start(2, "-m", "tests.distributed.worker",
-                    json.dumps({"config": str(toy("run", parallel={"timeout": 12})), "toy": True, "fault": [1, 4, what]}))  # fmt: skip
+                    json.dumps({"config": str(toy("run", parallel={"timeout": 12})), "toy": True, "fault": [1, 4, what]}),
+                    farewell=1.0)  # fmt: skip
     status, said = ended(process)
     assert status == 1
     assert said_of_it in said

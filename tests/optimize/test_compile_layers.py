@@ -15,6 +15,7 @@ from isotype.optimize.compile_layers import compile_layers, uncompile_layers
 from isotype.precision.apply import _Narrow
 from isotype.training.memory.live_bytes import LiveBytes
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, checkpointable
+from tests.long import in_full
 from tests.models import lora, quantised, tiny
 
 BF16 = {"attn_implementation": "sdpa", "head_dim": 16}
@@ -79,7 +80,7 @@ def graphs():
     ("family", "checkpointing", "dropout"),
     [
         ("llama", "layers", 0.0),
-        pytest.param("llama", "layers", 0.5, marks=pytest.mark.slow),
+        pytest.param("llama", "layers", 0.5, marks=in_full),  # Inductor's test below has dropout too
         pytest.param("gemma2", "layers", 0.0, marks=pytest.mark.slow),
     ],
 )
@@ -125,7 +126,7 @@ def test_layers_over_a_4_bit_base_are_one_graph(traced):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=in_full), True])
 def test_inductor_compiles_the_layers(bf16):
     model = model_of("llama", bf16=bf16, checkpointing="layers", lora_dropout=0.5)
     plain = copy.deepcopy(model)

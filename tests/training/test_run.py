@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.warm import interpreter
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
@@ -119,7 +119,7 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     assert train(configured("whole", **settings)) == 0
     loaded = configured("disturbed", **settings)
     # not a fork: autograd refuses to work in the fork of a process in which it has started threads
-    died = subprocess.run([sys.executable, "-c", _DIES_AT_STEP_4, tmp_path / "disturbed.yaml"], capture_output=True, text=True, check=False)
+    died = subprocess.run([interpreter(), "-c", _DIES_AT_STEP_4, tmp_path / "disturbed.yaml"], capture_output=True, text=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert train(loaded, resume=tmp_path / "disturbed") == 0
     same_result(tmp_path / "whole", tmp_path / "disturbed")
