@@ -28,7 +28,7 @@ from .escapes import Escapes
 from .lineage import NOTHING
 from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
-from .states import SCALES, allowed_beside, states_of
+from .states import COUNT, COUNTS, SCALES, allowed_beside, states_of
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
@@ -78,7 +78,7 @@ class Observer:
             if parameter.requires_grad and states is not None:
                 for key, word in states_of(parameter, states(parameter)):
                     if word is None:
-                        observation.unseen_thing("optimizer", SCALES)
+                        observation.unseen_thing("optimizer", COUNTS if key == COUNT else SCALES)
                     else:
                         allowed = allowed_beside(p.optimizer, parameter)
                         observation.note("optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed)
