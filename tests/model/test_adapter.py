@@ -1,6 +1,8 @@
-"""Adapters: `model.lora_branch` is refused where it would have no effect; a Mamba model's targets."""
+"""Adapters: `model.lora_branch` is refused where it would have no effect; a Mamba model's targets; what is saved."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from isotype.lora.plain import lora_layers
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
 from isotype.model.run_precision import resolve_precision
 from isotype.model.saved_form import trained_tensors
+from isotype.precision import PRESETS
 from isotype.tasks.language.outline import outline
-from tests.models import tiny
+from tests.models import lora, tiny
 
 
 def resolved(*settings, preset="bf16-lora"):
@@ -102,3 +105,14 @@ def test_all_linear_leaves_out_routers_that_return_no_tensor():
 def test_all_linear_takes_a_familys_own_linear_layers():
     model = attach_adapter(tiny("falcon"), AdapterSection(), seed=0)
     assert {"query_key_value", "dense"} <= {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_the_settings_of_a_saved_adapter_are_in_the_same_order_in_every_process(tmp_path):
+    """PEFT keeps names in sets, whose order differs from process to process."""
+    model = lora(tiny(), exclude_modules=["lm_head", "embed_tokens", "rotary_emb", "act_fn", "norm"])
+    save_adapter(model, tmp_path, PRESETS["fp32"])
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    for names in (written, model.peft_config["default"].to_dict()):  # the second is the metadata of diffusers' file
+        assert names["target_modules"] == sorted(names["target_modules"])
+        assert names["exclude_modules"] == sorted(names["exclude_modules"])
+    assert len(written["target_modules"]) > 3

@@ -137,6 +137,9 @@ def test_a_norm_that_sums_in_bf16_is_named():
     with Observer(model, PRESETS["bf16-mixed"]).watch(1) as seen:
         model(input_ids=IDS)
     assert set(seen.dtypes["norms"]) == {"fp32", "bf16"}
+    (found,) = [f for f in seen.violations if f.declared == "precision.norms: fp32"]
+    assert str(found.place.file).endswith("test_apply_observe.py")
+    assert "its forward" in str(found.cause)
     with pytest.raises(DtypeError, match=r"arithmetic of model\.layers\.1\.input_layernorm is bf16, declared fp32"):
         seen.raise_if_violated()
 

@@ -14,6 +14,7 @@ from isotype.report.record import read_run
 from isotype.report.settings import differences
 from isotype.report.verdicts import precision, preflight
 from isotype.report.words import plain
+from isotype.report.write import render
 
 from .runs import run_folder, step, whole
 
@@ -98,8 +99,6 @@ def luminance(colour: str) -> float:
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
-    from isotype.report.write import render
-
     assert len(render(read_run(whole(tmp_path / "run", steps=5000)))) < 400_000
 
 
@@ -137,8 +136,10 @@ def test_a_chart_that_never_changes_is_a_line_of_text(tmp_path: Path) -> None:
 
 
 def test_resumes_are_marked_in_every_chart(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 9)], resumes={"steps": [4, "x", 4, 99]})
+    changes = [{"after_step": 4, "of": "rows", "what": "the rows are others"}, "x", 3]
+    folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 9)], resumes={"steps": [4, "x", 4, 99], "changes": changes})
     made = page(read_run(folder))
+    assert "<p>after step 4: the rows are others</p>" in render(read_run(folder))
     assert str(made["loss"][1]).count('class="resumed"') == 1
     assert ">resumed</text>" in str(made["loss"][1])
     assert "resumed at step 4" in made["loss"][0].described()

@@ -71,6 +71,10 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
         assert train(configured(data=data, train={"steps": step}), resume=tmp_path / "run") == 0
         said = next(line for line in capsys.readouterr().out.splitlines() if "not those that the run was begun with" in line)
         assert words in said
+        changes = json.loads((tmp_path / "run/resumes.json").read_text())["changes"]
+        assert {"after_step": step - 1, "of": "rows", "what": said.removeprefix("changed").strip()} in changes
+        assert "resumes.json" in json.loads((tmp_path / "run/data.json").read_text())["notes"][-1]
+    assert {"after_step": 3, "of": "settings", "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)"} in changes
 
 
 def test_a_resumed_stream_is_told_of_a_change_behind_its_first_rows(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:

@@ -211,6 +211,10 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     dtype = to_torch(precision.save_adapter)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {name: t.to(dtype) if name in trained else t for name, t in model.state_dict().items()}
+    for config in model.peft_config.values():
+        for key, value in vars(config).items():
+            if isinstance(value, set):  # of names, written in an order that differs from process to process
+                setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
     (folder / "precision.json").write_text(precision.as_file())
 

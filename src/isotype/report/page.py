@@ -57,6 +57,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "preset": record.setting("precision", "preset"),
         "environment": environment(record),
         "settings": record.settings_text,
+        "changes": record.changes,
         "damaged": record.damaged,
         "events": [row for row in record.metrics if row.get("event") not in (None, "evaluation")][:MOST_EVENTS],
     }

@@ -61,6 +61,11 @@ class RunRecord:
         """The steps from which the run was resumed, in order."""
         return sorted({step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0})
 
+    @property
+    def changes(self) -> list[str]:
+        """What a resume of the run changed, and after which step."""
+        return [f"after step {one['after_step']}: {one['what']}" for one in rows_of(self.resumes.get("changes"), "after_step", "what")]
+
     def setting(self, section: str, key: str) -> Any:
         part = self.settings.get(section)
         return part.get(key) if isinstance(part, dict) else None

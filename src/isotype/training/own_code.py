@@ -13,6 +13,7 @@ from ..errors import UsageError
 from ..runs.folder import RunFolder
 from .callbacks import Callback
 from .console import RunConsole
+from .resume_record import Changed
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 OBJECTIVE = "objective"  # in plan.json
@@ -32,15 +33,15 @@ class Own:
         return None if given is None else f"{given.__module__}.{getattr(given, '__qualname__', type(given).__qualname__)}"
 
 
-def compare_objectives(loaded: LoadedConfig, own: Own, folder: RunFolder, console: RunConsole) -> None:
-    """Refuses to go on with another kind of loss. An objective is known by its name only: what it computes is not compared."""
+def compare_objectives(loaded: LoadedConfig, own: Own, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """The change of an objective, printed too; refuses another kind of loss. What an objective computes is not compared, only its name."""
     try:
         before = folder.read_json("plan.json")[OBJECTIVE]
     except (OSError, ValueError, LookupError, TypeError):  # a run from before this was recorded
-        return
+        return []
     now = own.objective_name
     if before == now:
-        return
+        return []
     if (before is None or now is None) and not loaded.consent:
         was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
         raise UsageError(
@@ -49,4 +50,6 @@ def compare_objectives(loaded: LoadedConfig, own: Own, folder: RunFolder, consol
             if before
             else "leave the objective out, or start a new run",
         )
-    console.say(f"changed   objective: {before} -> {now}")
+    line = f"objective: {before} -> {now}"
+    console.say(f"changed   {line}")
+    return [Changed("objective", line)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from ..config.compare import compare
 from ..config.load import LoadedConfig
 from ..environment.hardware import detect
@@ -14,14 +11,13 @@ from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from .console import RunConsole
 from .loop import Loop
+from .resume_record import Changed, went_on
 from .same_settings import say_edited, settings_before
 from .task import Task
 
-RESUMES = "resumes.json"
 
-
-def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
-    """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
+def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
     preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
     changes = compare(settings_before(folder), loaded.config, auto=preset)
     edited = [c.key for c in changes if c.key not in loaded.given]
@@ -36,6 +32,7 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
     for change in changes:
         console.say(f"changed   {change}")
     say_edited(folder, console)
+    return [Changed("settings", str(change)) for change in changes]
 
 
 def refuse_fewer_steps(loop: Loop) -> None:
@@ -60,25 +57,17 @@ def restore(loop: Loop, console: RunConsole) -> None:
         if world.first:
             loop.store.tidy(None)
             loop.metrics.cut_after(-1)
+            went_on(loop.folder, None)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
     if world.first:
-        loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
+        went_on(loop.folder, step)
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
         console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
-
-
-def resumed_at(folder: Path) -> list[int]:
-    """The steps from which a run was resumed; empty if it never was."""
-    try:
-        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
-    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
 def _processes(count: int) -> str:

@@ -43,6 +43,7 @@ from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .resume import compare_with_before, refuse_fewer_steps, restore
+from .resume_record import Changed, keep_changes
 from .same_data import compare_data
 from .setup import Prepared, prepare
 from .start_files import write_start
@@ -122,11 +123,11 @@ def _train(
             raise UsageError(
                 f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
             )
+        changes = None
         if resume is not None:
-            compare_with_before(loaded, task, folder, console)
-            compare_objectives(loaded, own, folder, console)
+            changes = [*compare_with_before(loaded, task, folder, console), *compare_objectives(loaded, own, folder, console)]
         try:
-            status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
+            status, result = _run(loaded, task, folder, console, interrupt, world, changes=changes, skips=skips, own=own)
         except KeyboardInterrupt:
             console.settle()
             world.failed(KeyboardInterrupt())
@@ -184,11 +185,12 @@ def _run(
     interrupt: Interrupt,
     world: World,
     *,
-    resuming: bool,
+    changes: list[Changed] | None,
     skips: Mapping[str, str],
     own: Own,
 ) -> tuple[int, dict[str, Any]]:
-    config = loaded.config
+    """changes  what a resumed run changes; None for a new one"""
+    config, resuming = loaded.config, changes is not None
     quiet_libraries()
     prepared = prepare(task, loaded.sources, folder.base, world)
     refuse_other_precision(prepared.resolved.precision)
@@ -218,8 +220,9 @@ def _run(
         checked = preflight(subject, skips, world=world)
     if resuming:
         world.first_does(lambda: refuse_fewer_steps(loop))
-    if resuming and world.first:
-        compare_data(task, folder, console)
+    if changes is not None:
+        known = [*changes, *(compare_data(task, folder, console) if world.first else [])]
+        world.first_does(lambda: keep_changes(folder, known))
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []

@@ -7,31 +7,42 @@ from typing import Any
 
 from ..runs.folder import RunFolder
 from .console import RunConsole
+from .resume_record import Changed
 from .task import Task
 
 DATA = "data"  # in plan.json
 
 
-def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> None:
-    """Prints what has changed since the run was last started. A run from before this was recorded is not compared."""
+def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared."""
     try:
         before = folder.read_json("plan.json")[DATA]
     except (OSError, ValueError, LookupError, TypeError):
-        return
+        return []
     facts = task.records().get("data.json", {})
     streamed = bool(facts.get("stream"))  # of a stream the rows that were compared are the first ones only
     if before == task.fingerprint() and not streamed:
-        return
+        return []
     try:
-        old = dict(_checksums(folder.read_json("data.json")))
+        recorded = folder.read_json("data.json")
     except (OSError, ValueError):
-        old = {}
-    new = dict(_checksums(facts))
+        recorded = {}
+    old, new = dict(_checksums(recorded)), dict(_checksums(facts))
     changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
     if not changed and before == task.fingerprint():
-        return
+        return []
     what = ", ".join(changed[:5]) or "the files are the same: the tokenizer, its chat template or a library"
-    console.say(f"changed   the rows are not those that the run was begun with ({what}): it goes on at the same place in them")
+    was, now = _rows(recorded), _rows(facts)
+    if was != now and not streamed:
+        what += f"; {was} training rows before, {now} now"
+    line = f"the rows are not those that the run was begun with ({what}): it goes on at the same place in them"
+    console.say(f"changed   {line}")
+    return [Changed("rows", line)]
+
+
+def _rows(facts: Any) -> Any:
+    train = facts.get("train") if isinstance(facts, dict) else None
+    return train.get("rows") if isinstance(train, dict) else None
 
 
 def _checksums(facts: Any) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from ..model.adapter import trainable_share
 from ..runs.folder import RESOLVED, RunFolder
 from .milestones import Milestones
 from .own_code import OBJECTIVE, Own
+from .resume_record import OTHER_ROWS, had_other_rows
 from .same_data import DATA
 from .same_settings import GIVEN, SETTINGS, given_files, recorded
 from .setup import Prepared
@@ -32,6 +33,8 @@ def write_start(
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     task.begin(folder.path, resuming=resuming)
     for name, content in task.records().items():
+        if name == "data.json" and resuming and had_other_rows(folder):
+            content = content | {"notes": [*content.get("notes", []), OTHER_ROWS]}
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
     shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}

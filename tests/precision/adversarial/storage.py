@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .program import program
-from .tiny import HIDDEN, MLP, Attention, Tiny, tiny
+from .tiny import HIDDEN, MLP, WORDS, Attention, Tiny, TinyRMSNorm, tiny
 
 
 def with_buffer_in(dtype: torch.dtype):
@@ -111,6 +111,26 @@ class Fp64Bias(Attention):
         return scores.softmax(-1).to(v.dtype) @ v
 
 
+class Fp64Scales(nn.Embedding):
+    """Its output is multiplied by an fp64 buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WORDS, HIDDEN)
+        self.register_buffer("scales", torch.full((HIDDEN,), HIDDEN**0.5, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = super().forward(input_ids)
+        return (x * self.scales).to(x.dtype)
+
+
+class NarrowNorm(TinyRMSNorm):
+    """Its variance is computed in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.bfloat16().pow(2).mean(-1, keepdim=True).float()
+        return (self.weight * (x.float() * torch.rsqrt(variance + 1e-6))).to(x.dtype)
+
+
 class Cached(Tiny):
     """Makes tokens with keys and values kept in a narrower dtype."""
 
@@ -167,6 +187,8 @@ program("weight_without_low_bits", parametrised(WithoutLowBits()))
 for made in (ThroughNumpy, WrittenByNumpy, HiddenWeight, RunningMean):
     program(made.__name__, lambda made=made: tiny(mlp=made))
 program("Fp64Bias", lambda: tiny(attention=Fp64Bias))
+program("Fp64Scales", lambda: tiny(embed=Fp64Scales))
+program("NarrowNorm", lambda: tiny(norm=NarrowNorm))
 program("fp8_cache", cached(CachedAttention), generate=True)
 program("bf16_cache_of_fp32_generation", cached(Bf16CachedAttention), generate=True, preset="fp32")
 program("int8_cache", cached(Int8CachedAttention), generate=True)

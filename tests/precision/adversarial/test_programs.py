@@ -1,9 +1,12 @@
-"""Every program that breaks its declaration ends in a violation, or in a line that says what cannot be seen."""
+"""Every program that breaks its declaration ends in a true violation, or in a line that says what cannot be seen."""
 
 import pytest
 
+from isotype.finding import Finding
+from isotype.precision import PRESETS
+
 from . import arithmetic, coarse, gradients, set_aside, storage, time_and_regions
-from .program import PROGRAMS
+from .program import PROGRAMS, Program
 from .run import observed
 
 assert all((arithmetic, coarse, gradients, set_aside, storage, time_and_regions))
@@ -18,9 +21,21 @@ ONLY_SAID = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_broken_declaration_is_reported(name):
     looks = observed(PROGRAMS[name])
-    violations = [finding.message for look in looks for finding in look.violations]
+    violations = [finding for look in looks for finding in look.violations]
     lines = {place: why for look in looks for place, why in look.unobserved.items()}
     if name in ONLY_SAID:
         assert lines
     else:
         assert violations
+    for finding in violations:
+        assert_true_of(PROGRAMS[name], finding)
+
+
+def assert_true_of(program: Program, finding: Finding) -> None:
+    """What it says was declared was declared, what it says was observed differs, and what never changed is not called changed."""
+    place, _, word = str(finding.declared).partition(": ")
+    section, _, role = place.partition(".")
+    assert section != "precision" or word == getattr(PRESETS[program.preset].but(**program.precision), role)
+    assert word != finding.observed
+    unchanged = program.prepare is Program.prepare and program.before_step is Program.before_step
+    assert not (unchanged and "after the precision was put on" in str(finding.cause))

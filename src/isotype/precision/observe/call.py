@@ -49,14 +49,14 @@ class JudgedStep:
         self.pending.clear()
 
     def product_outside(
-        self, module: str, word: str, by: Caller, symbol: str, *, declared: str = "",
+        self, module: str, word: str, by: Caller, symbol: str, *, declared: str = "", rule: str = "",
         cause: str = "its operands have that dtype, and no autocast narrowed them", fix: str = FIX,
     ) -> None:  # fmt: skip
         """declared  by default `compute`"""
         declared = declared or self.compute
         self.seen.report(
             self.role, f"{symbol} in {module or 'no module'} multiplies in {word}, declared {declared}", symbol=f"{symbol} in {module}",
-            observed=word, declared=declared, cause=cause, fix=fix, file=by.file, line=by.line,
+            observed=word, declared=declared, rule=rule, cause=cause, fix=fix, file=by.file, line=by.line,
         )  # fmt: skip
 
 
@@ -105,12 +105,12 @@ class Call:
             return False
         return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
 
-    def report(self, role: str, message: str, *, observed: str, declared: str, cause: str) -> None:
+    def report(self, role: str, message: str, *, observed: str, cause: str, declared: str = "", rule: str = "") -> None:
         place = f" at {short_name(self.by.file)}:{self.by.line}" if self.by.kind != ENGINE else ""
         where = self.module or self.region
         self.seen.report(
-            role, f"{message} ({where}{place})", symbol=where, observed=observed, declared=declared, cause=cause, file=self.by.file,
-            line=self.by.line,
+            role, f"{message} ({where}{place})", symbol=where, observed=observed, declared=declared, rule=rule, cause=cause,
+            file=self.by.file, line=self.by.line,
         )  # fmt: skip
 
     def unobserved(self, key: str, why: str) -> None:

@@ -87,6 +87,8 @@ def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -
     for mark in lineage.marks:
         if mark.kind == "reduced" and not mark.anywhere and mark.module != call.module:
             continue
+        if itemsize(mark.dtype) >= itemsize(after):
+            continue  # a dtype that holds what was kept hides nothing: fp64 rounded to fp32, then bf16, then fp32
         if call.region == BACKWARD and call.by.kind in (ENGINE, OURS) and mark.module and mark.dtype == call.step.compute:
             continue  # backward multiplies gradients by a weight or table that the forward narrowed to `compute`, as it was declared
         what = {
@@ -96,6 +98,6 @@ def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -
         }
         role = call.role()
         call.report(
-            role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and widened to {after}", observed=mark.dtype,
+            role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and widened to {after}", observed=f"{mark.dtype}, widened to {after}",
             declared=getattr(call.step.precision, role), cause="the wider dtype hides what was lost",
         )  # fmt: skip

@@ -13,6 +13,7 @@ from . import operators as ops
 from .call import SMALL, Call, short_name
 from .callers import ENGINE, OURS, PRACTICE, USER
 from .lineage import WEIGHT, Lineage, Mark, plain_tensors
+from .observation import TABLES
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 
 _TERMS = 4
@@ -26,7 +27,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         return made
     norm = call.step.regions.inside(is_norm) if region == FORWARD else None
     if norm is not None and op.name in ops.NORM_SUMS:
-        norm.sums.add(dtype)
+        norm.sums.setdefault(dtype, by)
     if region == FORWARD and made.activation:
         made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
     if op.name in ("remainder", "fmod") and by.kind == USER and made.activation:
@@ -72,7 +73,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         return made
     if not made.from_ & WEIGHT and _inexact(call):
         if op.name in ops.CURVED and max((t.numel() for t in call.outputs), default=0) > 1:
-            _report_narrower(call, call.step.role, dtype, "fp32 for tables")
+            call.report(call.step.role, f"{op.name} is computed in {dtype}", observed=dtype, rule=TABLES, cause="narrower than its rule")
         return replace(made, marks=(*made.marks, Mark("table", op.name, dtype, call.module, place, True)))
     return made
 

@@ -15,7 +15,19 @@ UNSEEN = {
     "reduce": "one process: nothing was summed across ranks",
 }
 FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
-_CAUSE = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"
+TABLES = "buffers and tables are fp32, whatever precision.compute is"
+# role -> what gives such a thing another dtype; parameters of any other role had the declared one at first
+CHANGED = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"
+_CAUSES = {
+    "compute": "its input has that dtype, or an autocast of the model's own code, a hook or a library gave it that dtype",
+    "grads": "a hook, an autograd function or a library gave it that dtype",
+    "optimizer": "the optimizer makes its states in that dtype, or something cast them afterwards",
+    "averages": "something cast it after it was made",
+    "loss": "the loss is computed, or handed over, in that dtype",
+    "reduce": "they were sent in that dtype",
+    "save": "the file was written so",
+}
+_CAUSES["generate"] = _CAUSES["compute"]
 
 
 @dataclass
@@ -60,12 +72,15 @@ class Observation:
             more = f" (and {len(self.violations) - 1} more: see precision.json)" if len(self.violations) > 1 else ""
             raise DtypeError(worst.render() + more, code=None)
 
-    def note(self, role: str, tensor: str, dtype: str, declared: str, *, allowed: tuple[str, ...] = ()) -> None:
-        """Counts one thing of a role, and reports a violation if its dtype is neither the declared one nor in `allowed`."""
+    def note(self, role: str, tensor: str, dtype: str, declared: str, *, allowed: tuple[str, ...] = (), **why: Any) -> None:
+        """Counts one thing of a role, and reports a violation if its dtype is neither the declared one nor in `allowed`.
+
+        why  `report`'s cause, file and line
+        """
         self.dtypes[role][dtype] += 1
         self.total[role] += 1
         if dtype != declared and dtype not in allowed:
-            self.report(role, f"{tensor} is {dtype}, declared {declared}", symbol=tensor, observed=dtype, declared=declared)
+            self.report(role, f"{tensor} is {dtype}, declared {declared}", symbol=tensor, observed=dtype, declared=declared, **why)
 
     def unseen_thing(self, role: str, reason: str) -> None:
         """Counts one thing of a role that cannot be observed."""
@@ -73,10 +88,15 @@ class Observation:
         self.total[role] += 1
 
     def report(
-        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, fix: str = FIX,
+        self, role: str, message: str, *, symbol: str, observed: str, declared: str = "", rule: str = "", cause: str = "", fix: str = FIX,
         file: str | None = None, line: int | None = None,
     ) -> None:  # fmt: skip
-        """Adds a violation, unless one with the same message exists."""
+        """Adds a violation, unless one with the same message exists.
+
+        declared  the role's dtype
+        rule      what is broken instead, where that is not the dtype of a role
+        cause     by default what gives things of this role another dtype
+        """
         if (role, message) in self._said:
             return
         self._said.add((role, message))
@@ -86,9 +106,9 @@ class Observation:
                 severity=Severity.ERROR,
                 message=message,
                 place=Place(symbol=symbol, file=file, line=line),
-                declared=f"precision.{role}: {declared}",
+                declared=rule or f"precision.{role}: {declared}",
                 observed=observed,
-                cause=cause,
+                cause=cause or _CAUSES.get(role, CHANGED),
                 fix=fix,
             )
         )

@@ -26,13 +26,14 @@ from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
 from .lineage import NOTHING
-from .observation import UNSEEN, Observation
+from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
-from .states import SCALES, allowed_beside, states_of
+from .states import COUNT, COUNTS, SCALES, allowed_beside, states_of
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
 _IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
+_AT_FIRST = "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the one in which the model is loaded"
 _FEW = 8  # distinct values of a buffer that is a mask, not a table
 
 
@@ -77,7 +78,7 @@ class Observer:
             if parameter.requires_grad and states is not None:
                 for key, word in states_of(parameter, states(parameter)):
                     if word is None:
-                        observation.unseen_thing("optimizer", SCALES)
+                        observation.unseen_thing("optimizer", COUNTS if key == COUNT else SCALES)
                     else:
                         allowed = allowed_beside(p.optimizer, parameter)
                         observation.note("optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed)
@@ -114,16 +115,18 @@ class Observer:
             if word == self.precision.compute and _assigned_in_forward(self.model, full):
                 continue
             if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
-                was = "fp32" if buffer.dtype == torch.float64 else name(first)
-                observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
+                made_so = buffer.dtype == first
+                observation.report(
+                    "compute", f"buffer {full} is {word}" + ("" if made_so else f" and was {name(first)}"), symbol=full, observed=word,
+                    rule=TABLES if made_so else f"a buffer keeps its dtype: {name(first)}", cause=_AT_FIRST if made_so else CHANGED,
+                )  # fmt: skip
             elif (
                 itemsize(word) < 4
                 and (buffer.numel() > 1 or _is_a_programs_scale(self.model, full, buffer))
                 and (word not in self._words() or (_is_table(buffer) and not _of_the_models_file(self.model, full)))
             ):
                 observation.report(
-                    "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32",
-                    cause="it was so at the first look: a .to() cast it, or its class makes it in the dtype in which the model is loaded",
+                    "compute", f"buffer {full} is stored in {word}", symbol=full, observed=word, rule=TABLES, cause=_AT_FIRST,
                     fix="leave the .to() out, or load the model in fp32: precision.base: fp32, in full fine-tuning bf16-mixed",
                 )  # fmt: skip
 
@@ -232,7 +235,11 @@ class Observer:
             return
         if call.sums:
             narrowest = min(call.sums, key=itemsize)
-            observation.note("norms", f"arithmetic of {call.name}", narrowest, self.precision.norms)
+            by = call.sums[narrowest]
+            observation.note(
+                "norms", f"arithmetic of {call.name}", narrowest, self.precision.norms, file=by.file, line=by.line,
+                cause="its forward computes in that dtype there",
+            )  # fmt: skip
         else:
             observation.unseen_thing("norms", UNSEEN["norms"])
 

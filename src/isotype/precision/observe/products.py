@@ -16,7 +16,7 @@ from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
 _PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
 
-_UNFUSED = "model.lora_branch: fp32, but no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
+_UNFUSED = "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
 
 
 def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
@@ -30,7 +30,10 @@ def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
         return clean
     if adapter and step.lora_branch == "fp32" and dtype != "fp32" and dtype in FLOATS:
         # a layer that no op runs: PEFT's own code follows autocast
-        step.product_outside(call.module, dtype, call.by, call.symbol, declared="fp32", cause=_UNFUSED, fix="model.lora_branch: compute")
+        step.product_outside(
+            call.module, dtype, call.by, call.symbol, declared="fp32", rule="model.lora_branch: fp32", cause=_UNFUSED,
+            fix="model.lora_branch: compute",
+        )  # fmt: skip
     wider = dtype != step.compute and dtype in FLOATS
     if not wider:
         call.seen.note(step.role, call.symbol, dtype, step.compute, allowed=(dtype,))

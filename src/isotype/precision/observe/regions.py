@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .callers import Caller
+
 FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
 
 
@@ -22,11 +24,11 @@ def observing(hook: Any) -> Any:
 
 @dataclass
 class Call:
-    """A running call of a module, with the dtypes of the sums, powers and roots in it."""
+    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first computed so."""
 
     name: str
     module: nn.Module
-    sums: set[str] = field(default_factory=set)
+    sums: dict[str, Caller] = field(default_factory=dict)
 
 
 class Regions:

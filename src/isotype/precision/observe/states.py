@@ -13,18 +13,22 @@ from ...dtypes import name
 # below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
 SMALLEST_8BIT = 4096
 SCALES = "scales and code tables of 8-bit states"
+COUNTS = "step counts of the optimizer, which no precision declares"
+COUNT = "step"  # torch's and bitsandbytes' key of a step count
 _EIGHT_BITS = (torch.uint8, torch.int8)
 
 
 def states_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """(key, word) for each tensor of a state but the step count; the word is None for a part of an 8-bit state, as its scales.
+    """(key, word) for each tensor of a state; the word is None for its step count and for a part of an 8-bit state, as its scales.
 
     A block-wise 8-bit state is int8, whatever integers hold it.
     """
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
-    quantised = any(t.dtype in _EIGHT_BITS for t in tensors.values())
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    quantised = any(t.dtype in _EIGHT_BITS for key, t in tensors.items() if key != COUNT)
     for key, tensor in tensors.items():
-        if tensor.dtype in _EIGHT_BITS:
+        if key == COUNT:
+            yield key, None
+        elif tensor.dtype in _EIGHT_BITS:
             yield key, "int8"
         elif quantised and tensor.shape != parameter.shape:
             yield key, None
