@@ -83,6 +83,17 @@ CLAIMS = {
         "commands/launch.py",
         r"\"--fsdp_version\",\s+type=str,\s+default=\"1\"",
     ),
+    "record: modules that stay in fp32 beside fp16 only": (
+        "transformers",
+        "modeling_utils.py",
+        r"_keep_in_fp32_modules is not None and dtype == torch\.float16",
+    ),
+    "record: modules that stay in fp32 beside either half": (
+        "transformers",
+        "modeling_utils.py",
+        r"_keep_in_fp32_modules_strict is not None and dtype in \(torch\.float16, torch\.bfloat16\)",
+    ),
+    "record: the launcher hands ignored modules on": ("accelerate", "utils/launch.py", r"\"FSDP_IGNORED_MODULES\"\] = str\(args\.fsdp_"),
     "CF059: fp8 needs a library": ("accelerate", "state.py", r"Using `fp8` precision requires"),
 }
 

@@ -69,3 +69,21 @@ def test_script_tags_in_names_do_not_end_the_page(tmp_path):
 def test_unwritable_file_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match=r"map\.html"), trace(map=tmp_path / "nowhere" / "map.html"):
         pass
+
+
+def test_the_column_of_conversions_stays_in_view(tmp_path):
+    """It is the last of its table, and keeps to the right edge of what scrolls, whatever the names before it need."""
+    file = tmp_path / "map.html"
+    with trace(nn.Linear(8, 8), map=file):
+        pass
+    text, _ = drawn(file)
+    style = {
+        selector.strip(): rule.strip()
+        for selector, rule in re.findall(r"([^{}]+)\{([^{}]*)\}", text.partition("<style>")[2].partition("</style>")[0])
+    }
+    (columns,) = re.findall(r"text\(\"h2\", model\.title\)\); const t = table\(\[(.*?)\]\)", text)
+    assert columns.split(", ")[-1] == '"conversions"'
+    assert {"position: sticky", "right: 0"} <= set(style["#tree th:last-child, #tree td:last-child"].split("; "))
+    assert "overflow-x: auto" in style["#tree"]
+    tracks = re.search(r"grid-template-columns: (.*?);", style["main"])[1]
+    assert tracks.startswith("minmax(0, "), "the tree's track would grow with its names, beyond the page"

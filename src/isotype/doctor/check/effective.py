@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .casts import casts
 from .devices import Device, find
 from .diffusion_record import kohya, script, simpletuner
 from .model_settings import BNB
@@ -55,6 +56,7 @@ def _shared(record: Record) -> None:
         record.set("storage", kind, f"{record.quantised}-bit base", record.quantised_by)
     if record.value("compute") in ("bf16", "fp16") and "norms" not in record.roles and record.value("trained") == "fp32" and record.full:
         record.set("norms", "fp32", "autocast runs norms in fp32")
+    casts(record)
 
 
 _TOOLS: dict[str, Callable[[Record], None]] = {

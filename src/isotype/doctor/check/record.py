@@ -12,7 +12,7 @@ from .settings import Facts, Setting
 
 ROLES = (
     "parameters", "trained", "gradients", "accumulation", "reduction", "optimizer", "compute", "loss scaling", "norms", "storage",
-    "evaluation", "ema",
+    "buffers", "exempt", "evaluation", "ema",
 )  # fmt: skip
 
 
