@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from isotype.config.schema import DataSection
+from isotype.data.facts import source_lines
 from isotype.data.load import load_data
 from isotype.data.prompts import prompts_from
 from isotype.data.rows import IGNORED, LoadedData
@@ -180,6 +181,20 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5
     assert "chats.jsonl: the key source is not read (5 rows)" in loaded.facts["notes"]
+
+
+def test_the_limit_of_plain_texts_counts_over_all_files_and_says_how_many_windows_there_are(write: Any, load: Any) -> None:
+    Path("books").mkdir()
+    for name in ("one", "two"):
+        write(f"books/{name}.txt", "The quick brown fox jumps over the lazy dog. " * 500)
+    whole = load(train="books", max_length=32, eval_split=0.0).facts["train"]["files"][0]
+    assert "of_about" not in whole
+    for data in ([{"name": "books", "limit": 20}], "books"):
+        facts = load(train=data, max_length=32, eval_split=0.0, limit=None if data != "books" else 20).facts
+        (file,) = facts["train"]["files"]
+        assert (facts["train"]["rows"], file["rows"]) == (20, 20)
+        assert abs(file["of_about"] - whole["rows"]) <= 0.02 * whole["rows"]
+        assert source_lines(facts)[0].startswith(f"books (training): 2 files, 20 rows of about {file['of_about']:,} (limit), text: ")
 
 
 def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:

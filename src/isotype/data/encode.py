@@ -190,15 +190,20 @@ class Encoder:
             characters *= 4
         return r
 
-    def windows(self, pieces: Iterable[str], place: str, tally: Tally) -> Iterator[Row]:
+    @property
+    def body(self) -> int:
+        """Tokens of a plain text in each of its rows but the last."""
+        return self.max_length - len(self.before)
+
+    def windows(self, tokens: Iterable[list[int]], place: str, tally: Tally) -> Iterator[Row]:
         """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
 
-        pieces  the text, cut at line ends; no more than one and a row of tokens are held
+        tokens  those of the text's pieces, one after another; no more than one piece and a row of them are held
         """
-        body = self.max_length - len(self.before)
+        body = self.body
         held: list[int] = []
-        for piece in pieces:
-            held += self.ids(piece)
+        for piece in tokens:
+            held += piece
             start = 0
             # a full row is closed only when another token follows: the last row takes the end-of-text token
             while len(held) - start > body:

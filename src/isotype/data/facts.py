@@ -138,6 +138,7 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
             rows = f"{file['rows']:,} rows" if "rows" in file else "a stream"
+            rows += f" of about {file['of_about']:,} (limit)" if "of_about" in file else ""
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
