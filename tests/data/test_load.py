@@ -373,6 +373,35 @@ def test_rows_that_the_template_refuses_are_bad_rows(write: Any, load: Any) -> N
         load(family="gemma", train="x.jsonl")
 
 
+_FIRST_SYSTEM_ONLY = """\
+{%- if messages[0].role == 'system' %}{{ 'S: ' + messages[0].content + '\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ 'U: ' + m.content + '\\n' }}
+{%- elif m.role == 'assistant' %}{{ 'A: ' + m.content + eos_token + '\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'A: ' }}{% endif %}"""
+
+
+def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any) -> None:
+    # the lost turn says what another one says too, so that its words are in the text all the same
+    brief = {"role": "system", "content": "Be brief."}
+    rows = [{"messages": [brief, *CHATS[i]["messages"]]} for i in range(20)]
+    for i in (3, 4):
+        rows[i]["messages"] += [brief, *CHATS[20 + i]["messages"]]
+    write("first.jinja", _FIRST_SYSTEM_ONLY)
+    seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
+    assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
+    assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
+
+
+def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: Any) -> None:
+    rows = [f"question {i},{'n/a' if i % 5 == 0 else 'NULL' if i == 1 else f'answer {i}'}" for i in range(20)]
+    loaded = load(train=write("x.csv", "\n".join(["prompt,completion", *rows])), eval_split=0.0)
+    assert len(loaded.train) == 20
+    told = [note for note in loaded.facts["notes"] if "learnt as it is" in note]
+    assert [note.split(",")[0] for note in told] == ["4 rows have the answer 'n/a'", "1 rows have the answer 'NULL'"]
+
+
 def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: Any) -> None:
     rows = [chat(f"q {i}", f"a {i}") for i in range(12)]
     rows[2]["messages"][1]["reasoning_content"] = "because"
