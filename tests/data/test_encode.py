@@ -117,7 +117,7 @@ def test_long_rows_are_cut_and_hopeless_ones_dropped(families: SimpleNamespace) 
 def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
     tokenizer, text = families.of("llama3"), "The quick brown fox.\n" * 200
     encoder = Encoder(tokenizer, max_length=33, loss_on="assistant", template=None)
-    rows = list(encoder.windows(text.splitlines(keepends=True), "x.txt", Tally()))
+    rows = list(encoder.windows(map(encoder.ids, text.splitlines(keepends=True)), "x.txt", Tally()))
     assert {row.input_ids[0] for row in rows} == {tokenizer.bos_token_id}
     assert all(len(row.input_ids) == 33 for row in rows[:-1])
     ids = [i for row in rows for i in row.input_ids[1:]]

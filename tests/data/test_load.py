@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from isotype.config.schema import DataSection
+from isotype.data.facts import source_lines
 from isotype.data.load import load_data
 from isotype.data.prompts import prompts_from
 from isotype.data.rows import IGNORED, LoadedData
@@ -180,6 +181,20 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5
     assert "chats.jsonl: the key source is not read (5 rows)" in loaded.facts["notes"]
+
+
+def test_the_limit_of_plain_texts_counts_over_all_files_and_says_how_many_windows_there_are(write: Any, load: Any) -> None:
+    Path("books").mkdir()
+    for name in ("one", "two"):
+        write(f"books/{name}.txt", "The quick brown fox jumps over the lazy dog. " * 500)
+    whole = load(train="books", max_length=32, eval_split=0.0).facts["train"]["files"][0]
+    assert "of_about" not in whole
+    for data in ([{"name": "books", "limit": 20}], "books"):
+        facts = load(train=data, max_length=32, eval_split=0.0, limit=None if data != "books" else 20).facts
+        (file,) = facts["train"]["files"]
+        assert (facts["train"]["rows"], file["rows"]) == (20, 20)
+        assert abs(file["of_about"] - whole["rows"]) <= 0.02 * whole["rows"]
+        assert source_lines(facts)[0].startswith(f"books (training): 2 files, 20 rows of about {file['of_about']:,} (limit), text: ")
 
 
 def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
@@ -356,6 +371,35 @@ def test_rows_that_the_template_refuses_are_bad_rows(write: Any, load: Any) -> N
     assert [row.place for row in loaded.bad_rows] == ["x.jsonl:41"]
     with pytest.raises(UsageError, match=r"x\.jsonl:41: the chat template refuses the row"):
         load(family="gemma", train="x.jsonl")
+
+
+_FIRST_SYSTEM_ONLY = """\
+{%- if messages[0].role == 'system' %}{{ 'S: ' + messages[0].content + '\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ 'U: ' + m.content + '\\n' }}
+{%- elif m.role == 'assistant' %}{{ 'A: ' + m.content + eos_token + '\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'A: ' }}{% endif %}"""
+
+
+def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any) -> None:
+    # the lost turn says what another one says too, so that its words are in the text all the same
+    brief = {"role": "system", "content": "Be brief."}
+    rows = [{"messages": [brief, *CHATS[i]["messages"]]} for i in range(20)]
+    for i in (3, 4):
+        rows[i]["messages"] += [brief, *CHATS[20 + i]["messages"]]
+    write("first.jinja", _FIRST_SYSTEM_ONLY)
+    seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
+    assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
+    assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
+
+
+def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: Any) -> None:
+    rows = [f"question {i},{'n/a' if i % 5 == 0 else 'NULL' if i == 1 else f'answer {i}'}" for i in range(20)]
+    loaded = load(train=write("x.csv", "\n".join(["prompt,completion", *rows])), eval_split=0.0)
+    assert len(loaded.train) == 20
+    told = [note for note in loaded.facts["notes"] if "learnt as it is" in note]
+    assert [note.split(",")[0] for note in told] == ["4 rows have the answer 'n/a'", "1 rows have the answer 'NULL'"]
 
 
 def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: Any) -> None:

@@ -37,6 +37,9 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
     prompt = template.render(turns[:2], generation_prompt=True)
     assert "be brief" in prompt
     assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt)
+    two = template.render([{"role": "system", "content": "answer in French"}, *turns[:2]], generation_prompt=True)
+    assert "answer in French" in two
+    assert "be brief" in two
 
 
 def test_a_missing_token_is_named_with_its_fix(families: SimpleNamespace) -> None:

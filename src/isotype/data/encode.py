@@ -20,12 +20,15 @@ from .chat import ChatTemplate, Span
 from .conversations import LEARN_KEYS
 from .formats import Example, Message
 from .rows import IGNORED, Row
+from .written_turns import WrittenTurns
 
 BATCH = 256  # texts handed to the tokenizer at once
 _CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
 _MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
 # keys of a turn whose absence from the text is counted elsewhere, or which only link a result to its call
 _OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+# what spreadsheets and data frames write where there is no value
+_NO_VALUE = frozenset({"n/a", "#n/a", "na", "<na>", "nan", "null", "none", "nil", "-", "--"})
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -44,6 +47,10 @@ class Tally:
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
     reasoning_unseen: int = 0
     """Rows with a `reasoning_content` (or `thinking`) that the template left out."""
+    placeholders: Counter[str] = field(default_factory=Counter)
+    """Rows by an answer that tables write where there is none (`n/a`)."""
+    turns_unseen: Counter[str] = field(default_factory=Counter)
+    """Rows by the role of a turn that the template left out."""
     unread_keys: Counter[str] = field(default_factory=Counter)
     """Rows by a key of their turns that neither the run nor the chat template reads."""
     bad: BadRows = field(default_factory=BadRows)
@@ -56,8 +63,8 @@ class Tally:
         return {
             "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
             "borders": self.borders, "special_in_content": self.special_in_content, "calls_unseen": self.calls_unseen,
-            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "unread_keys": dict(self.unread_keys),
-            "bad": self.bad.as_json(),
+            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "turns_unseen": dict(self.turns_unseen),
+            "placeholders": dict(self.placeholders), "unread_keys": dict(self.unread_keys), "bad": self.bad.as_json(),
         }  # fmt: skip
 
     @classmethod
@@ -73,6 +80,8 @@ class Tally:
             total.calls_unseen += one["calls_unseen"]
             total.tools_unseen += one["tools_unseen"]
             total.reasoning_unseen += one["reasoning_unseen"]
+            total.placeholders.update(one["placeholders"])
+            total.turns_unseen.update(one["turns_unseen"])
             total.unread_keys.update(one["unread_keys"])
             total.bad.update(one["bad"])
         return total
@@ -115,6 +124,7 @@ class Encoder:
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
         self._read_keys: dict[str, bool] = {}
+        self._written = WrittenTurns(template) if template is not None else None
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
@@ -152,6 +162,8 @@ class Encoder:
 
     def render(self, example: Example, tally: Tally | None = None) -> Rendered:
         """The text of an example and what is learnt of it."""
+        if tally is not None:
+            tally.placeholders.update(placeholders(example))
         messages = as_messages(example) if self.template is not None else None
         if messages is not None:
             assert self.template is not None
@@ -162,6 +174,8 @@ class Encoder:
                 tally.calls_unseen += unwritten((call for m in messages for call in m.get("tool_calls") or ()), text)
                 tally.tools_unseen += unwritten(example.tools or (), text)
                 tally.reasoning_unseen += any(unread_reasoning(m, text) for m in messages)
+                assert self._written is not None
+                tally.turns_unseen.update(self._written.left_out(messages, example.tools, example.place))
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
@@ -190,15 +204,20 @@ class Encoder:
             characters *= 4
         return r
 
-    def windows(self, pieces: Iterable[str], place: str, tally: Tally) -> Iterator[Row]:
+    @property
+    def body(self) -> int:
+        """Tokens of a plain text in each of its rows but the last."""
+        return self.max_length - len(self.before)
+
+    def windows(self, tokens: Iterable[list[int]], place: str, tally: Tally) -> Iterator[Row]:
         """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
 
-        pieces  the text, cut at line ends; no more than one and a row of tokens are held
+        tokens  those of the text's pieces, one after another; no more than one piece and a row of them are held
         """
-        body = self.max_length - len(self.before)
+        body = self.body
         held: list[int] = []
-        for piece in pieces:
-            held += self.ids(piece)
+        for piece in tokens:
+            held += piece
             start = 0
             # a full row is closed only when another token follows: the last row takes the end-of-text token
             while len(held) - start > body:
@@ -319,6 +338,13 @@ class Encoder:
             )
             cut_at, settled = span.start, settled + len(left)
         return ids, offsets
+
+
+def placeholders(example: Example) -> set[str]:
+    """Answers of an example that are words for no value."""
+    answers = [m.get("content") for m in example.messages or () if m["role"] == "assistant"] + [example.completion]
+    words = (answer.strip() for answer in answers if isinstance(answer, str) and len(answer) < 32)
+    return {word for word in words if word.casefold() in _NO_VALUE}
 
 
 def unwritten(tools: Iterable[Any], text: str) -> bool:

@@ -138,6 +138,7 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
             rows = f"{file['rows']:,} rows" if "rows" in file else "a stream"
+            rows += f" of about {file['of_about']:,} (limit)" if "of_about" in file else ""
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
@@ -204,6 +205,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     ):
         if count:
             said.append(f"{count} rows have {what}")
+    placeholders: Counter[str] = sum((t.placeholders for t in tallies), Counter())
+    for word, count in placeholders.most_common():
+        said.append(f"{count} rows have the answer {word!r}, which is learnt as it is: where it stands for no answer, make it empty")
+    unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
+    for role, count in unseen.most_common():
+        said.append(f"{count} rows have a turn of the role {role!r} that the chat template does not write: the model does not see it")
     unread: Counter[str] = sum((t.unread_keys for t in tallies), Counter())
     for key, count in unread.most_common():
         why = "data.loss_on: all learns every turn" if key in LEARN_KEYS else "the chat template does not write it"

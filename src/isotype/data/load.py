@@ -186,12 +186,30 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         writer.add(row, example=read, cut=cut)
         read += 1
     read += len(waiting)
-    left = one.spec.limit
-    for name, pieces in one.texts(meter):
-        for window in watched(islice(encoder.windows(pieces, name, tally), left), f"tokenising {name}", meter):
-            writer.add(window, example=-1, cut=False)
+    of_text = _encode_texts(one, encoder, writer, tally, meter)
     own_mask = compare_with_own_mask(encoder, compared)
-    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask}
+    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask} | of_text
+
+
+def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter) -> dict[str, int]:
+    """Writes the windows of a source's plain texts, at most `limit` in all; where some are left out, returns about how many there are."""
+    left, seen = one.spec.limit, 0
+
+    def tokens(pieces: Iterator[str]) -> Iterator[list[int]]:
+        nonlocal seen
+        for piece in pieces:
+            ids = encoder.ids(piece)
+            seen += len(ids)
+            yield ids
+
+    for name, pieces in one.texts(meter):
+        for window in watched(encoder.windows(tokens(pieces), name, tally), f"tokenising {name}", meter):
+            if left == 0:
+                # not tokenised to its end for a count: the rest of the source is taken to be like what was read of it
+                return {"of_about": round(seen / (meter.share() or 1.0) / encoder.body)}
+            writer.add(window, example=-1, cut=False)
+            left = None if left is None else left - 1
+    return {}
 
 
 def _limited(rows: TokenRows, limit: int | None) -> TokenRows:
@@ -219,7 +237,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "cache", "of_about") if key in block.facts}
         if not one.formats <= {"text"} or block.facts["read"]:
             read = {"rows": block.facts["read"]}
         else:

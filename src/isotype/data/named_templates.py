@@ -40,7 +40,7 @@ _GEMMA = """\
 {{- bos_token or '' }}
 {%- set state = namespace(system='') %}
 {%- for message in messages %}
-{%- if message.role in ('system', 'developer') %}{% set state.system = message.content | trim + '\\n\\n' %}
+{%- if message.role in ('system', 'developer') %}{% set state.system = state.system + message.content | trim + '\\n\\n' %}
 {%- else %}
 {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}
 {{- ('' if message.role == 'assistant' else state.system) + message.content | trim + '<end_of_turn>\\n' }}
@@ -53,7 +53,7 @@ _MISTRAL = """\
 {{- bos_token or '' }}
 {%- set state = namespace(system='') %}
 {%- for message in messages %}
-{%- if message.role in ('system', 'developer') %}{% set state.system = message.content | trim + '\\n\\n' %}
+{%- if message.role in ('system', 'developer') %}{% set state.system = state.system + message.content | trim + '\\n\\n' %}
 {%- elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
 {%- else %}{{ '[INST] ' + state.system + message.content | trim + ' [/INST]' }}{% set state.system = '' %}
 {%- endif %}
