@@ -122,6 +122,7 @@ def test_all_mistakes_are_reported_at_once_in_order(write):
 def test_files_that_are_no_configuration_are_refused(tmp_path, write):
     assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
     write("train: {}")
+    assert complaints(tmp_path / "other.yaml")[0].endswith("no such file; isotype init writes one")
     assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
     assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
     (tmp_path / "resolved.yaml").write_text("train: {}")

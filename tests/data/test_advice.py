@@ -239,6 +239,7 @@ def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:
         ("-", "write it to a file first"),
         ("A.JSONL", "did you mean a.jsonl?"),
         ("a.json", "did you mean a.jsonl?"),
+        ("gone.jsonl", "gone.jsonl: no such file\nrelative names begin in"),  # as long an ending as theirs is no likeness
         ("c.jsonl.zst", "zstd -d c.jsonl.zst, and give the file that comes out"),
         ("c.tar.gz", "tar -xf c.tar.gz"),
         ("c.xlsx", "save the sheet as CSV"),

@@ -54,6 +54,14 @@ def test_gradients_are_as_near_to_fp64_as_the_models_own(family, whole, calls):
     assert calls == [75, 75]
 
 
+def test_a_layers_own_size_decides_the_back_ends_where_sizes_differ():
+    model = tiny("gemma4_unified_text", num_hidden_layers=2, head_dim=8, global_head_dim=16)
+    for layer in model.model.layers:
+        said = placed.back_ends(layer.self_attn)
+        del layer.self_attn.head_dim  # as Dots 3 Note, which keeps it in the configuration alone
+        assert placed.back_ends(layer.self_attn) == said
+
+
 def test_an_eager_model_keeps_its_attention():
     assert not [e for e in optimize(tiny("llama", dtype=torch.bfloat16)).entries if e.part == "attention"]
 

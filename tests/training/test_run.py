@@ -275,11 +275,22 @@ def test_two_runs_at_once_in_one_folder_are_refused(configured, tmp_path):
             train(configured())
 
 
-def test_early_stopping_keeps_the_best(configured, tmp_path):
-    assert train(configured(train={"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1, "patience": 3})) == 0
-    result = result_of(tmp_path / "run")
+def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(configured, tmp_path, capsys):
+    sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1, "patience": 3}
+    assert train(configured(train=sections)) == 0
+    run, result = tmp_path / "run", result_of(tmp_path / "run")
     assert result["steps"] < 40
     assert result["of_step"] == result["best_step"] != result["steps"]
+
+    def kept():
+        return (run / "metrics.jsonl").read_bytes(), (run / "adapter/adapter_model.safetensors").read_bytes()
+
+    before = kept()
+    assert train(configured(train=sections), resume=run) == 0
+    said = f"resume    from step {result['steps']}, where early stopping ended the run: train.patience=6 goes on"
+    assert said in capsys.readouterr().out
+    assert kept() == before
+    assert result_of(run) == result
 
 
 def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
+from ..near_file import near_file
 from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED, WORDS
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
@@ -139,8 +140,8 @@ def read_text(path: Path) -> str:
     except UsageError:  # which is a ValueError
         raise
     except FileNotFoundError:
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [], n=1)
-        hint = f", did you mean {path.parent / near[0]}?" if near else "; isotype init writes one"
+        near = near_file(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+        hint = f", did you mean {path.parent / near}?" if near else "; isotype init writes one"
         raise UsageError(f"{path}: no such file{hint}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not text (UTF-8): expected a YAML file") from None

@@ -6,7 +6,6 @@ record, and a byte that is not UTF-8 is reported with its position. Every record
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import hashlib
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import UsageError
+from ..near_file import near_file
 from .advice import another_name, converted_by
 from .progress import Meter
 
@@ -83,9 +83,9 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     if not there:
         if said := another_name(name):
             raise UsageError(f"{name}: no such file", fix=said)
-        beside = {p.name.casefold(): p.name for p in path.parent.iterdir() if ending(p) in endings} if path.parent.is_dir() else {}
-        close = difflib.get_close_matches(path.name.casefold(), beside, n=1)
-        hint = f", did you mean {path.parent / beside[close[0]]}?" if close else ""
+        beside = [p.name for p in path.parent.iterdir() if ending(p) in endings] if path.parent.is_dir() else []
+        near = near_file(path.name, beside)
+        hint = f", did you mean {path.parent / near}?" if near else ""
         if not hint and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.suffix and not path.parent.exists():
             hint = f"; a dataset of the hub is named hf:{name}"
         relative = f"relative names begin in the working directory, {Path.cwd()}; a run that has any is resumed where it was started"

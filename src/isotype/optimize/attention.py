@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ def back_ends(module: nn.Module) -> str:
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
     config: Any = getattr(module, "config", None)
+    if getattr(config, "is_heterogeneous", False):  # transformers refuses to read from all layers what differs between them
+        config = config.per_layer_config[cast(int, module.layer_idx)]
     depth = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     x = torch.empty(1, 1, 128, depth, dtype=torch.bfloat16, device="meta")
     with nullcontext() if device.type == "cuda" else planned_for("cuda"):

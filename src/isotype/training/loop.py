@@ -117,13 +117,19 @@ class Loop:
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether early stopping ends the run here: also true of the checkpoint of a run that it has ended."""
+        patience = self.config.train.patience
+        return patience is not None and self.progress.without_gain >= patience
+
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
             with self._errors_told():
                 self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
-        while self.progress.step < self.plan.total:
+        while self.progress.step < self.plan.total and not self.ended_early:
             step = self.progress.step + 1
             with self._errors_told():
                 self._step(step)
@@ -262,7 +268,6 @@ class Loop:
         return stop
 
     def _evaluate(self) -> tuple[bool, bool]:
-        train = self.config.train
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
         progress = self.progress
         if not math.isfinite(result.loss):
@@ -282,8 +287,7 @@ class Loop:
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
         )
         self._tell("evaluation", row)
-        stop = train.patience is not None and progress.without_gain >= train.patience
-        if stop:
+        if stop := self.ended_early:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 

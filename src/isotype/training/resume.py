@@ -66,8 +66,17 @@ def restore(loop: Loop, console: RunConsole) -> None:
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
         console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
-    done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
-    console.say(f"resume    from step {step}{done}")
+    console.say(f"resume    from step {step}{_ended(loop)}")
+
+
+def _ended(loop: Loop) -> str:
+    """What is said of a run that has ended, and how it goes on; empty for one that has not."""
+    step, progress = loop.progress.step, loop.progress
+    if step >= loop.plan.total:
+        return f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
+    if loop.ended_early:
+        return f", where early stopping ended the run: train.patience={2 * progress.without_gain} goes on"
+    return ""
 
 
 def _processes(count: int) -> str:

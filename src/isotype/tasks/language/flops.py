@@ -36,7 +36,13 @@ def step_flops(model: nn.Module, config: Any) -> StepFlops:
             trained = weight.requires_grad and not is_quantised(weight)
             per_token += elements * (6 if trained else 4)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(text, "num_hidden_layers", 0)
-    heads = getattr(text, "num_attention_heads", 0)
-    head_size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
-    return StepFlops(per_token, layers * heads * head_size * 4 * 3 / 2)
+    # transformers refuses to read from the whole configuration what differs between layers, as head_dim in Gemma 4
+    count = getattr(text, "num_hidden_layers", 0)
+    layers = text.per_layer_config if count and hasattr(text, "per_layer_config") else [text] * count
+    return StepFlops(per_token, sum(map(_attention_width, layers)) * 4 * 3 / 2)
+
+
+def _attention_width(layer: Any) -> int:
+    """Heads times head size of one layer's configuration."""
+    heads = getattr(layer, "num_attention_heads", 0)
+    return heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // max(1, heads))
