@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.scripts import script
+from tests.warm import interpreter
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
@@ -121,6 +122,7 @@ def test_the_parts_of_a_command_are_listed_without_a_gpu(gpu, monkeypatch, tmp_p
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("what", "part"), [("probe", "probe"), ("profile", "profile-layers"), ("goal", "gemma-2b-unsloth")])
 def test_probe_profile_and_goal_run_at_the_sizes_of_a_test(gpu, monkeypatch, tmp_path, what, part):
+    monkeypatch.setattr(sys, "executable", interpreter())
     status = started(gpu, monkeypatch, what, "--out", str(tmp_path), "--part", part)
     (line,) = lines(tmp_path, what)
     assert status == 0, line["output"]
@@ -176,7 +178,8 @@ def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
 
 @pytest.mark.slow  # pytest imports every test of this repository
 @pytest.mark.timeout(300)
-def test_every_gpu_test_of_this_repository_is_in_one_part(gpu, tmp_path):
+def test_every_gpu_test_of_this_repository_is_in_one_part(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", interpreter())
     parts = gpu.tests(argparse.Namespace(out=tmp_path))
     listed = [line for part in parts for line in Path(part.command[-1][1:]).read_text().splitlines()]
     assert len(listed) == len(set(listed)) >= 139  # there were so many when this test was written

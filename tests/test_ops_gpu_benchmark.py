@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import interpreter
 
 ELEMENTWISE = ("rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy")
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ops_gpu.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=900)
+    return subprocess.run([interpreter(), str(SCRIPT), *options], capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """One process of those that share a model, measured in its steps: `python -m tests.distributed.measured_part CONFIG RESULT`.
 
-RESULT gets the planned peak and, by rank, the measured one, in bytes. The same steps are taken once before, and what they took is given
-back, so that libraries, connections and caches of matrix products are not counted.
+RESULT gets the planned peak and, by rank, the measured one, in bytes. The first of two steps is taken once before, and what it took is
+given back, so that libraries, connections and caches of matrix products are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(file: str, result: str) -> None:
     world = join("cpu", timeout=600)
     loaded = load(file, [], {})
 
-    def steps():
+    def steps(count):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, Path(result).parent / "base", world)
         batch = task.collate(task.largest(prepared.passes.rows))
@@ -37,16 +37,16 @@ def main(file: str, result: str) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        for step in (1, 2):
+        for step in range(1, count + 1):
             prepared.stepper([batch] * len(prepared.passes.own), step=step, learning_rate=1e-4, watch_changes=False)
         return task, prepared
 
-    kept = steps()
+    kept = steps(1)
     del kept
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS")
-    task, prepared = steps()
+    task, prepared = steps(2)
     measured = world.gather(status("VmHWM") - before)
     if world.first:
         precision = prepared.resolved.precision

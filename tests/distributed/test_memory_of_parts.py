@@ -79,7 +79,7 @@ def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configure
 ])  # fmt: skip
 def test_the_planned_memory_of_a_process_is_the_measured_one(preset, adapter, recompute, large, configured, tmp_path):
     settings = {"precision": {"preset": preset}, "adapter": {"kind": adapter}, "parallel": {"kind": "shard"}}
-    settings["train"] = {"batch_size": 4, "accumulate": 2, "gradient_checkpointing": recompute}
+    settings["train"] = {"batch_size": 2, "accumulate": 2, "gradient_checkpointing": recompute}
     configured("run", model={"name": str(large[0])}, **settings)
     files = [str(tmp_path / name) for name in ("run.yaml", "result.json")]
     status, said = ended(start(2, "-m", "tests.distributed.measured_part", *files))

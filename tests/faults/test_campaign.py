@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,12 @@ import pytest
 from isotype.tasks.choose import train
 from tests.faults.compare import differences
 from tests.faults.trial import Trial, as_lines, summarise
+from tests.warm import interpreter
 
 
 @pytest.mark.slow
 def test_a_slice_of_the_campaign():
-    command = [sys.executable, "-m", "tests.faults", "kills", "disk", "corruption", "nan", "matrix", "ranks", "fuzz", "--quick", "--json"]
+    command = [interpreter(), "-m", "tests.faults", "kills", "disk", "corruption", "nan", "matrix", "ranks", "fuzz", "--quick", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     answer = json.loads(ended.stdout)
     assert ended.returncode == 0, answer
