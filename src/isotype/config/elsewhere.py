@@ -32,7 +32,7 @@ _NAMES = {
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",
     "run.folder": "output_dir",
-    "run.save_every": "save_steps",
+    "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
     "run.log_every": "logging_steps",
     "run.keep": "save_total_limit",
     "run.trackers": "report_to",
