@@ -89,6 +89,7 @@ def test_values_and_where_they_came_from(write):
         ("adapter: lora", "run.yaml:1 adapter: expected keys below it, got lora, did you mean adapter.kind?"),
         ("finetuning_type: lora", "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind"),
         ("--learning_rate: 1e-4", "run.yaml:1 --learning_rate: unknown section, did you mean train.learning_rate?"),
+        ("train:\n  checkpoint_every: 3", "run.yaml:2 train.checkpoint_every: unknown key; here it is run.save_every"),
         ("--mixed_precision: bf16", "run.yaml:1 --mixed_precision: unknown section; here it is precision.preset"),
         ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),

@@ -33,7 +33,7 @@ _NAMES = {
     "model.attention": "attn_implementation flash_attention flash_attn",
     "model.embedding": "offload_embedding",
     "run.folder": "output_dir",
-    "run.save_every": "save_steps",
+    "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
     "run.log_every": "logging_steps",
     "run.keep": "save_total_limit",
     "run.trackers": "report_to",
