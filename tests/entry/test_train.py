@@ -26,6 +26,8 @@ from isotype.errors import RunError, UsageError
 from isotype.tasks.choose import train as train_loaded
 from tests.training.test_run import same_result
 
+pytestmark = pytest.mark.usefixtures("short_yardstick")
+
 
 def settings(workshop, folder, **train):
     return {
@@ -34,12 +36,14 @@ def settings(workshop, folder, **train):
         "adapter": {"r": 4},
         "precision": "fp32",
         "train": {"steps": 4, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2} | train,
-        "run": {"folder": str(folder), "sample_tokens": 4},
+        "run": {"folder": str(folder), "sample_tokens": 4, "report": False},
     }
 
 
 def test_train_returns_a_run_with_metrics_adapter_report_and_chat(workshop, tmp_path):
-    run = isotype.train(**settings(workshop, tmp_path / "run"))
+    given = settings(workshop, tmp_path / "run")
+    given["run"]["report"] = True
+    run = isotype.train(**given)
     assert run.status == "done"
     assert list(run.metrics.dropna(subset=["loss"])["step"]) == [1, 2, 3, 4]
     assert (run.adapter / "adapter_model.safetensors").is_file()
