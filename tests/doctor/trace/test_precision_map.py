@@ -79,7 +79,7 @@ def test_the_column_of_conversions_stays_in_view(tmp_path):
     text, _ = drawn(file)
     style = {
         selector.strip(): rule.strip()
-        for selector, rule in re.findall(r"([^{}]+)\{([^{}]*)\}", text.partition("<style>")[2].partition("</style>")[0])
+        for selector, rule in re.findall(r"([^{}]+)\{([^{}]*)\}", text.partition("<style>")[2].partition("@media (max-width")[0])
     }
     (columns,) = re.findall(r"text\(\"h2\", model\.title\)\); const t = table\(\[(.*?)\]\)", text)
     assert columns.split(", ")[-1] == '"conversions"'
