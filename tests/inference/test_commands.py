@@ -247,5 +247,6 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()  # beside nothing: what stands beside tmp_path is other tests', whose runs may be spelt nearly so
     with pytest.raises(UsageError, match="isotype ls"):
-        load_run(tmp_path)
+        load_run(tmp_path / "empty")

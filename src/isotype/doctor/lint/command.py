@@ -39,7 +39,7 @@ class LintRun:
         mended = f", {self.fixed} fixed" if self.fixed else ""
         unsaid = f", {self.unsaid} possible (--possible)" if self.unsaid else ""
         runs = f", {self.runs}" if self.runs else ""
-        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rules{mended}{runs}{unsaid}"
+        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rule{'s' if len(self.rules) != 1 else ''}{mended}{runs}{unsaid}"
 
 
 def lint_command(
