@@ -39,7 +39,8 @@ class LintRun:
         mended = f", {self.fixed} fixed" if self.fixed else ""
         unsaid = f", {self.unsaid} possible (--possible)" if self.unsaid else ""
         runs = f", {self.runs}" if self.runs else ""
-        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rule{'s' if len(self.rules) != 1 else ''}{mended}{runs}{unsaid}"
+        files, rules = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.files, "file"), (len(self.rules), "rule")))
+        return f"{files}, {rules}{mended}{runs}{unsaid}"
 
 
 def lint_command(
