@@ -38,5 +38,12 @@ def test_auto_is_compared_as_what_it_is_here():
     assert (change.key, change.new, change.allowed) == ("precision.preset", "fp32", False)
 
 
+def test_what_auto_chose_to_recompute_is_no_change():
+    resolved = load(None, ["model.name=m", "data.train=d", "train.gradient_checkpointing=layers", "train.keep_attention=true"]).config
+    assert compare(resolved, BASE) == []
+    (change, kept) = compare(BASE, resolved)
+    assert (change.key, kept.key) == ("train.gradient_checkpointing", "train.keep_attention")
+
+
 def test_every_key_that_may_change_exists():
     assert set(MAY_CHANGE) <= set(keys())

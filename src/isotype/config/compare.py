@@ -48,6 +48,7 @@ MAY_CHANGE = {
     "parallel.kind": "the same steps on other machines; not bit for bit",
     "parallel.timeout": "how long to wait for another process",
 }
+CHOSEN_BY_AUTO = ("train.gradient_checkpointing", "train.checkpointed_layers", "train.keep_attention")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Change:
 def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Change]:
     """Every key whose value differs, in the order of the schema.
 
+    Where the new one leaves recomputation to `auto`, the old one's is no difference: what `auto` chose the last time stands there.
+
     auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the preset it became, not the word
     """
     changes = []
@@ -75,6 +78,8 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Chang
         before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
         if key == "precision.preset" and after == "auto":
             after = auto
+        if key in CHOSEN_BY_AUTO and new.train.gradient_checkpointing == "auto":
+            continue
         if before != after:
             why = MAY_CHANGE.get(key)
             if key == "data.on_bad_row" and after == "skip":
