@@ -189,6 +189,7 @@ def status_of(arguments: list[str]) -> int:
 
 
 def run(path: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored when this process began; the client asks its own
     imports()
     status = status_of(serve(path))
     if status < 0:

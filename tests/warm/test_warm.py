@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -50,9 +51,11 @@ def test_an_error_has_its_traceback():
 
 
 def test_signals_arrive_and_a_killed_command_is_gone():
-    waits = "import os, time; print(os.getpid(), flush=True)\ntry:\n time.sleep(900)\nexcept KeyboardInterrupt:\n raise SystemExit(5)"
+    # what starts the tests in the background may have them ignore SIGINT, which every process below would inherit
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    waits = "import os, time\ntry:\n print(os.getpid(), flush=True)\n time.sleep(900)\nexcept KeyboardInterrupt:\n raise SystemExit(5)"
     for number, status in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
-        command = subprocess.Popen([interpreter(), "-c", waits], stdout=subprocess.PIPE, text=True)
+        command = subprocess.Popen([interpreter(), "-c", waits], stdout=subprocess.PIPE, text=True, preexec_fn=heard)
         process = int(command.stdout.readline())
         command.send_signal(number)
         assert command.wait() == status
