@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isotype.errors import RunError
-from isotype.integrations import attach
+from isotype.integrations import attach, detach
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, plain
 
 pytest.importorskip("trl")
@@ -92,10 +92,36 @@ def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
             loss = outputs.loss.square()
             return (loss, outputs) if return_outputs else loss
 
+    def row_mean(outputs, labels, num_items_in_batch=None):
+        losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+
     setting = Setting(models, more={"per_device_eval_batch_size": 4})
-    trainer = plain(setting, Own)
-    attach(trainer, "fp32", quiet=True)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain(setting, Own).evaluate()["eval_loss"], rel=1e-6)
+    for cls, function in ((Own, None), (None, row_mean)):
+        got = []
+        for attached in (True, False):
+            trainer = plain(setting, cls)
+            trainer.compute_loss_func = function
+            if attached:
+                attach(trainer, "fp32", quiet=True, preflight=False)
+            got.append(trainer.evaluate()["eval_loss"])
+        assert got[0] == pytest.approx(got[1], rel=1e-6)
+
+
+def test_a_token_classifiers_first_labels_count_in_its_evaluation(models):
+    from transformers import LlamaConfig, LlamaForTokenClassification, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=96)
+    model = LlamaForTokenClassification(config)
+    losses = []
+    for size in (2, 6):  # the rows have 8 to 12 labels
+        arguments = TrainingArguments(str(models / "out"), per_device_eval_batch_size=size, report_to=[], use_cpu=True, disable_tqdm=True)
+        trainer = Trainer(model, arguments, train_dataset=Encoded(), eval_dataset=Encoded(6))
+        attach(trainer, "fp32", quiet=True, preflight=False)
+        losses.append(trainer.evaluate()["eval_loss"])
+        detach(trainer)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_preference_trainers_evaluation_stays_its_own(models):

@@ -32,6 +32,8 @@ def test_an_override_records_its_line(h100):
     assert resolved.reasons["rounding"] == "run.yaml:9"
     assert resolved.reasons["grads"] == "preset bf16-pure"
     assert [f.code for f in resolved.warnings] == ["PR008"]
+    assert resolved.why_preset == "preset bf16-pure; changed: rounding"  # and no word of the stochastic rounding that the preset has
+    assert resolve({"preset": "bf16-pure", "rounding": "stochastic"}, device=h100, adapter="none").why_preset.endswith("fp32 gradients")
 
 
 def test_generate_follows_compute_where_it_is_not_set(h100):

@@ -1,8 +1,8 @@
 """Evaluation under the precision: the loss is a mean over tokens, and `bf16_full_eval` leaves the weights as they are.
 
 Trainer averages the batches' means, so that its evaluation loss depends on the batch size; here each batch counts with its tokens. Only
-where batches have `labels` of tokens (a preference trainer's loss is per row already), and not for a user's own `compute_loss`, since what
-it averages over is not known.
+where batches have `labels` of tokens (a preference trainer's loss is per row already), and not for a user's own `compute_loss` or
+`compute_loss_func`, since what they average over is not known.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from .methods import Methods, overridden
 
+# transformers' names of the losses that compare each output with the label at its own place, as an encoder-decoder's does too
+_OF_THE_SAME_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+
 
 class Evaluation:
     """Wraps `prediction_step` and `evaluation_loop` of one trainer."""
@@ -22,9 +25,9 @@ class Evaluation:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.methods = trainer, Methods(trainer)
         self.sums: Tensor | None = None  # fp64[2]: loss x tokens, tokens
-        self.own_loss = overridden(trainer, "compute_loss") is not None
-        # labels of an encoder-decoder are not shifted
-        self.shift = 0 if getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False) else 1
+        self.own_loss = overridden(trainer, "compute_loss") is not None or getattr(trainer, "compute_loss_func", None) is not None
+        own_token = getattr(trainer.model, "loss_type", None) in _OF_THE_SAME_TOKEN
+        self.shift = 0 if own_token or getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False) else 1
 
     def install(self) -> None:
         self.methods.wrap("prediction_step", self._prediction_step)

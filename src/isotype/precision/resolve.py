@@ -94,7 +94,7 @@ def resolve(
         raise UsageError("\n".join(f.render() for f in refused))
     return Resolved(
         precision=made.precision, preset=made.preset, reasons=made.reasons, warnings=tuple(findings),
-        why_preset=f"{made.why}: {ABOUT[made.preset]}",
+        why_preset=made.why_preset,
     )  # fmt: skip
 
 
@@ -154,7 +154,10 @@ class _Settled:
         table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
 
         findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
-        self.precision, self.preset, self.reasons, self.why, self.findings = precision, preset, reasons, why, findings
+        self.precision, self.preset, self.reasons, self.findings = precision, preset, reasons, findings
+        changed = [role for role, value in given.items() if value != getattr(PRESETS[preset], role)]
+        # what a preset is about may be the very thing that was changed
+        self.why_preset = f"{why}; changed: {', '.join(changed)}" if changed else f"{why}: {ABOUT[preset]}"
 
     def findings_with(self, written: Mapping[str, str]) -> list[Finding]:
         """What the rules would say about other settings, which have `adapter.kind` and `train.optimizer` too."""
