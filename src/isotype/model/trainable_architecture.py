@@ -16,6 +16,11 @@ def refuse_other_objectives(architecture: Any, name: str) -> None:
             "missing are batches with an input for the encoder and labels for the decoder",
             fix="a decoder-only model (Llama, Qwen, Gemma, ...)",
         )
+    if family == "xlnet":
+        raise UsageError(
+            f"model {name}: xlnet learns tokens in permuted orders: its loss is of a position's own token, not the next",
+            fix="a decoder-only model (Llama, Qwen, Gemma, ...)",
+        )
     if _sees_later_tokens(architecture, family):
         raise UsageError(
             f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
@@ -42,7 +47,5 @@ def _has_no_language_model(architecture: Any, family: str) -> bool:
 def _sees_later_tokens(architecture: Any, family: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    if family == "xlnet":
-        return True  # its attention is over permutations
     causal = getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
     return family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal

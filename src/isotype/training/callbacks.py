@@ -8,7 +8,6 @@ restored after each call, so that the weights are bit-identical to those of a ru
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
 from ..precision.own_part import own_part
+from .spread import spread
 from .undisturbed import modes_restored, process_settings_restored, random_state_restored
 
 # what PyTorch does not count as a write (`p.data`, NumPy) is found in a sample: a few tensors, some elements of each
@@ -116,7 +116,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, byt
     """The bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them alone."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, Tensor] = {}
-    for name, p in trained[:: max(1, math.ceil(len(trained) / _SAMPLED_PARAMETERS))]:
+    for name, p in spread(trained, _SAMPLED_PARAMETERS):
         found[name] = _elements(p)
         for key, state in optimizer.state.get(p, {}).items():
             if isinstance(state, Tensor):

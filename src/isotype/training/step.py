@@ -25,6 +25,7 @@ from ..precision.precision import Precision
 from .finite import non_finite_error
 from .loss_scale import LossScale
 from .own_passes import Idle
+from .spread import spread
 from .task import Batch
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
@@ -174,11 +175,10 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Elements at fixed positions, the same in every run: spread evenly over the model's parameters and over each parameter, of which a
-    sharded one has only some here."""
-    stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
+    """Elements at fixed positions, the same in every run: of some of the model's parameters, and spread evenly over each of these, of which
+    a sharded one has only some here."""
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
-        for p in parameters[::stride]
+        for p in spread(parameters, SAMPLED_PARAMETERS)
         if (n := own_part(p).numel())
     ]
