@@ -144,6 +144,15 @@ def test_what_is_nearly_json_or_a_table_is_told_what_to_change(
     assert told in error_of(tmp_path, families, file, content)
 
 
+@pytest.mark.parametrize("section", [{"columns": {"prompt": "source", "completion": "target"}}, {"format": "prompt_completion"}])
+def test_a_table_without_a_header_is_told_so_where_columns_or_format_are_given(
+    tmp_path: Path, families: SimpleNamespace, section: dict[str, Any]
+) -> None:
+    said = error_of(tmp_path, families, "x.tsv", "A dog.\tEin Hund.\nA cat.\tEine Katze.\n", **section)
+    assert "write prompt and completion above the first row if it has none" in said
+    assert "columns" not in section or "(data.columns.prompt) among A dog., Ein Hund." in said
+
+
 def test_files_with_other_columns_are_told_to_be_sources_of_their_own(tmp_path: Path, families: SimpleNamespace) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set/a.jsonl").write_text(ROW)

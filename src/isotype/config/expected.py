@@ -66,6 +66,8 @@ def _words(schema: dict[str, Any]) -> str:
         return "a list of " + " or ".join(_PLURAL[kind] for kind in inner) if all(kind in _PLURAL for kind in inner) else "a list"
     if "pattern" in schema:
         return f"text such as {schema['examples'][0]!r}"
+    if schema.get("additionalProperties") == {"type": "string"}:
+        return "a mapping of names to text"
     return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
 
 

@@ -261,7 +261,7 @@ class TrainSection(Section):
     """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise
     takes all the memory there is to be fast."""
     seed: int = 0
-    """Seed of the random weights, the data order, dropout and sampling."""
+    """Seed of the random weights, the held-out rows, the data order, dropout and sampling."""
     deterministic: bool = False
     """Deterministic algorithms only; slower on a GPU."""
     eval_every: PositiveInt | None = None

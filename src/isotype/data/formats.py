@@ -233,14 +233,17 @@ def _unknown(row: Mapping[str, Any]) -> str:
         if _TURN & row[key][0].keys():
             return f"{key} is a list of turns: write it as messages, each with role and content"
         return f"no known format in the keys; {key} is a list of objects: if these are the rows, give a file that is that list alone"
-    shown = ", ".join(list(row)[:6]) or "none"
-    return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text, or name them in data.columns"
+    return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"
 
 
 def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     """What to write in `data.columns` in place of a name that the row lacks."""
     close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
-    return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours})"
+    return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours}) among {_listed(row)}"
+
+
+def _listed(row: Mapping[str, Any]) -> str:
+    return ", ".join(list(row)[:6]) or "none"
 
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:

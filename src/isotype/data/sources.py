@@ -111,7 +111,8 @@ class FileSource(Source):
                 "data.columns holds for every file of a source: give files with other columns as sources of their own, "
                 "data.train: [{name: ..., columns: {...}}, ...]"
             )
-        if "no known format in the keys" in said and ending(file.path) in (".csv", ".tsv"):
+        unknown = "no known format in the keys" in said or (": no key '" in said and ", but '" not in said)
+        if unknown and ending(file.path) in (".csv", ".tsv"):
             return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
         return None
 
