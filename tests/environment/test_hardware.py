@@ -102,6 +102,15 @@ def test_the_measured_peak_ends_with_its_time_and_is_plausible(dtype, monkeypatc
     assert next(now) < 0.2
 
 
+def test_measuring_the_peak_leaves_a_runs_draws_alone():
+    """It is measured in the first run of a process only: a second one, or a resumed one, would draw other dropout masks."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_rng_state()
+    hardware._measured_peak.cache_clear()
+    hardware.measured_matmul_peak("cpu", "fp32", seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_every_device_agrees_with_its_generation():
     for name, device in hardware.DEVICES.items():
         generation = hardware.GENERATIONS[device.generation]

@@ -343,7 +343,8 @@ def _measured_peak(device: str, dtype: str, seconds: float, threads: int) -> flo
 
     on_gpu = torch.device(device).type == "cuda"
     n = 8192 if on_gpu else 512
-    a, b = (torch.randn(n, n, device=device, dtype=to_torch(dtype)) for _ in range(2))
+    own = torch.Generator(device).manual_seed(0)  # a run's own draws do not depend on whether this was measured before
+    a, b = (torch.randn(n, n, device=device, dtype=to_torch(dtype), generator=own) for _ in range(2))
     out = torch.empty_like(a)
 
     def once() -> float:
