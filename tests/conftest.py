@@ -5,7 +5,6 @@ The tensors are tiny: a second thread would spin more than it works. What a test
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -79,16 +78,7 @@ def workshop(tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.fixture
-def short_yardstick(monkeypatch) -> None:
-    """MFU, whose yardstick takes an eighth of a short run, is measured against two products instead of 0.3 s of them."""
-    from isotype.environment.hardware import measured_matmul_peak
-    from isotype.training import run
-
-    monkeypatch.setattr(run, "measured_matmul_peak", functools.partial(measured_matmul_peak, seconds=0.0))
-
-
-@pytest.fixture
-def configured(workshop, tmp_path, short_yardstick):
+def configured(workshop, tmp_path):
     """`configured(preset=..., train={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
     from isotype.config.load import load
 

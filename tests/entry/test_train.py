@@ -26,8 +26,6 @@ from isotype.errors import RunError, UsageError
 from isotype.tasks.choose import train as train_loaded
 from tests.training.test_run import same_result
 
-pytestmark = pytest.mark.usefixtures("short_yardstick")
-
 
 def settings(workshop, folder, **train):
     return {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 import torch
 from tests.gpu import DEVICE, on_a_gpu
+from tests.training.interrupted import interrupted_after
 from tests.training.memory.test_offload import chain, made
 from tests.training.test_run import losses, same_result
 
-from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 
 PRESETS = {
@@ -47,17 +45,8 @@ def test_a_run_of_every_preset_keeps_its_contract(configured, tmp_path, preset):
 @pytest.mark.parametrize("preset", ["bf16-lora", "bf16-pure"])
 def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, monkeypatch, preset):
     assert train(configured("whole", **settings(preset))) == 0
-    loaded, original = configured("stopped", **settings(preset)), CheckpointStore.save
-
-    def save_then_interrupt(self, checkpoint, *, best=False):
-        made = original(self, checkpoint, best=best)
-        if checkpoint.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return made
-
-    with monkeypatch.context() as patched:
-        patched.setattr(CheckpointStore, "save", save_then_interrupt)
-        assert train(loaded) == 130
+    loaded = configured("stopped", **settings(preset))
+    assert interrupted_after(2, loaded, monkeypatch) == 130
     assert train(loaded, resume=tmp_path / "stopped") == 0
     same_result(tmp_path / "whole", tmp_path / "stopped")
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from ..errors import UsageError
 
+DECODERS = "a decoder-only model (Llama, Qwen, Gemma, ...)"
+
 
 def refuse_other_objectives(architecture: Any, name: str) -> None:
     """Raises  UsageError for a model in which a position sees later ones, or which needs an encoder's input."""
@@ -14,17 +16,17 @@ def refuse_other_objectives(architecture: Any, name: str) -> None:
         raise UsageError(
             f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
             "missing are batches with an input for the encoder and labels for the decoder",
-            fix="a decoder-only model (Llama, Qwen, Gemma, ...)",
+            fix=DECODERS,
         )
     if family == "xlnet":
         raise UsageError(
             f"model {name}: xlnet learns tokens in permuted orders: its loss is of a position's own token, not the next",
-            fix="a decoder-only model (Llama, Qwen, Gemma, ...)",
+            fix=DECODERS,
         )
     if _sees_later_tokens(architecture, family):
         raise UsageError(
             f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
-            fix="a decoder-only model (Llama, Qwen, Gemma, ...); a model that was trained as a decoder has is_decoder: true in config.json",
+            fix=f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json",
         )
     if _has_no_language_model(architecture, family):
         kinds = ", ".join(getattr(architecture, "architectures", None) or []) or "config.json names no architecture"

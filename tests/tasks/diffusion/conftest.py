@@ -25,7 +25,7 @@ def studio(tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.fixture
-def drawn(studio, tmp_path, short_yardstick):
+def drawn(studio, tmp_path):
     """`drawn("run", model=studio.flux, precision={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`.
 
     model  a folder, a name on the hub, or the whole section

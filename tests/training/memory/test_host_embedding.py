@@ -7,11 +7,10 @@ PyTorch's own, as there.
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 import torch
+from tests.training.interrupted import interrupted_after
 from tests.training.test_run import same_result
 from transformers import AutoConfig
 
@@ -22,7 +21,6 @@ from isotype.inference.loaded import load_run
 from isotype.model.host_embedding import bytes_on_host
 from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
-from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.memory.advice import less_memory
@@ -120,17 +118,7 @@ def test_a_run_and_its_resumption_are_those_of_an_embedding_on_the_device(config
     assert train(configured("device")) == 0
     assert not pretended
     host = configured("host", model={"embedding": "host"})
-    saved = CheckpointStore.save
-
-    def save_then_interrupt(self, checkpoint, *, best=False):
-        made = saved(self, checkpoint, best=best)
-        if checkpoint.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return made
-
-    with monkeypatch.context() as patched:
-        patched.setattr(CheckpointStore, "save", save_then_interrupt)
-        assert train(host) == 130
+    assert interrupted_after(2, host, monkeypatch) == 130
     assert len(pretended) == 1
     assert train(host, resume=tmp_path / "host") == 0
     # once for the run, and once for the check of what it saved
