@@ -1,7 +1,7 @@
 """Run as a program: prints the memory that the first two steps of a real run took, as JSON.
 
-The same steps are taken once before, and what they took is given back, so that code pages, compiled kernels and the caches of matrix
-products (15 to 40 MB) are not counted. Freed blocks go back, as in a run whose memory is near.
+One such step is taken before, and what it took is given back, so that code pages, compiled kernels and the caches of matrix products
+(15 to 40 MB) are not counted. Freed blocks go back, as in a run whose memory is near.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def main(architecture: dict, settings: list[str], length: int) -> None:
     from isotype.training.memory.device import return_freed_blocks
 
     assert return_freed_blocks()
-    kept = steps(architecture, settings, length)
+    kept = steps(architecture, settings, length, count=1)
     del kept
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS")
-    kept = steps(architecture, settings, length)
+    kept = steps(architecture, settings, length, count=2)
     print(json.dumps({"peak": status("VmHWM") - before}))
     del kept
 
 
-def steps(architecture: dict, settings: list[str], length: int) -> object:
-    """Two optimizer steps; the peak is counted from the first of them, since building a model may take more than training it."""
+def steps(architecture: dict, settings: list[str], length: int, *, count: int) -> object:
+    """`count` optimizer steps; the peak is counted from the first of them, since building a model may take more than training it."""
     import bitsandbytes
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
     model.train()
     with open("/proc/self/clear_refs", "w") as peak:
         peak.write("5")
-    for step in (1, 2):
+    for step in range(1, count + 1):
         stepper([batch] * config.train.accumulate, step=step, learning_rate=1e-4, watch_changes=False)
     return stepper
 
