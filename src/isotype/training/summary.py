@@ -62,15 +62,18 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
 
 def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
-    best = result.get("best_eval_loss")
     console.say()
-    console.say(
-        f"done      {result['steps']} steps in {duration(result['trained_seconds'])}"
-        + (f", best evaluation loss {best:.4f} at step {result['best_step']}" if best is not None else "")
-    )
+    console.say(f"done      {result['steps']} steps in {duration(result['trained_seconds'])}" + _best(result))
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     console.say(f"checked   loaded into a fresh base: {losses}, on {check['rows']} row{'s' * (check['rows'] != 1)}")
     if "report" in result:
         console.say(f"report    {result['report']}")
+
+
+def _best(result: dict[str, Any]) -> str:
+    best, step = result.get("best_eval_loss"), result.get("best_step")
+    if best is None:
+        return ""
+    return f", best evaluation loss {best:.4f} at step {step}" if step else f", no evaluation lower than {best:.4f}, that before step 1"
