@@ -9,10 +9,11 @@ import pytest
 import torch
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, tiny
+from tests.worlds import Two
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.config.schema import TrainSection
-from isotype.distributed.world import ALONE, World
+from isotype.distributed.world import ALONE
 from isotype.environment.planned import planned_for
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
@@ -25,23 +26,6 @@ from isotype.training import step
 from isotype.training.optimizer import build_optimizer
 
 META = torch.device("meta")
-
-
-class Two(World):
-    """Two processes that have the same rows."""
-
-    size = 2
-
-    def __init__(self):
-        self.sums = []
-
-    def sum(self, values):
-        self.sums.append(list(values))
-        return [2 * value for value in values]
-
-    def begin_add_up(self, tensor):
-        tensor.mul_(2)
-        return lambda: None
 
 
 def stepper_of(preset, world, sharding):
