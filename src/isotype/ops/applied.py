@@ -16,4 +16,6 @@ def applied(function: type[Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(Function, function).apply(*args)  # type: ignore[misc]  # of torch._C._FunctionBase
+    of_this: Any = function
+    direct: Any = super(Function, of_this)
+    return direct.apply(*args)
