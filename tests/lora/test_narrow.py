@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from isotype.training import step
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from tests.models import lora, rows, tiny
+from tests.worlds import Two
 
 BF16 = torch.bfloat16
 
@@ -97,6 +99,25 @@ def test_the_next_step_casts_the_updated_matrices():
     fresh = stepper_of()
     fresh.model.load_state_dict(s.model.state_dict())
     assert torch.equal(fresh.accumulate(BATCHES), s.accumulate(BATCHES))
+
+
+@pytest.mark.parametrize(("processes", "each"), [("replicate", 1), ("shard", 3)])
+def test_each_process_of_replicated_ones_casts_once_a_step_and_one_that_shares_the_model_once_a_pass(processes, each):
+    s = stepper_of()
+    s.world = Two()
+    if processes == "shard":
+        s.sharding = SimpleNamespace(replicas=1, sent=list)
+    else:
+        s.accumulator.close()
+        s.accumulator = GradientAccumulator(s.model.parameters(), processes=s.world)
+    for number in (1, 2):
+        with Casts() as casts:
+            # at a rate of 0 the weights stay, so that only the end of the step ends the copies
+            result = s(BATCHES, step=number, learning_rate=0.0, watch_changes=False)
+        assert len(casts.of(s.model)) == 28 * each
+        assert module._kept is None
+    # the sum over both, of which each divides by the weight of both
+    assert result.loss == pytest.approx(float(stepper_of().accumulate(BATCHES)), rel=1e-6)
 
 
 def test_one_micro_batch_holds_no_copies():

@@ -75,9 +75,9 @@ class TrainerStepper:
             total = total + loss.detach().float().cpu()
         return total
 
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient: fp32[]."""
-        return gradient_norm(self.accumulator.gradients())
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return float(gradient_norm(self.accumulator.gradients()))
 
     def _loss(self, batch: TrainerBatch) -> Tensor:
         trainer = self.trainer

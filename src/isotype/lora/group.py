@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.backend import refuse_second_derivative
 from ..ops.recompute import projected, projections_are_kept, unwritten
@@ -104,8 +105,6 @@ def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = 
 
 def with_adapters(tokens_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> list[Tensor] | None:
     """[W | s B] of every projection where `inside` wants the adapters in the product of these tokens, or None."""
-    if not inside.before_or_inside(tokens_TK):
-        return None
     bs, packed = flat[3::TENSORS], [w for w in flat[0::TENSORS] if w is not None]
     ranks = [0 if b is None else b.shape[1] for b in bs]
     if not inside.wanted(tokens_TK, [out_features(w, state) for w, state in zip(packed, states)], ranks, states):
@@ -127,12 +126,14 @@ def multiply(
     down   what `cast_down` gave, for all tiles
     """
     made = branches(x_TK, flat, down)
-    ready = with_adapters(x_TK, flat, scales, states) if ready is None else ready
+    before = inside.before_or_inside(x_TK)
+    if ready is None and before:
+        ready = with_adapters(x_TK, flat, scales, states)
     if ready is not None:
         both = inside.inputs(x_TK, made.xa_TR)
         biases = [None if bias is None else bias.to(x_TK.dtype) for bias in flat[1::TENSORS]]
         return Multiplied([F.linear(both, weight, bias) for weight, bias in zip(ready, biases)], *made)
-    ys, before = [], inside.before_or_inside(x_TK)
+    ys = []
     for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
         assert weight is not None
         if b is None:
@@ -297,7 +298,6 @@ def lora_group(x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes)
     """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
     assert not dtypes.wide
     flat = [t for p in projections for t in (p.weight, p.bias, p.a, p.b, p.keep)]
-    outs: tuple[Tensor, ...] = LoraGroup.apply(
-        x, tuple(p.scale for p in projections), tuple(p.quant_state for p in projections), dtypes, *flat
-    )
+    scales, states = tuple(p.scale for p in projections), tuple(p.quant_state for p in projections)
+    outs: tuple[Tensor, ...] = applied(LoraGroup, x, scales, states, dtypes, *flat)
     return outs

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
+from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.backend import refuse_second_derivative
 from ..ops.recompute import output_is_unused, unwritten
@@ -201,5 +202,5 @@ def lora_linear(
         # drawn as PEFT's dropout draws it, so that on a CPU a seed gives the same mask
         keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
         scale = scale / (1.0 - dropout) if dropout < 1.0 else 0.0
-    out: Tensor = LoraLinear.apply(x, weight, bias, a, b, keep, scale, quant_state, dtypes)
+    out: Tensor = applied(LoraLinear, x, weight, bias, a, b, keep, scale, quant_state, dtypes)
     return out

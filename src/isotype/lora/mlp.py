@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.backend import fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
@@ -334,5 +335,5 @@ def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gat
     assert dtypes.out == dtypes.compute
     every = [*inner, down]
     flat = [t for p in every for t in (p.weight, p.bias, p.a, p.b, p.keep)]
-    out: Tensor = LoraMlp.apply(x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
+    out: Tensor = applied(LoraMlp, x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
     return out

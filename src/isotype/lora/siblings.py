@@ -57,31 +57,39 @@ class _Ready:
         return type(None), ()
 
 
-def _left(layer: Any) -> _Ready | None:
+def _taken(layer: Any) -> _Ready | None:
+    """What was left for this layer, which is then forgotten."""
+    found: _Ready | None
     if torch.compiler.is_compiling():
         # what was left within the graph is known to Dynamo by the attribute
-        return getattr(layer, _READY, None)
-    found: _Ready | None = layer.__dict__.get(_READY)
+        found = getattr(layer, _READY, None)
+        if found is not None:
+            delattr(layer, _READY)
+    else:
+        found = layer.__dict__.pop(_READY, None)
     return found
 
 
 def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
     """Stores `y` for the sibling's own call."""
-    setattr(layer, _READY, _Ready(x, y, _moment(x, tensors)))
+    ready = _Ready(x, y, _moment(x, tensors))
+    if torch.compiler.is_compiling():
+        setattr(layer, _READY, ready)
+    else:
+        # past nn.Module's own __setattr__ and __delattr__, which take 2 us each
+        layer.__dict__[_READY] = ready
 
 
 def forget(layer: Any) -> None:
     """Drops stored outputs that were never used."""
-    if _left(layer) is not None:
-        delattr(layer, _READY)
+    _taken(layer)
 
 
 def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | None:
     """Returns and removes the output that was stored for this call, or None."""
-    ready = _left(layer)
+    ready = _taken(layer)
     if ready is None:
         return None
-    delattr(layer, _READY)
     return ready.y if ready.x is x and ready.moment == _moment(x, tensors) else None
 
 

@@ -32,7 +32,7 @@ def fallbacks() -> dict[str, str]:
 class CppKernels:
     """The functions of `kernels.cpp` beside the module `file`; each is declared as a string of its arguments' kinds.
 
-    p  a tensor, an array or address, or None for a null pointer     d  a dtype     i  an int     f  a float
+    p  a tensor, or None for a null pointer     a  an array or address     d  a dtype     i  an int     f  a float
     Every function takes the number of threads last, which is torch's.
 
     in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
@@ -48,6 +48,7 @@ class CppKernels:
         self.pointers = {name: [i for i, kind in enumerate(kinds) if kind == "p"] for name, kinds in functions.items()}
         self.dtypes = {name: [i for i, kind in enumerate(kinds) if kind == "d"] for name, kinds in functions.items()}
         self.library: ctypes.CDLL | None = None
+        self.calls: dict[str, Any] = {}
 
     def take(self, *tensors: Tensor) -> bool:
         """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
@@ -69,21 +70,22 @@ class CppKernels:
             except (BuildError, OSError) as error:
                 _fallbacks[self.op] = str(error)
                 return False
-            kinds = {"p": ctypes.c_void_p, "d": ctypes.c_int64, "i": ctypes.c_int64, "f": ctypes.c_float}
+            kinds = {"p": ctypes.c_void_p, "a": ctypes.c_void_p, "d": ctypes.c_int64, "i": ctypes.c_int64, "f": ctypes.c_float}
             for name, arguments in self.functions.items():
                 function = getattr(self.library, name)
                 function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+                self.calls[name] = function
             self.built = True
         return self.library is not None
 
     def __call__(self, name: str, *arguments: Any) -> None:
         plain = list(arguments)
         for i in self.pointers[name]:
-            if isinstance(plain[i], Tensor):
+            if plain[i] is not None:
                 plain[i] = plain[i].data_ptr()
         for i in self.dtypes[name]:
             plain[i] = DTYPES[plain[i]]
-        getattr(self.library, name)(*plain, torch.get_num_threads())
+        self.calls[name](*plain, torch.get_num_threads())
 
 
 def missing(*ops: str) -> str:

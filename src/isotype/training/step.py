@@ -89,8 +89,7 @@ class Stepper:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
-        own_loss, norm_tensor = self._add_up(loss_tensor) if self.world.size > 1 else (None, self.norm())
-        loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
+        own_loss, loss, norm = self._add_up(loss_tensor)
         if not math.isfinite(loss):
             raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -113,29 +112,32 @@ class Stepper:
             self.loss_scale.update(overflow=overflow, step=step)
         return StepResult(loss, norm, units, weight, changed, overflow)
 
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient: fp32[]."""
-        norm = gradient_norm(self.accumulator.gradients())
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        (own,) = read_on_host(gradient_norm(self.accumulator.gradients()))
         if self.sharding is None:
-            return norm
-        (square,) = self.world.sum([float(norm) ** 2])
-        return _norm_of_parts(norm, square, self.sharding)
+            return own
+        (square,) = self.world.sum([own**2])
+        return _norm_of_parts(square, self.sharding)
 
-    def _add_up(self, loss: Tensor) -> tuple[float, Tensor]:
-        """Makes loss and gradients those of all processes; returns this process's own loss, and the norm of the whole gradient: fp32[]."""
-        own = float(loss)
+    def _add_up(self, loss: Tensor) -> tuple[float, float, float]:
+        """Makes the gradients those of all processes; returns this process's own loss, that of all, and the norm of the whole gradient."""
+        reached: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent = self.sharding.sent()
-            norm = gradient_norm(self.accumulator.gradients())
-            total, square = self.world.sum([own, float(norm) ** 2])
-            loss.fill_(total)
-            return own, _norm_of_parts(norm, square, self.sharding)
-        reached = self.accumulator.reached()
-        self.accumulator.finish_sums()
+        else:
+            reached = self.accumulator.reached()
+            self.accumulator.finish_sums()
+        # the one wait for the device in a step; gradients that no process has are zeros here
+        own, norm = read_on_host(loss, gradient_norm(self.accumulator.gradients()))
+        if self.world.size == 1:
+            return own, own, norm
+        if self.sharding is not None:
+            total, square = self.world.sum([own, norm**2])
+            return own, total, _norm_of_parts(square, self.sharding)
         total, *counts = self.world.sum([own, *reached])
-        loss.fill_(total)
         self.accumulator.drop_unreached([count > 0 for count in counts])
-        return own, self.norm()
+        return own, total, norm
 
     def _look(self) -> list[Tensor]:
         return [own_part(p).detach().flatten()[index] for p, index in self._sampled]
@@ -157,9 +159,16 @@ class Stepper:
         return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
 
 
-def _norm_of_parts(own: Tensor, square: float, sharding: Sharding) -> Tensor:
-    """own  fp32[], the norm of this process's part; `square`: the squares of all processes' norms, summed"""
-    return own.new_tensor(math.sqrt(square / sharding.replicas) if math.isfinite(square) else square)
+def read_on_host(*scalars: Tensor) -> list[float]:
+    """Values of 0-d tensors, which may lie on several devices, in one transfer: the host waits for the device once."""
+    first, *others = scalars
+    values: list[float] = torch.stack([first, *(other.to(first) for other in others)]).tolist()
+    return values
+
+
+def _norm_of_parts(square: float, sharding: Sharding) -> float:
+    """`square`: the squares of all processes' norms, summed."""
+    return math.sqrt(square / sharding.replicas) if math.isfinite(square) else square
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

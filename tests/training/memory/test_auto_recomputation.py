@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.tasks.choose import train
+from isotype.training.ledger.rows import Row, copied_to_host
 from isotype.training.memory.auto_recomputation import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
 
@@ -141,3 +143,48 @@ def test_compiled_layers_keep_nothing_and_stay_on_the_device():
 
     assert choose(99) == replace(choose(99), kind="layers", layers=(0,), keep_attention=False, halves=False)
     assert choose(1).kind == "layers"
+
+
+def offloading(checkpointing):
+    """As `keeping`, and with offload less than any of these: 18 MiB, attention's results 1 more, and everything 1 less."""
+    if checkpointing.kind != "layers+offload":
+        return keeping(checkpointing)
+    return replace(NOTHING, peak=(17 if checkpointing.halves else 19 if checkpointing.keep_attention else 18) * MiB)
+
+
+@pytest.mark.parametrize(
+    ("target", "everything", "kept", "said"),
+    [
+        # less memory and less time than with attention's results alone
+        (19, 1.0, "all", "saves 16000.0 ms by the ledger"),
+        # copies that are waited for
+        (19, 2.5, True, ""),
+        # more time, and the only one that fits
+        (17, 3.5, "all", "only with everything kept in host memory it fits"),
+        # none fits: the smallest is also the fastest
+        (16, 1.0, "all", "saves 32000.0 ms by the ledger"),
+        # host memory is too small for it
+        (19, math.inf, True, ""),
+        (17, math.inf, False, ""),
+    ],
+)
+def test_with_offload_auto_keeps_everything_in_host_memory_where_the_ledger_says_less_time(target, everything, kept, said):
+    found, plan = auto_checkpointing(
+        offloading, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, seconds=by_ledger(everything)
+    )
+    assert found.kind == "layers+offload"
+    assert len(found.layers) == LAYERS
+    assert found.as_settings()["train.keep_attention"] == kept
+    assert plan.peak == offloading(found).peak
+    assert said in found.reason
+    assert bool(said) == ("ledger" in found.reason or "only" in found.reason)
+
+
+def test_without_figures_of_the_device_offload_keeps_attention_alone():
+    found, _ = auto_checkpointing(offloading, layers=LAYERS, has=0, besides=0, device_type="cuda", target=19 * MiB)
+    assert found.as_settings()["train.keep_attention"] is True
+
+
+def test_copies_to_the_host_are_those_of_forward():
+    copy = Row(phase="forward", name="host_copy", kind="copy", bytes=3, count=4)
+    assert copied_to_host([copy, replace(copy, phase="backward"), replace(copy, kind="memory")]) == 12

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compiled import CppKernels
 from ..library import library_op
 
-KERNELS = CppKernels(__file__, in_graphs=True, forward="ppppppppf", backward="pppppppppppif")
+KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
 # queries and keys of a block in kernels.cpp
 BLOCK = 64
 # Work is shared among threads by key heads where there are as many as this, else by query heads. A constant, and not the number of threads,

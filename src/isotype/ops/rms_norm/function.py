@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
+from ..applied import applied
 from ..autocast import autocast_off, no_view
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..debug import checked_in_debug
@@ -97,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
         raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
     if reference_runs():
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype)
-    y: Tensor = RmsNorm.apply(x, weight, eps, unit_offset, out_dtype or x.dtype)
+    y: Tensor = applied(RmsNorm, x, weight, eps, unit_offset, out_dtype or x.dtype)
     return y
 
 
@@ -176,5 +177,5 @@ def add_rms_norm(
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), x
     # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
     apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
-    y, total = AddRmsNorm.apply(x, residual, weight, eps, unit_offset, out_dtype or x.dtype, apart)
+    y, total = applied(AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype or x.dtype, apart)
     return y, total

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
+from ..applied import applied
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, fused_runs, reference_runs
 from ..debug import checked_in_debug
@@ -90,5 +91,5 @@ def rope(
             raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
     if reference_runs():
         return rope_reference(q, k, cos, sin, interleaved=interleaved)
-    rotated_q, rotated_k = Rotate.apply(q, k, cos, sin, interleaved, False)
+    rotated_q, rotated_k = applied(Rotate, q, k, cos, sin, interleaved, False)
     return rotated_q, rotated_k

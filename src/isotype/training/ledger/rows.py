@@ -77,6 +77,11 @@ def work(rows: Iterable[Row], rates: Rates, *, kind: str | None = None) -> dict[
     return found
 
 
+def copied_to_host(rows: Iterable[Row]) -> float:
+    """Bytes that forward leaves in host memory for backward."""
+    return sum(row.count * row.bytes for row in rows if row.kind == "copy" and row.phase == "forward")
+
+
 def waiting(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
     rows = list(rows)
     copies = work(rows, rates, kind="copy")

@@ -75,7 +75,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
         prepared.model.train()
         try:
             loss = float(stepper.accumulate([batch]))
-            norm = float(stepper.norm())
+            norm = stepper.norm()
         except STEP_ERRORS as error:
             yield _failed("PF012", what, error)
             return

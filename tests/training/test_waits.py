@@ -1,0 +1,84 @@
+"""A step waits for its device at one place: where it reads the loss and the norm. Everything else runs on tensors without values."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.host_reads import NoHostReads
+from tests.models import lora, rows, tiny
+from tests.worlds import Two
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isotype.config.schema import TrainSection
+from isotype.distributed.world import ALONE
+from isotype.environment.planned import planned_for
+from isotype.optimize import optimize
+from isotype.precision import PRESETS
+from isotype.precision.accumulate import GradientAccumulator
+from isotype.precision.apply import apply_precision
+from isotype.precision.observe import share_changed
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.loss import batch_loss_sum
+from isotype.training import step
+from isotype.training.optimizer import build_optimizer
+
+META = torch.device("meta")
+
+
+def stepper_of(preset, world, sharding):
+    precision, train = PRESETS[preset], TrainSection(accumulate=2)
+    model = lora(tiny("llama", dtype=torch.bfloat16)).train()
+    apply_precision(model, precision, device_type="cuda")
+    optimize(model, precision, device_type="cuda")
+    model.to(META)
+    processes = world if sharding is None else None
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, processes=processes)
+    optimizer = build_optimizer(model, train, precision, accumulator.gradient)
+    return step.Stepper(model, optimizer, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss), world, sharding)
+
+
+@pytest.mark.parametrize("preset", ["bf16-lora", "fp16-mixed"])
+@pytest.mark.parametrize("processes", ["one", "replicate", "shard"])
+def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
+    world = ALONE if processes == "one" else Two()
+    stepper = stepper_of(preset, world, SimpleNamespace(replicas=1, sent=list) if processes == "shard" else None)
+    batches = [collate(rows(4)[at : at + 2], pad_id=0, device_type="cuda").to(META) for at in (0, 2)]
+    reads = []
+
+    def read(*scalars):
+        reads.append([(scalar.device, scalar.shape) for scalar in scalars])
+        return [3.0, 4.0]
+
+    monkeypatch.setattr(step, "read_on_host", read)
+    for number in (1, 2):
+        with planned_for("cuda"), NoHostReads() as mode:
+            result = stepper(batches, step=number, learning_rate=1e-3, watch_changes=False)
+        assert mode.seen
+    assert reads == [[(META, ())] * 2] * 2
+    scale = stepper.loss_scale.scale if stepper.loss_scale else 1.0
+    shares = {"one": (3.0, 4.0), "replicate": (6.0, 4.0), "shard": (6.0, 4.0 * 2**0.5)}
+    assert (result.loss, result.gradient_norm * scale) == pytest.approx(shares[processes])
+    # weights before the forward, and everything that is known after the backward together
+    assert world is ALONE or len(world.sums) == 2 * 2
+
+
+class Reads(TorchDispatchMode):
+    """Counts values read on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_share_of_changed_weights_is_one_read():
+    before = [torch.arange(4.0), torch.zeros(3), torch.ones(1)]
+    after = [torch.tensor([0.0, 1.0, 5.0, 6.0]), torch.zeros(3), torch.zeros(1)]
+    with Reads() as reads:
+        assert share_changed(before, after) == 3 / 8
+    assert reads.count == 1
+    assert share_changed([], []) == 0.0
