@@ -55,7 +55,7 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert asked(one, skip=6) == [row["prompt"] for row in ROWS[6:]]
     facts = one.facts()
     assert (facts["files"], facts["format"]) == (3, "prompt_completion")
-    assert one.notes == (["set: 1 of 4 files are not read (README.md)"] if name == "set" else [])
+    assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
 
 
 def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..counted import counted
 from .app import RUNS
 
 
@@ -97,8 +98,8 @@ def evaluate(
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
-            + (f"; {left_out} rows left out" if left_out else "")
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {counted(len(rows), 'row')}, "
+            f"{counted(found.weight, 'token')}" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
         )
 
 
@@ -113,4 +114,4 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
         print(json.dumps(answer))
         return
     parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
-    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {found.weight} pictures ({parts})")
+    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')} ({parts})")

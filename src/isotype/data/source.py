@@ -24,6 +24,7 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
+    more      whether `limit` left rows unread, known after reading
     """
 
     spec: SourceSpec
@@ -31,6 +32,7 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    more: bool = False
 
     @property
     def name(self) -> str:

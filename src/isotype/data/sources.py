@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
+from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import BadRow, RowError
 from .formats import Example
@@ -137,17 +138,18 @@ class FileSource(Source):
             left -= skip
             if left <= 0:
                 return
-        for file, (form, _) in zip(self.files, self.forms):
-            if file.is_text:
-                continue
+        tables = [(file, form) for file, (form, _) in zip(self.files, self.forms) if not file.is_text]
+        for file, form in tables:
             # of several files, those before the first that is wanted are read through: how many rows they have is not known
-            for found in self.checked(file.records(skip=skip if alone else 0, meter=meter), form):
+            records = file.records(skip=skip if alone else 0, meter=meter)
+            for found in self.checked(records, form):
                 if skip and not alone:
                     skip -= 1
                 else:
                     yield found
                 left = None if left is None else left - 1
                 if left == 0:
+                    self.more = file is not tables[-1][0] or _goes_on(records)
                     return
 
     def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
@@ -173,9 +175,18 @@ class StdlibSource(Source):
     def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
         from .stdlib import stdlib_pairs
 
+        self.more = self.spec.limit is not None and self.spec.limit < len(stdlib_pairs())
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
+
+
+def _goes_on(records: Iterator[Record]) -> bool:
+    """Whether there is another row; one that breaks the file off is one."""
+    try:
+        return next(records, None) is not None
+    except UsageError:
+        return True
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -225,7 +236,8 @@ def _files(name: str) -> tuple[list[File], list[str]]:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
     if left_out:
-        notes.append(f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})")
+        these = ", ".join(_some(set(matched) - set(known)))
+        notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 
@@ -241,7 +253,7 @@ def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
         if not path.is_file() and ending(path) in ENDINGS:
             raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
     again = len(files) - len(kept)
-    notes = [f"{name}: links between folders lead to {again} files a second time; each is read once"] if again else []
+    notes = [f"{name}: links between folders lead to {counted(again, 'file')} a second time; each is read once"] if again else []
     return [path for path in files if path in kept and path.is_file()], notes
 
 

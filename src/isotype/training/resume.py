@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config.compare import compare
 from ..config.load import LoadedConfig
+from ..counted import counted
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..model.run_precision import resolve_precision
@@ -42,7 +43,7 @@ def refuse_fewer_steps(loop: Loop) -> None:
     made = loop.store.newest_whole()[0] or 0  # a damaged checkpoint is none: the run goes on from the one before it
     if made > loop.plan.total:
         raise UsageError(
-            f"train.steps: {loop.plan.total}, and the run has made {made} steps",
+            f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
             fix=f"more than {made} to go on; for a shorter run, give another folder",
         )
 
@@ -80,4 +81,4 @@ def _ended(loop: Loop) -> str:
 
 
 def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return counted(count, "process", "processes")
