@@ -187,6 +187,14 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     assert source_lines(whole.facts)[0].startswith("chats.jsonl (training): 8 rows, messages: ")
 
 
+def test_line_ends_that_a_database_wrote_as_two_characters_are_told(write: Any, load: Any) -> None:
+    rows = "".join(f"q{i}\ta {i}\\nb\n" for i in range(3)) + "".join(f"r{i}\ta {i}\n" for i in range(3))
+    for name, told in (("batch.tsv", True), ("pipes.csv", False)):
+        table = f"prompt\tcompletion\n{rows}"
+        loaded = load(train=write(name, (table if told else table.replace("\t", "|")).encode()))
+        assert any("3 rows have \\n or \\t in a cell" in note and "psql --csv" in note for note in loaded.facts["notes"]) is told
+
+
 def test_a_limit_of_all_sources_says_what_it_leaves_of_each(write: Any, load: Any) -> None:
     first, second = write("a.jsonl", [chat("q", "a")] * 4), write("b.jsonl", [chat("r", "b")] * 4)
     loaded = load(train=[first, second], limit=3)

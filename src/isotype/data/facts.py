@@ -15,10 +15,12 @@ from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
 from .rows import IGNORED
+from .tables import AS_CSV
 from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
+_OF_A_DATABASE = f"where a database wrote them for line ends and tabs, {AS_CSV}"
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -168,6 +170,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
                 f"{file['path']}: the key {key or '(without a name)'} is not read ({counted(n, 'row')})"
                 for key, n in file.get("ignored_keys", {}).items()
             ]
+            if file.get("escaped"):
+                said.append(f"{file['path']}: {have(file['escaped'])} \\n or \\t in a cell, learnt as two characters: {_OF_A_DATABASE}")
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length

@@ -24,6 +24,7 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
+    escaped   rows whose line ends are a backslash and an n, counted while reading
     more      whether `limit` left rows unread, known after reading
     """
 
@@ -32,6 +33,7 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    escaped: int = 0
     more: bool = False
 
     @property
@@ -78,6 +80,7 @@ class Source:
             except RowError as error:
                 yield BadRow.of(error, record.place)
                 continue
+            self.escaped += record.escaped
             self.ignored.update(ignored_keys(record.value, form, columns))
             yield found
 

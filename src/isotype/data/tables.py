@@ -21,12 +21,13 @@ _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 _RULE = re.compile(r"[\s:+|-]*")  # what Markdown and database clients draw under the names of the columns
+_ESCAPED = re.compile(r"\\[nt]")
 _NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
 _QUOTES = '; CSV doubles the quotes inside a cell, and this file may have \\" in their place'
-_AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
+AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
@@ -69,7 +70,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             wrong = wrong or f"broken CSV: {error}{_QUOTES if ' expected after ' in str(error) else ''}"
         ruled = any("---" in cell for cell in cells) and all(_RULE.fullmatch(cell) for cell in cells)
         if ruled and (header is None or begins == header_at + 1):
-            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=_AS_CSV)
+            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=AS_CSV)
         if header is None and cells:
             header_at = begins
             header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
@@ -85,7 +86,8 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             else:
                 # spreadsheets end rows in empty columns
                 row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
-                yield Record(name, begins, None if wrong else row, wrong=wrong)
+                escaped = delimiter == "\t" and any(_ESCAPED.search(cell) for cell in cells)
+                yield Record(name, begins, None if wrong else row, wrong=wrong, escaped=escaped)
         begins, wrong = at + 1, None
     if header is None:
         raise NoRows(f"{name}: the file holds no header")

@@ -15,8 +15,15 @@ class Metrics:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self._written = False
+
+    @property
+    def removed(self) -> bool:
+        """Whether another program removed the file since the last line."""
+        return self._written and not self.file.exists()
 
     def write(self, **facts: Any) -> None:
+        self._written = True
         with self.file.open("a", encoding="utf-8") as f:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 

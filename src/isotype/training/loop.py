@@ -245,6 +245,9 @@ class Loop:
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:
             return
+        if self.metrics.removed:
+            self.console.settle()
+            self.console.say(f"warning   {self.metrics.file} was removed: it has the lines from step {row['step']} on")
         self.metrics.write(**row)
         self.trackers.row(row)
 
@@ -403,6 +406,9 @@ class Loop:
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
+            if checkpoint.step and not self.metrics.read():
+                told = f"has no line of the steps before: it goes on with step {checkpoint.step + 1}"
+                self.console.say(f"warning   {self.metrics.file} {told}")
         return processes
 
     def with_last_good(self, error: IsotypeError) -> RunError:
