@@ -15,12 +15,11 @@ from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
 from .rows import IGNORED
-from .tables import AS_CSV
 from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
-_OF_A_DATABASE = f"where a database wrote them for line ends and tabs, {AS_CSV}"
+_MOST_KEYS = 10  # named in notes, of a source
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -166,12 +165,14 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
         said += [f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
+            unread = file.get("ignored_keys", {})
             said += [
                 f"{file['path']}: the key {key or '(without a name)'} is not read ({counted(n, 'row')})"
-                for key, n in file.get("ignored_keys", {}).items()
+                for key, n in list(unread.items())[:_MOST_KEYS]
             ]
-            if file.get("escaped"):
-                said.append(f"{file['path']}: {have(file['escaped'])} \\n or \\t in a cell, learnt as two characters: {_OF_A_DATABASE}")
+            if len(unread) > _MOST_KEYS:
+                said.append(f"{file['path']}: {counted(len(unread) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
+            said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length

@@ -169,7 +169,8 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     meter = Meter(one.bytes)
     one.ignored.clear()
-    one.escaped, one.more = 0, False
+    one.remarks.clear()
+    one.more = False
 
     def handed() -> Iterator[Example]:
         for found in one.examples(meter=meter):
@@ -188,7 +189,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         writer.add(row, example=read, cut=cut)
         read += 1
     read += len(waiting)
-    of_text: dict[str, int] = {key: n for key, n in (("more", one.more), ("escaped", one.escaped)) if n}
+    of_text: dict[str, Any] = {key: found for key, found in (("more", one.more), ("remarks", dict(one.remarks))) if found}
     of_text |= _encode_texts(one, encoder, writer, tally, meter, already=read)
     own_mask = compare_with_own_mask(encoder, compared)
     return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask} | of_text
@@ -250,7 +251,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "escaped", "cache", "of_about", "more") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "remarks", "cache", "of_about", "more") if key in block.facts}
         windows = int((block.example < 0).sum())
         read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})

@@ -55,8 +55,8 @@ class Record:
     unit: str = "line"
     wrong: str | None = None
     """Why the row could not be read; its value is None then."""
-    escaped: bool = False
-    """Whether a cell of a table with tabs has line ends or tabs as a backslash and a letter, as databases export them."""
+    remark: str | None = None
+    """What the notes say about a row that is used as it is."""
 
     @property
     def place(self) -> str:

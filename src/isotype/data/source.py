@@ -24,7 +24,7 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
-    escaped   rows whose line ends are a backslash and an n, counted while reading
+    remarks   remark -> how many rows have it and the first one's place, counted while reading
     more      whether `limit` left rows unread, known after reading
     """
 
@@ -33,7 +33,7 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    escaped: int = 0
+    remarks: dict[str, list[Any]] = field(default_factory=dict)
     more: bool = False
 
     @property
@@ -80,7 +80,8 @@ class Source:
             except RowError as error:
                 yield BadRow.of(error, record.place)
                 continue
-            self.escaped += record.escaped
+            if record.remark:
+                self.remarks.setdefault(record.remark, [0, record.place])[0] += 1
             self.ignored.update(ignored_keys(record.value, form, columns))
             yield found
 
