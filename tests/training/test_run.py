@@ -300,7 +300,7 @@ def test_a_copied_run_goes_on_in_its_own_folder_and_says_what_the_first_said(con
     said = capsys.readouterr().out
     assert first in said.splitlines()
     assert first.startswith("recompute none (auto: ")
-    assert f"{copy / 'metrics.jsonl'} has no line of the steps before: it goes on with step 7" in said
+    assert f"{copy / 'metrics.jsonl'} has no line of the steps 1 to 6: they are lost" in said
     assert load(copy / "resolved.yaml", resolved=True).config.run.folder == str(copy)
     assert f"folder: {tmp_path / 'run'} " in (tmp_path / "run/resolved.yaml").read_text()
 

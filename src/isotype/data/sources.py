@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
 from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
+from .run_files import without_runs
 from .source import Source
 from .tables import read_csv, read_parquet
 
@@ -218,7 +220,8 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     path = Path(name).expanduser()
     if any(mark in name for mark in "*?[") and not path.exists():
         there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        matched, notes = _reached(name, there)
+        plain = takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts)
+        matched, notes = _reached(name, there, below=Path(*plain))
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
@@ -226,7 +229,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        matched, notes = _reached(name, there)
+        matched, notes = _reached(name, there, below=path)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -241,9 +244,13 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 
-def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The files among the names found, in their order, each under its shortest name, and a note on those that links between folders lead
-    to again. Raises UsageError for a link to a part of the data that is not there."""
+def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:
+    """The files among the names found, in their order, each under its shortest name, without those of runs, and notes on what is left out.
+    Raises UsageError for a link to a part of the data that is not there.
+
+    below  where the search began
+    """
+    found, runs = without_runs(found, below)
     files = [path for path in found if path.is_file() or (path.is_symlink() and not path.exists())]
     shortest: dict[Path, Path] = {}
     for path in sorted(files, key=lambda p: (len(p.parts), p)):
@@ -254,6 +261,8 @@ def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
             raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
     again = len(files) - len(kept)
     notes = [f"{name}: links between folders lead to {counted(again, 'file')} a second time; each is read once"] if again else []
+    if runs:
+        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs)))})")
     return [path for path in files if path in kept and path.is_file()], notes
 
 

@@ -406,9 +406,8 @@ class Loop:
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
-            if checkpoint.step and not self.metrics.read():
-                told = f"has no line of the steps before: it goes on with step {checkpoint.step + 1}"
-                self.console.say(f"warning   {self.metrics.file} {told}")
+            if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
+                self.console.say(f"warning   {self.metrics.file} has no line of the steps {last + 1} to {checkpoint.step}: they are lost")
         return processes
 
     def with_last_good(self, error: IsotypeError) -> RunError:
