@@ -165,13 +165,13 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
         said += [f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
-            unread = file.get("ignored_keys", {})
+            ignored = file.get("ignored_keys", {})
             said += [
                 f"{file['path']}: the key {key or '(without a name)'} is not read ({counted(n, 'row')})"
-                for key, n in list(unread.items())[:_MOST_KEYS]
+                for key, n in list(ignored.items())[:_MOST_KEYS]
             ]
-            if len(unread) > _MOST_KEYS:
-                said.append(f"{file['path']}: {counted(len(unread) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
+            if len(ignored) > _MOST_KEYS:
+                said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
             said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
