@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from isotype.config.schema import DataSection
+from isotype.data.bad_rows import MOST_KINDS, BadRow, BadRows
 from isotype.data.facts import source_lines
 from isotype.data.load import load_data
 from isotype.data.prompts import prompts_from
@@ -181,6 +182,39 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5
     assert "chats.jsonl: the key source is not read (5 rows)" in loaded.facts["notes"]
+    assert source_lines(loaded.facts)[0].startswith("chats.jsonl (training): 5 rows of more (limit), messages: ")
+    whole = load(train="chats.jsonl", limit=8, eval_split=0.0)
+    assert source_lines(whole.facts)[0].startswith("chats.jsonl (training): 8 rows, messages: ")
+
+
+def test_line_ends_that_a_database_wrote_as_two_characters_are_told(write: Any, load: Any) -> None:
+    rows = "".join(f"q{i}\ta {i}\\nb\n" for i in range(3)) + "".join(f"r{i}\ta {i}\n" for i in range(3))
+    for name, told in (("batch.tsv", True), ("pipes.csv", False)):
+        table = f"prompt\tcompletion\n{rows}"
+        loaded = load(train=write(name, (table if told else table.replace("\t", "|")).encode()))
+        assert any("3 rows have \\n or \\t in a cell" in note and "psql --csv" in note for note in loaded.facts["notes"]) is told
+
+
+def test_a_limit_of_all_sources_says_what_it_leaves_of_each(write: Any, load: Any) -> None:
+    first, second = write("a.jsonl", [chat("q", "a")] * 4), write("b.jsonl", [chat("r", "b")] * 4)
+    loaded = load(train=[first, second], limit=3)
+    assert len(loaded.train) == 3
+    assert [file["kept"] for file in loaded.facts["train"]["files"]] == [3, 0]
+    assert any("data.limit takes the first rows of all sources together: 3 of a.jsonl, 0 of b.jsonl;" in n for n in loaded.facts["notes"])
+    with pytest.raises(UsageError, match=r"b\.jsonl: no training row is left of it") as raised:
+        load(train=[{"name": first, "weight": 1}, {"name": second, "weight": 1}], limit=3)
+    assert "limit: N" in str(raised.value)
+
+
+def test_rows_and_windows_of_one_pattern_are_counted_together(write: Any, load: Any) -> None:
+    Path("all").mkdir()
+    write("all/a.jsonl", [chat("q", "a")] * 4)
+    write("all/b.txt", "The quick brown fox jumps over the lazy dog. " * 20)
+    for limit in (None, 6):
+        facts = load(train=[{"name": "all/*", "limit": limit}] if limit else "all/*", max_length=64, eval_split=0.0).facts
+        (file,) = facts["train"]["files"]
+        assert file["rows"] == file["kept"] == facts["train"]["rows"]
+        assert ("more" in file, facts["train"]["rows"] == limit) == (limit is not None, limit is not None)
 
 
 def test_the_limit_of_plain_texts_counts_over_all_files_and_says_how_many_windows_there_are(write: Any, load: Any) -> None:
@@ -346,12 +380,34 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
 
 
+def test_bad_rows_are_counted_by_their_own_words(write: Any, load: Any) -> None:
+    def with_part(kind: str, at: int) -> dict[str, Any]:
+        parts = [{"type": "text", "text": "q"}] * at + [{"type": kind}]
+        return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
+
+    urls = [*[with_part("image_url", 1)] * 3, with_part("image_url", 0)]
+    write("x.jsonl", [*CHATS[:12], with_part("image", 0), *urls, *map(with_part, "abc", (0, 0, 0))])
+    with pytest.raises(UsageError) as caught:
+        load(train="x.jsonl")
+    place, end = "messages[0].content[0] must be {type: text, text: ...}, got a part of type ", ": a run learns text only\n"
+    assert f"  1 x {place}'image'{end}      x.jsonl:13" in caught.value.message
+    assert f"  4 x {place.replace('0', 'N')}'image_url'{end}" in caught.value.message
+    notes = " ".join(load(train="x.jsonl", on_bad_row="skip", eval_split=0.0).facts["notes"])
+    assert "8 bad training rows are left out (data.on_bad_row: skip): 4 x messages[N].content[N] must be" in notes
+    assert "; and 2 more kinds: data.json" in notes
+    many = BadRows()
+    for i in range(MOST_KINDS + 9):
+        word = "".join(chr(ord("a") + int(digit)) for digit in str(i))
+        many.add(BadRow(f"x:{i}", f"unknown role '{word}': use 'a role that there is'"))
+    assert (len(many.kinds), many.kinds["unknown role '...': use '...'"], many.count) == (MOST_KINDS + 1, 9, MOST_KINDS + 9)
+
+
 def test_a_row_with_an_empty_answer_is_dropped_with_a_note(write: Any, load: Any) -> None:
     rows = [{"instruction": f"say {i}", "input": "", "output": f"{i}"} for i in range(12)]
     rows[3]["output"] = ""
     loaded = load(train=write("alpaca.jsonl", rows), eval_split=0.0)
     assert len(loaded.train) == 11
-    assert "1 training rows dropped: the answer is empty (first: alpaca.jsonl:4)" in loaded.facts["notes"]
+    assert "1 training row dropped: the answer is empty (first: alpaca.jsonl:4)" in loaded.facts["notes"]
     assert loaded.prompts[3].reference == "4"
 
 
@@ -399,7 +455,7 @@ def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: An
     loaded = load(train=write("x.csv", "\n".join(["prompt,completion", *rows])), eval_split=0.0)
     assert len(loaded.train) == 20
     told = [note for note in loaded.facts["notes"] if "learnt as it is" in note]
-    assert [note.split(",")[0] for note in told] == ["4 rows have the answer 'n/a'", "1 rows have the answer 'NULL'"]
+    assert [note.split(",")[0] for note in told] == ["4 rows have the answer 'n/a'", "1 row has the answer 'NULL'"]
 
 
 def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: Any) -> None:
@@ -407,4 +463,4 @@ def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: A
     rows[2]["messages"][1]["reasoning_content"] = "because"
     rows[3]["messages"][1]["reasoning_content"] = "a 3"
     loaded = load(train=write("x.jsonl", rows))
-    assert "1 rows have reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]
+    assert "1 row has reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]

@@ -55,7 +55,21 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert asked(one, skip=6) == [row["prompt"] for row in ROWS[6:]]
     facts = one.facts()
     assert (facts["files"], facts["format"]) == (3, "prompt_completion")
-    assert one.notes == (["set: 1 of 4 files are not read (README.md)"] if name == "set" else [])
+    assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
+
+
+@pytest.mark.parametrize("name", [".", "**/*.jsonl"])
+def test_the_files_of_runs_are_no_data(folder: Path, name: str) -> None:
+    names = found(name).identity()
+    for run, files in {"runs/a": ["resolved.yaml", "metrics.jsonl"], "runs/refused": [".lock", "preflight.json", "bad_rows.jsonl"]}.items():
+        (folder / run / "samples").mkdir(parents=True)
+        for file in [*files, "samples/step_0.json"]:
+            (folder / run / file).write_text('{"step": 1}\n')
+    one = found(name)
+    assert one.identity() == names
+    assert f"{name}: the files of runs are not read (a, refused)" in one.notes
+    with pytest.raises(UsageError, match=r"runs/a/metrics\.jsonl:1: no known format"):  # asked for by its name
+        found("runs/a/*.jsonl")
 
 
 def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:

@@ -47,6 +47,32 @@ def test_empty_columns_without_a_name_at_the_end_are_no_columns(tmp_path: Path) 
     assert [row.value for row in rows] == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "": "kept to be told"}]
 
 
+def test_an_open_quote_costs_its_own_line_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.csv", 'p,c\n1,1\n2,"open\n3,3\n4,"also\n"5\n5",5\n6,"last')
+    rows = list(read_csv(path, "a.csv"))
+    assert [row.value and row.value["p"] for row in rows] == ["1", None, "3", None, "5\n5", None]
+    assert [row.line for row in rows] == [2, 3, 4, 5, 6, 8]
+    assert {row.wrong for row in rows if row.wrong} == {"a quote opens a cell and is not closed, or not doubled inside it"}
+
+
+def test_rows_that_joined_files_leave_are_told(tmp_path: Path) -> None:
+    rows = list(read_csv(written(tmp_path, "a.csv", "p,c\n1,2\np,c\n3,4\n"), "a.csv"))
+    assert [row.wrong and row.wrong.partition(":")[0] for row in rows] == [None, "the header again", None]
+    (row,) = read_csv(written(tmp_path, "b.csv", 'p, c\n1, "2, 3"\n'), "b.csv")
+    assert row.wrong == "3 cells, more than the header's 2; a quote counts where no space is before it"
+
+
+def test_a_cell_that_holds_other_rows_is_remarked(tmp_path: Path) -> None:
+    for mark, name in ((",", "a.csv"), ("\t", "a.tsv")):
+        inner = f"q{mark}a\n" * 3
+        _, spanning, plain = read_csv(
+            written(tmp_path, name, f'p{mark}c\n1{mark}2\nx{mark}"He said\n{inner}y{mark}bye"\nz{mark}"a\nb\nc"\n'), name
+        )
+        assert spanning.remark is not None
+        assert "look like rows" in spanning.remark
+        assert plain.remark is None
+
+
 def test_the_mark_of_databases_for_no_value_is_no_text(tmp_path: Path) -> None:
     rows = read_csv(written(tmp_path, "a.csv", 'prompt,completion\n"q",\\N\n"a \\N b",---\n'), "a.csv")
     assert [row.value for row in rows] == [{"prompt": "q", "completion": None}, {"prompt": "a \\N b", "completion": "---"}]
@@ -57,7 +83,7 @@ def test_the_mark_of_databases_for_no_value_is_no_text(tmp_path: Path) -> None:
     [
         ("a,b\n1,2\n1,2,3\n", "x.csv:3: 3 cells, more than the header's 2; quote a cell"),
         ('a,b\n"1\n1",2\n1\n', "x.csv:4: 1 cells, fewer than the header's 2"),
-        ('a,b\n1,2\n"1,2\n', "x.csv:3: broken CSV: unexpected end of data"),
+        ('a,b\n1,2\n"1,2\n', "x.csv:3: a quote opens a cell and is not closed"),
         ('a,b\n1,2\n"1"x,2\n', "x.csv:3: broken CSV: ',' expected after '\"'"),
         ("a,a\n1,2\n", "x.csv:1: the column 'a' is named twice"),
         (b"a,b\n1,caf\xe9\n", "x.csv:2: byte 9 (0xe9) is not UTF-8"),

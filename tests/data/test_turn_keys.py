@@ -56,7 +56,7 @@ def test_row_without_a_learnt_turn_is_dropped(tmp_path: Path, families: SimpleNa
     data = loaded(tmp_path, families, [{"messages": turns("q", "a", last={"weight": 0})}, {"messages": turns("q", "a")}])
     assert len(data.train) == 1
     (note,) = data.facts["notes"]
-    assert note.startswith("1 training rows dropped: all of its answers are marked as not learnt")
+    assert note.startswith("1 training row dropped: all of its answers are marked as not learnt")
 
 
 def test_unread_keys_are_noted(tmp_path: Path, families: SimpleNamespace) -> None:
@@ -66,9 +66,9 @@ def test_unread_keys_are_noted(tmp_path: Path, families: SimpleNamespace) -> Non
         {"messages": turns("q", "c", last={"weight": 1})},
     ]
     assert loaded(tmp_path, families, rows).facts["notes"] == [
-        "1 rows have the key 'mood' in a turn, which is not read: the chat template does not write it"
+        "1 row has the key 'mood' in a turn, which is not read: the chat template does not write it"
     ]
     assert (
-        "1 rows have the key 'weight' in a turn, which is not read: data.loss_on: all learns every turn"
+        "1 row has the key 'weight' in a turn, which is not read: data.loss_on: all learns every turn"
         in (loaded(tmp_path, families, rows, loss_on="all").facts["notes"])
     )

@@ -33,6 +33,13 @@ def test_eval_of_the_training_file(run, workshop):
     assert json.loads(ask("eval", run, workshop.chats, "--json").splitlines()[-1]) == answer
     assert answer["taken"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    own = json.loads(ask("eval", run, "--json").splitlines()[-1])  # without a file: the rows that the run held out
+    last = [row for line in (run / "metrics.jsonl").read_text().splitlines() if "eval_loss" in (row := json.loads(line))][-1]
+    held_out = json.loads((run / "data.json").read_text())["eval"]["rows"]
+    assert (own["rows"], own["data"], own["left_out"]) == (held_out, "its own evaluation rows", 0)
+    assert own["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    with pytest.raises(UsageError, match="which file"):
+        ask("eval", run / "adapter")
 
 
 def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(run, workshop, tmp_path):
@@ -46,10 +53,9 @@ def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_th
     assert skipped["loss"] == whole["loss"]
 
 
-@pytest.mark.parametrize("files", [(), ("a.jsonl", "--data", "b.jsonl")])
-def test_eval_takes_one_file(tmp_path, files):
+def test_eval_takes_one_file(tmp_path):
     with pytest.raises(UsageError, match="eval: "):
-        ask("eval", tmp_path, *files)
+        ask("eval", tmp_path, "a.jsonl", "--data", "b.jsonl")
 
 
 def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):

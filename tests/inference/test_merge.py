@@ -10,7 +10,8 @@ import torch
 from tests.models import lora, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype.errors import UsageError
+from isotype.errors import RunError, UsageError
+from isotype.inference import merge as merging
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_dtype
 from isotype.precision.presets import PRESETS
@@ -56,6 +57,21 @@ def test_the_merged_config_names_the_dtype_of_its_weights(foreign, tmp_path):
     merge(load_run(folder), tmp_path / "merged", dtype="bf16")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_merged_model_is_put_in_place_after_it_is_compared(foreign, tmp_path, monkeypatch):
+    folder, _ = foreign()
+    with monkeypatch.context() as there:
+        there.setattr(merging, "_load_merged", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            merge(load_run(folder), tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+    with monkeypatch.context() as there:
+        there.setattr(merging, "TOLERANCE", -1.0)
+        with pytest.raises(RunError, match=r"merged: the merged model's loss is"):
+            merge(load_run(folder), tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+    assert merge(load_run(folder), tmp_path / "merged").folder == tmp_path / "merged"
 
 
 def test_the_precision_file_of_an_adapter_is_used(foreign, tmp_path):

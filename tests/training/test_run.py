@@ -20,9 +20,11 @@ from isotype.config.load import load
 from isotype.config.write import resolved_yaml
 from isotype.errors import RunError, UsageError
 from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
+from isotype.training.callbacks import Callback
 from isotype.training.console import RunConsole
 from isotype.training.step import Stepper
 
@@ -256,6 +258,61 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(conf
     (run / "config.yaml").write_text("train: {}\n")
     assert train(load(run / "resolved.yaml", ["train.steps=10"], resolved=True), resume=run) == 0
     assert f"{run / 'config.yaml'} has changed since the run was begun" in capsys.readouterr().out
+
+
+def test_a_resume_that_is_killed_while_it_writes_its_settings_changes_what_it_said(configured, tmp_path, monkeypatch, capsys):
+    run, constant = tmp_path / "run", {"schedule": "constant"}
+    assert train(configured(train=constant)) == 0
+
+    def resumed(*settings, dies_at=None):
+        def write(self, name, content):
+            if name == dies_at:
+                raise KeyboardInterrupt
+            written(self, name, content)
+
+        written = RunFolder.write_json
+        with monkeypatch.context() as there:
+            there.setattr(RunFolder, "write_json", write)
+            status = train(load(run / "resolved.yaml", settings, resolved=True), resume=run)
+        return status, capsys.readouterr().out
+
+    # before anything but resumes.json is written: nothing was changed
+    assert resumed("train.learning_rate=0.5", "train.steps=8", dies_at="env.json")[0] == 130
+    assert "changes" not in json.loads((run / "resumes.json").read_text()), resumed("train.steps=7")
+    assert resumed("train.steps=7")[0] == 0
+    assert [one["what"] for one in json.loads((run / "resumes.json").read_text())["changes"]] == [
+        "train.steps: 6 -> 7 (the schedule is stretched from here on)"
+    ]
+    # between its two records of the settings: the change is said again, and holds
+    assert resumed("train.steps=9", dies_at="plan.json")[0] == 130
+    status, said = resumed()
+    assert (status, "edited by hand" in said, "changed   train.steps: 7 -> 9" in said) == (0, False, True)
+    assert result_of(run)["steps"] == 9
+    assert len(json.loads((run / "resumes.json").read_text())["changes"]) == 2
+
+
+def test_a_copied_run_goes_on_in_its_own_folder_and_says_what_the_first_said(configured, tmp_path, capsys):
+    assert train(configured(train={"schedule": "constant"})) == 0
+    first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("recompute"))
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (copy / "metrics.jsonl").unlink()
+    assert train(load(copy / "resolved.yaml", ["train.steps=7"], resolved=True), resume=copy) == 0
+    said = capsys.readouterr().out
+    assert first in said.splitlines()
+    assert first.startswith("recompute none (auto: ")
+    assert f"{copy / 'metrics.jsonl'} has no line of the steps 1 to 6: they are lost" in said
+    assert load(copy / "resolved.yaml", resolved=True).config.run.folder == str(copy)
+    assert f"folder: {tmp_path / 'run'} " in (tmp_path / "run/resolved.yaml").read_text()
+
+
+def test_metrics_that_are_removed_in_mid_run_are_told(configured, tmp_path, capsys):
+    class Removes(Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                (tmp_path / "run/metrics.jsonl").unlink()
+
+    assert train(configured(), callbacks=[Removes()]) == 0
+    assert capsys.readouterr().out.count("metrics.jsonl was removed: it has the lines from step 4 on") == 1
 
 
 def test_one_folder_holds_one_run(configured, tmp_path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..counted import counted
 from ..errors import UsageError
 from .app import RUNS
 
@@ -102,7 +103,7 @@ def _kernels(clear: bool, before: float, *, quiet: bool) -> dict[str, Any]:
 def _line(entry: Entry) -> str:
     from ..report.words import bytes_written
 
-    rows = f"{entry.rows:,} rows" if entry.rows is not None else "? rows"
+    rows = counted(entry.rows, "row") if entry.rows is not None else "? rows"
     age = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
     return f"{bytes_written(entry.bytes):>8}  {rows:>16}  last used {age}  {entry.source or entry.path.name}"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..counted import counted
 from .app import RUNS
 
 
@@ -20,7 +21,11 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.", show_default=False),
+        typer.Argument(
+            metavar="[FILE]",
+            help="What data.train takes: a file, folder, glob, hf:NAME or stdlib. Without it the run's own evaluation rows.",
+            show_default=False,
+        ),
     ] = None,
     data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
@@ -32,7 +37,7 @@ def evaluate(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Token-weighted loss and perplexity of a run on a file, under the run's own precision.
+    """Token-weighted loss and perplexity of a run on a file or its own evaluation rows, under the run's own precision.
 
     Of a diffusion run: the loss on the pictures of a folder or file, at fixed noise levels.
 
@@ -47,8 +52,6 @@ def evaluate(
     if file is not None and data is not None:
         raise UsageError(f"eval: {file} and --data {data}: one of them", fix=f"isotype eval {run} {file}")
     data = file or data
-    if data is None:
-        raise UsageError("eval: which file?", fix=f"isotype eval {run} FILE")
     if on_bad_row not in (None, "error", "skip"):
         raise UsageError(f"--on-bad-row {on_bad_row}: expected error or skip")
     from ..config.kind import DIFFUSION
@@ -58,12 +61,15 @@ def evaluate(
 
     if without_run(run) is None:
         require_run(run)  # checked first, since loading takes seconds
+    if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
+        raise UsageError(f"eval: which file? {run} has no evaluation rows of its own", fix=f"isotype eval {run} FILE")
     if kind_of_run(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
-        _pictures(run, data, batch_size=batch_size, json_output=json_output)
+        _pictures(run, str(data), batch_size=batch_size, json_output=json_output)
         return
-    refuse_absent(SourceSpec(name=data))
+    if data is not None:
+        refuse_absent(SourceSpec(name=data))
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
@@ -74,7 +80,9 @@ def evaluate(
     from ..tasks.language.evaluate import evaluate as measure
 
     loaded = load_run(run)
-    other = {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "packing": False, "stream": False}
+    other: dict[str, Any] = {"packing": False}
+    if data is not None:
+        other |= {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "stream": False}
     if on_bad_row is not None:
         other["on_bad_row"] = on_bad_row
     section = DataSection(**{**loaded.config.data.model_dump(), **other})
@@ -83,8 +91,11 @@ def evaluate(
     except UsageError as error:
         if error.fix != FIX:
             raise
-        raise UsageError(error.message, fix=f"isotype eval {run} {data} --on-bad-row skip") from None
-    rows, side = read.train, read.facts["train"]
+        raise UsageError(error.message, fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " ")) from None
+    rows, side = (read.eval, read.facts["eval"]) if data is None else (read.train, read.facts["train"])
+    if not len(rows):
+        raise UsageError(f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?", fix=f"isotype eval {run} FILE")
+    data = data or "its own evaluation rows"
     left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
     found = measure(
@@ -97,8 +108,8 @@ def evaluate(
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
-            + (f"; {left_out} rows left out" if left_out else "")
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {counted(len(rows), 'row')}, "
+            f"{counted(found.weight, 'token')}" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
         )
 
 
@@ -113,4 +124,4 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
         print(json.dumps(answer))
         return
     parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
-    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {found.weight} pictures ({parts})")
+    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {counted(found.weight, 'picture')} ({parts})")

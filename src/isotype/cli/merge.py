@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..counted import counted
 from .app import RUNS
 
 NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
@@ -67,7 +68,7 @@ def merge(
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
     advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
-    print(f"merged    {merged.weights} weights into {merged.folder}, {merged.dtype}: {merged.why}")
+    print(f"merged    {counted(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}: {merged.why}")
     print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
-    rows = f"{merged.rows} row{'s' * (merged.rows != 1)}"
+    rows = counted(merged.rows, "row")
     print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {rows}")

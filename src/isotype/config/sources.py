@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -68,7 +69,8 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     specs = [_spec(settings, where, data) for where, settings in entries_of(given, key, wanted="file, or stdlib")]
     seen: set[tuple[Any, ...]] = set()
     for spec in specs:
-        what = (spec.name, spec.subset, spec.split, spec.revision)
+        own = spec.name if spec.name.startswith(HUB) or spec.name == STDLIB else os.path.abspath(os.path.expanduser(spec.name))
+        what = (own, spec.subset, spec.split, spec.revision)
         if what in seen:
             raise UsageError(f"{key}: {spec.name} is named twice; a weight makes its rows come more often")
         seen.add(what)

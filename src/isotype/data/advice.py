@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 _TAKEN_APART = {
     ".zst": "zstd -d {file}", ".xz": "xz -dk {file}", ".bz2": "bzip2 -dk {file}", ".zip": "unzip {file}", ".7z": "7z x {file}",
@@ -37,7 +37,7 @@ def converted_by(path: Path) -> str | None:
 def another_name(name: str) -> str | None:
     """What was meant by the name of a file that is not there, where its form says it."""
     if name.startswith("file://"):
-        return f"give the path alone: {unquote(urlsplit(name).path)}"
+        return f"give the path alone: {unquote(name.removeprefix('file://localhost').removeprefix('file://'))}"
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         return "a run reads local files: download it first, or name a dataset of the hub, hf:NAME"
     if name == "-":

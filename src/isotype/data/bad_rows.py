@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..counted import counted
 from ..errors import UsageError
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
+MOST_KINDS = 1_000  # told apart by a quoted word; the words of more are left out
 MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
 FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
@@ -70,9 +72,13 @@ class BadRows:
         if row.empty:
             self.empty += 1
         else:
-            self.kinds[kind_of(row.reason)] += 1
+            self.kinds[self._kind(row.reason)] += 1
         if len(self.listed) < MOST_LISTED:
             self.listed.append(row)
+
+    def _kind(self, reason: str) -> str:
+        kind = kind_of(reason)
+        return kind if kind in self.kinds or len(self.kinds) < MOST_KINDS else kind_of(reason, words=False)
 
     def as_json(self) -> dict[str, Any]:
         rows = [[row.place, row.reason, row.fix, row.empty] for row in self.listed]
@@ -97,24 +103,29 @@ class BadRows:
             return
         by_kind: dict[str, list[BadRow]] = {}
         for row in bad:
-            by_kind.setdefault(kind_of(row.reason), []).append(row)
+            by_kind.setdefault(self._kind(row.reason), []).append(row)
         shown = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:PLACES]
         room = PLACES - len(shown)
         lines = [f"{self.count:,} rows cannot be used"]
         for kind in shown:
+            said = kind if len({row.reason for row in by_kind[kind]}) > 1 else by_kind[kind][0].reason
             rows = by_kind[kind][: 1 + room]
             room -= len(rows) - 1
             more = self.kinds[kind] - len(rows)
             places = ", ".join(row.place for row in rows) + (f", and {more:,} more" if more else "")
-            lines.append(f"  {self.kinds[kind]:,} x {rows[0].reason}\n      {places}")
+            lines.append(f"  {self.kinds[kind]:,} x {said}\n      {places}")
         if len(self.kinds) > len(shown):
-            lines.append(f"  and {len(self.kinds) - len(shown)} more kinds")
+            lines.append(f"  and {counted(len(self.kinds) - len(shown), 'more kind')}")
         raise UsageError("\n".join(lines), fix=fix)
 
 
-def kind_of(reason: str) -> str:
-    """A reason without what differs from row to row: numbers, and words in quotes."""
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", reason))
+def kind_of(reason: str, *, words: bool = True) -> str:
+    """A reason without what differs from row to row: numbers, and text in quotes. `words`: one quoted word stays, as the name of a role."""
+
+    def kept(quoted: re.Match[str]) -> str:
+        return quoted[0] if words and re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'"
+
+    return re.sub(r"\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", kept, reason))
 
 
 class BadRowFile:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..counted import counted
 from .bounded import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
@@ -18,6 +19,7 @@ from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
+_MOST_KEYS = 10  # named in notes, of a source
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -137,8 +139,8 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     lines = []
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
-            rows = f"{file['rows']:,} rows" if "rows" in file else "a stream"
-            rows += f" of about {file['of_about']:,} (limit)" if "of_about" in file else ""
+            rows = counted(file["rows"], "row") if "rows" in file else "a stream"
+            rows += f" of about {file['of_about']:,} (limit)" if "of_about" in file else " of more (limit)" if "more" in file else ""
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
@@ -151,52 +153,68 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     for name, side in (("training", train), ("evaluation", evaluation)):
         if side["truncated"]:
             share = side["truncated"] / max(1, side["rows"])
-            said.append(f"{side['truncated']} {name} rows ({share:.1%}) were longer than data.max_length {encoder.max_length} and were cut")
+            cut = counted(side["truncated"], f"{name} row")
+            were = "was" if side["truncated"] == 1 else "were"
+            said.append(f"{cut} ({share:.1%}) {were} longer than data.max_length {encoder.max_length} and {were} cut")
         if side["bad_rows"]:
-            kinds = "; ".join(f"{n:,} x {kind}" for kind, n in list(side["bad_rows"].items())[:3])
-            said.append(f"{sum(side['bad_rows'].values()):,} bad {name} rows are left out (data.on_bad_row: skip): {kinds}")
-        said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
+            most = Counter(side["bad_rows"]).most_common(3)
+            kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
+            if len(side["bad_rows"]) > len(most):
+                kinds += f"; and {counted(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
+            bad = counted(sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are")
+            said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
+        said += [f"{counted(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
+            ignored = file.get("ignored_keys", {})
             said += [
-                f"{file['path']}: the key {key or '(without a name)'} is not read ({n} rows)"
-                for key, n in file.get("ignored_keys", {}).items()
+                f"{file['path']}: the key {key or '(without a name)'} is not read ({counted(n, 'row')})"
+                for key, n in list(ignored.items())[:_MOST_KEYS]
             ]
+            if len(ignored) > _MOST_KEYS:
+                said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
+            said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length
-        said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
+        said.append(f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        why = f"only {train['rows']} rows" if train["rows"] < FEW else "no row fell into the held-out share, in which copies stay together"
+        why = (
+            f"only {counted(train['rows'], 'row')}"
+            if train["rows"] < FEW
+            else "no row fell into the held-out share, in which copies stay together"
+        )
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
-        said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
+        also = counted(facts["duplicates_between"], "evaluation row is also a training row", "evaluation rows are also training rows")
+        said.append(f"{also}: the evaluation loss is too good")
     for one in facts.get("mix") or []:
         said.append(f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes {one['passes']:.3g} times an epoch")
     if packing := facts.get("packing"):
         said.append(
-            f"{packing['rows']:,} rows packed into {packing['packed_rows']:,} of {packing['length']} tokens, {packing['filled']:.1%} full"
+            f"{counted(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of {counted(packing['length'], 'token')}, "
+            f"{packing['filled']:.1%} full"
         )
     for name, side in (("training", train), ("evaluation", evaluation)):
         said += [f"{file['path']}: {name} tokens {file['cache']}" for file in side["files"] if "cache" in file]
     if train["duplicates"]:
-        said.append(f"{train['duplicates']} training rows repeat another row exactly")
+        said.append(f"{counted(train['duplicates'], 'training row repeats', 'training rows repeat')} another row exactly")
     if template and template["source"] == "default":
         said.append(
             "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant: ...), which is saved with the result"
         )
     if template and tokens["end_of_turn"].get("none"):
-        said.append(f"{tokens['end_of_turn']['none']} answers end without an end-of-turn token: the model will not learn to stop there")
+        ended = counted(tokens["end_of_turn"]["none"], "answer ends", "answers end")
+        said.append(f"{ended} without an end-of-turn token: the model will not learn to stop there")
     if encoder.tokenizer.eos_token_id is None:
         said.append("the tokenizer has no end-of-text token: plain texts are learnt without an end")
     if tokens["bos"]["rows_beginning_with_two"]:
-        said.append(
-            f"{tokens['bos']['rows_beginning_with_two']} rows begin with two {tokens['bos']['token']}: the text or the template repeats it"
-        )
+        begin = counted(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
+        said.append(f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it")
     own = (template or {}).get("own_mask")
     if own and own["rows_equal"] < own["rows_compared"]:
         said.append(
             f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} "
-            f"of {own['rows_compared']} rows; the derived labels are used"
+            f"of {counted(own['rows_compared'], 'row')}; the derived labels are used"
         )
     for count, what in (
         (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
@@ -204,21 +222,25 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         (sum(t.reasoning_unseen for t in tallies), "reasoning that the chat template does not write: it is not learnt"),
     ):
         if count:
-            said.append(f"{count} rows have {what}")
+            said.append(f"{have(count)} {what}")
     placeholders: Counter[str] = sum((t.placeholders for t in tallies), Counter())
     for word, count in placeholders.most_common():
-        said.append(f"{count} rows have the answer {word!r}, which is learnt as it is: where it stands for no answer, make it empty")
+        said.append(f"{have(count)} the answer {word!r}, which is learnt as it is: where it stands for no answer, make it empty")
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
-        said.append(f"{count} rows have a turn of the role {role!r} that the chat template does not write: the model does not see it")
+        said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")
     unread: Counter[str] = sum((t.unread_keys for t in tallies), Counter())
     for key, count in unread.most_common():
         why = "data.loss_on: all learns every turn" if key in LEARN_KEYS else "the chat template does not write it"
-        said.append(f"{count} rows have the key {key!r} in a turn, which is not read: {why}")
+        said.append(f"{have(count)} the key {key!r} in a turn, which is not read: {why}")
     special = sum(t.special_in_content for t in tallies)
     if special:
-        said.append(f"{special} rows have the text of a special token inside a message; the tokenizer reads it as that token")
+        said.append(f"{have(special)} the text of a special token inside a message; the tokenizer reads it as that token")
     return said
+
+
+def have(rows: int) -> str:
+    return counted(rows, "row has", "rows have")
 
 
 def _same(tokenizer: Any) -> bool:

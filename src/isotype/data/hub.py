@@ -53,6 +53,7 @@ class HubSource(Source):
         try:
             for value in rows:
                 if limit is not None and number >= limit:
+                    self.more = True
                     return
                 number += 1
                 if meter is not None and total:

@@ -33,6 +33,7 @@ from .split import held_out
 from .tokens import TokenBlock, TokenRows, TokenWriter
 
 _LOOKED_AT = 256  # rows, for samples that differ
+_OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
 def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
@@ -56,12 +57,12 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
 
-    train = _limited(_tokenised(sources, encoder, data), data.limit)
+    train = _limited(_tokenised(sources, encoder, data), data.limit, sources)
     was_held_out = not eval_sources
     if was_held_out:
         train, evaluation = _hold_out(train, data.eval_split, seed)
     else:
-        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit)
+        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit, eval_sources)
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
     bad = all_bad(tallies)
     if data.on_bad_row == "error":
@@ -70,7 +71,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
         why = "; ".join([*tallies[0].dropped, *bad.kinds]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
 
-    shares = _shares(sources, train)
+    shares = _shares(sources, train, data.limit)
     packed = pack(train, data.max_length) if data.packing else None
     facts: dict[str, Any] = {
         "train": side_facts(train, tallies[0], _files(sources, train)),
@@ -168,6 +169,8 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     meter = Meter(one.bytes)
     one.ignored.clear()
+    one.remarks.clear()
+    one.more = False
 
     def handed() -> Iterator[Example]:
         for found in one.examples(meter=meter):
@@ -186,14 +189,18 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         writer.add(row, example=read, cut=cut)
         read += 1
     read += len(waiting)
-    of_text = _encode_texts(one, encoder, writer, tally, meter)
+    of_text: dict[str, Any] = {key: found for key, found in (("more", one.more), ("remarks", dict(one.remarks))) if found}
+    of_text |= _encode_texts(one, encoder, writer, tally, meter, already=read)
     own_mask = compare_with_own_mask(encoder, compared)
     return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask} | of_text
 
 
-def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter) -> dict[str, int]:
-    """Writes the windows of a source's plain texts, at most `limit` in all; where some are left out, returns about how many there are."""
-    left, seen = one.spec.limit, 0
+def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter, *, already: int) -> dict[str, int]:
+    """Writes the windows of a source's plain texts, at most `limit` in all; where some are left out, returns about how many there are.
+
+    already  rows of the source's other files, which count too
+    """
+    left, seen = None if one.spec.limit is None else one.spec.limit - already, 0
 
     def tokens(pieces: Iterator[str]) -> Iterator[list[int]]:
         nonlocal seen
@@ -206,14 +213,20 @@ def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tal
         for window in watched(encoder.windows(tokens(pieces), name, tally), f"tokenising {name}", meter):
             if left == 0:
                 # not tokenised to its end for a count: the rest of the source is taken to be like what was read of it
-                return {"of_about": round(seen / (meter.share() or 1.0) / encoder.body)}
+                return {"more": True} if already else {"of_about": round(seen / (meter.share() or 1.0) / encoder.body)}
             writer.add(window, example=-1, cut=False)
             left = None if left is None else left - 1
     return {}
 
 
-def _limited(rows: TokenRows, limit: int | None) -> TokenRows:
-    return rows if limit is None else rows[:limit]
+def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source]) -> TokenRows:
+    """The first rows of all sources, in their order. Notes which sources that leaves out."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    kept = rows[:limit]
+    counts = ", ".join(f"{len(kept.of_block(i)):,} of {one.name}" for i, one in enumerate(sources))
+    sources[0].notes.append(f"data.limit takes the first rows of all sources together: {counts}; {_OWN_LIMITS}")
+    return kept
 
 
 def _hold_out(rows: TokenRows, share: float, seed: int) -> tuple[TokenRows, TokenRows]:
@@ -223,13 +236,14 @@ def _hold_out(rows: TokenRows, share: float, seed: int) -> tuple[TokenRows, Toke
     return rows.select(~held), rows.select(held)
 
 
-def _shares(sources: Sequence[Source], train: TokenRows) -> list[Share]:
+def _shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> list[Share]:
     if not any(s.spec.weight for s in sources):
         return []
     shares = [Share(len(train.of_block(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)]
     empty = [s.name for s, share in zip(sources, shares) if not share.rows]
     if empty:
-        raise UsageError(f"{empty[0]}: no training row is left of it, so that its weight cannot be kept")
+        fix = None if limit is None else _OWN_LIMITS
+        raise UsageError(f"{empty[0]}: no training row is left of it, so that its weight cannot be kept", fix=fix)
     return shares
 
 
@@ -237,11 +251,9 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "cache", "of_about") if key in block.facts}
-        if not one.formats <= {"text"} or block.facts["read"]:
-            read = {"rows": block.facts["read"]}
-        else:
-            read = {"rows": len(block)}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "remarks", "cache", "of_about", "more") if key in block.facts}
+        windows = int((block.example < 0).sum())
+        read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})
     return found
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
+from ..counted import counted
+
 T = TypeVar("T")
 _PATIENCE = 1.0  # seconds of silence before the live line appears
 _PLAIN = 30.0  # seconds between lines in a log
@@ -67,7 +69,7 @@ def watched(items: Iterable[T], what: str, meter: Meter | None = None) -> Iterat
 
 def progress(what: str, count: int, seconds: float, share: float | None) -> str:
     """`tokenising chats.jsonl: 12,000 rows, 3,400/s, 31%, 0:08 left`"""
-    line = f"{what}: {count:,} rows, {count / seconds:,.0f}/s"
+    line = f"{what}: {counted(count, 'row')}, {count / seconds:,.0f}/s"
     if not share:
         return line
     minutes, left = divmod(round(seconds * (1 - share) / share), 60)

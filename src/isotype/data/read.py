@@ -55,6 +55,8 @@ class Record:
     unit: str = "line"
     wrong: str | None = None
     """Why the row could not be read; its value is None then."""
+    remark: str | None = None
+    """What the notes say about a row that is used as it is."""
 
     @property
     def place(self) -> str:

@@ -24,6 +24,8 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
+    remarks   remark -> how many rows have it and the first one's place, counted while reading
+    more      whether `limit` left rows unread, known after reading
     """
 
     spec: SourceSpec
@@ -31,6 +33,8 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    remarks: dict[str, list[Any]] = field(default_factory=dict)
+    more: bool = False
 
     @property
     def name(self) -> str:
@@ -76,6 +80,8 @@ class Source:
             except RowError as error:
                 yield BadRow.of(error, record.place)
                 continue
+            if record.remark:
+                self.remarks.setdefault(record.remark, [0, record.place])[0] += 1
             self.ignored.update(ignored_keys(record.value, form, columns))
             yield found
 

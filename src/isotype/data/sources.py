@@ -11,16 +11,19 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
+from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import BadRow, RowError
 from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
 from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
+from .run_files import without_runs
 from .source import Source
 from .tables import read_csv, read_parquet
 
@@ -137,17 +140,18 @@ class FileSource(Source):
             left -= skip
             if left <= 0:
                 return
-        for file, (form, _) in zip(self.files, self.forms):
-            if file.is_text:
-                continue
+        tables = [(file, form) for file, (form, _) in zip(self.files, self.forms) if not file.is_text]
+        for file, form in tables:
             # of several files, those before the first that is wanted are read through: how many rows they have is not known
-            for found in self.checked(file.records(skip=skip if alone else 0, meter=meter), form):
+            records = file.records(skip=skip if alone else 0, meter=meter)
+            for found in self.checked(records, form):
                 if skip and not alone:
                     skip -= 1
                 else:
                     yield found
                 left = None if left is None else left - 1
                 if left == 0:
+                    self.more = file is not tables[-1][0] or _goes_on(records)
                     return
 
     def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
@@ -173,9 +177,18 @@ class StdlibSource(Source):
     def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
         from .stdlib import stdlib_pairs
 
+        self.more = self.spec.limit is not None and self.spec.limit < len(stdlib_pairs())
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
+
+
+def _goes_on(records: Iterator[Record]) -> bool:
+    """Whether there is another row; one that breaks the file off is one."""
+    try:
+        return next(records, None) is not None
+    except UsageError:
+        return True
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -207,7 +220,8 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     path = Path(name).expanduser()
     if any(mark in name for mark in "*?[") and not path.exists():
         there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        matched, notes = _reached(name, there)
+        plain = takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts)
+        matched, notes = _reached(name, there, below=Path(*plain))
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
@@ -215,7 +229,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        matched, notes = _reached(name, there)
+        matched, notes = _reached(name, there, below=path)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -225,13 +239,18 @@ def _files(name: str) -> tuple[list[File], list[str]]:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
     if left_out:
-        notes.append(f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})")
+        these = ", ".join(_some(set(matched) - set(known)))
+        notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 
-def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The files among the names found, in their order, each under its shortest name, and a note on those that links between folders lead
-    to again. Raises UsageError for a link to a part of the data that is not there."""
+def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:
+    """The files among the names found, in their order, each under its shortest name, without those of runs, and notes on what is left out.
+    Raises UsageError for a link to a part of the data that is not there.
+
+    below  where the search began
+    """
+    found, runs = without_runs(found, below)
     files = [path for path in found if path.is_file() or (path.is_symlink() and not path.exists())]
     shortest: dict[Path, Path] = {}
     for path in sorted(files, key=lambda p: (len(p.parts), p)):
@@ -241,7 +260,9 @@ def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
         if not path.is_file() and ending(path) in ENDINGS:
             raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
     again = len(files) - len(kept)
-    notes = [f"{name}: links between folders lead to {again} files a second time; each is read once"] if again else []
+    notes = [f"{name}: links between folders lead to {counted(again, 'file')} a second time; each is read once"] if again else []
+    if runs:
+        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs)))})")
     return [path for path in files if path in kept and path.is_file()], notes
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..config.schema import DataSection
+from ..counted import counted
 from ..errors import RunError, UsageError
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
@@ -89,7 +90,9 @@ class StreamedRows:
                 self._read_next()
                 empty = empty + 1 if not self._order else 0
                 if empty == 3:
-                    raise RunError(f"three blocks of {self.data.shuffle_buffer} rows in a row had none to train on", fix="look at the data")
+                    raise RunError(
+                        f"three blocks of {counted(self.data.shuffle_buffer, 'row')} in a row had none to train on", fix="look at the data"
+                    )
                 continue
             taken.append(self.rows[self._order[self.given]])
             self.given += 1
@@ -173,7 +176,8 @@ def load_stream(
         "mix": None,
         "stream": {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)},
     }
-    said = [f"a stream: counts are of its first {len(examples):,} rows, and {data.shuffle_buffer:,} rows are shuffled at a time"]
+    shuffled = counted(data.shuffle_buffer, "row is", "rows are")
+    said = [f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled} shuffled at a time"]
     total = sum(one.spec.weight or 1.0 for one in sources)
     said += [f"{one.name}: {(one.spec.weight or 1.0) / total:.1%} of the training rows" for one in sources if one.spec.weight]
     said += [note for one in [*sources, *eval_sources] for note in one.notes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 import shlex
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,38 @@ _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 _RULE = re.compile(r"[\s:+|-]*")  # what Markdown and database clients draw under the names of the columns
+_ESCAPED = re.compile(r"\\[nt]")
 _NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
 _QUOTES = '; CSV doubles the quotes inside a cell, and this file may have \\" in their place'
-_AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
+AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
     """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a record that says so."""
     at = 0
     wrong: str | None = None  # of the bytes of the row being read
+    file = raw_lines(path, name, meter)
+    held: list[tuple[int, str, str | None]] = []  # lines of the row being read: number, text, what is wrong with the bytes
+    again: deque[tuple[int, str, str | None]] = deque()  # lines to be read a second time
 
     def lines() -> Iterator[str]:
         nonlocal at, wrong
-        for number, offset, raw in raw_lines(path, name, meter):
+        while True:
+            if again:
+                number, line, bad = again.popleft()
+            elif (found := next(file, None)) is not None:
+                number, offset, raw = found
+                line, bad = decoded_line(raw, file=name, line=number, offset=offset)
+            else:
+                return
             at = number
-            line, bad = decoded_line(raw, file=name, line=number, offset=offset)
             if bad and number == 1:
                 raise UsageError(f"{name}:1: {bad}")
             wrong = wrong or bad
+            held.append((number, line, bad))
             yield line
 
     csv.field_size_limit(_FIELD)
@@ -49,6 +60,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     first = next(source, "")
     begins = 1
     if told := _SEP_LINE.fullmatch(first):
+        held.clear()
         first = next(source, "")
         begins = 2
     delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
@@ -67,28 +79,56 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             if header is None:
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
             wrong = wrong or f"broken CSV: {error}{_QUOTES if ' expected after ' in str(error) else ''}"
+            if len(held) > 1 or "unexpected end of data" in str(error):  # its cell ran on into the rows below, which are read by themselves
+                wrong = held[0][2] or "a quote opens a cell and is not closed, or not doubled inside it"
+                at = begins
+                again.extendleft(reversed(held[1:]))
+                rows = csv.reader(lines(), delimiter=delimiter, strict=True)
         ruled = any("---" in cell for cell in cells) and all(_RULE.fullmatch(cell) for cell in cells)
         if ruled and (header is None or begins == header_at + 1):
-            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=_AS_CSV)
+            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=AS_CSV)
         if header is None and cells:
             header_at = begins
             header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
         elif header is not None and (cells or wrong):  # else a blank line
-            if len(cells) != len(header) and not wrong:
-                kind = "more" if len(cells) > len(header) else "fewer"
-                hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
-                if header[0].startswith("#"):
-                    hint = f"; the first line was taken for the header: {header[0][:40]!r}: remove it if it is a comment"
-                wrong = f"{len(cells)} cells, {kind} than the header's {len(header)}{hint}"
+            wrong = wrong or _wrong_cells(cells, header)
             if skip:
                 skip -= 1
             else:
                 # spreadsheets end rows in empty columns
                 row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
-                yield Record(name, begins, None if wrong else row, wrong=wrong)
+                yield Record(name, begins, None if wrong else row, wrong=wrong, remark=_remark(cells, header, delimiter))
         begins, wrong = at + 1, None
+        held.clear()
     if header is None:
         raise NoRows(f"{name}: the file holds no header")
+
+
+def _wrong_cells(cells: list[str], header: list[str]) -> str | None:
+    """What is wrong with the cells of a row, by the header."""
+    if len(header) > 1 and [_LINE_ENDS.sub(" ", cell.strip()) for cell in cells] == header:
+        return "the header again: give files that were joined as a list, data.train: [a.csv, b.csv]"
+    if len(cells) == len(header):
+        return None
+    if header[0].startswith("#"):
+        hint = f"; the first line was taken for the header: {header[0][:40]!r}: remove it if it is a comment"
+    elif len(cells) < len(header):
+        hint = ""
+    elif any(cell.startswith(' "') for cell in cells):
+        hint = "; a quote counts where no space is before it"
+    else:
+        hint = "; quote a cell that holds the delimiter"
+    return f"{len(cells)} cells, {'more' if len(cells) > len(header) else 'fewer'} than the header's {len(header)}{hint}"
+
+
+def _remark(cells: list[str], header: list[str], delimiter: str) -> str | None:
+    """What a reader of the file may not expect of a row that can be used."""
+    inner = [line for cell in cells for line in cell.splitlines()[1:-1]]
+    if len(header) > 1 and len(inner) > 1 and all(line.count(delimiter) == len(header) - 1 for line in inner):
+        return "a quoted cell of several lines that look like rows: is a quote before them not closed, or not doubled?"
+    if delimiter == "\t" and any(_ESCAPED.search(cell) for cell in cells):
+        return rf"\n or \t in a cell, learnt as two characters: where a database wrote them for line ends and tabs, {AS_CSV}"
+    return None
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:

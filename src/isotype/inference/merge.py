@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,11 +81,16 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 
-    write_folder(out, fill)
-    merged_model = _load_merged(out, run, dtype)
-    refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
-    merged_loss = _loss(merged_model, run, rows)
-    refuse_other_loss(out, merged_loss, adapter_loss)
+    merged_loss = math.nan
+
+    def compare(folder: Path) -> None:
+        nonlocal merged_loss
+        merged_model = _load_merged(folder, run, dtype)
+        refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
+        merged_loss = _loss(merged_model, run, rows)
+        refuse_other_loss(out, merged_loss, adapter_loss)
+
+    write_folder(out, fill, check=compare)
     return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,16 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         facts = {"base": str(base), "run": str(run), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 
-    write_folder(out, fill)
-    merged = _load_merged(out, task, precision, dtype, device)
-    refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
-    merged_loss = _loss(task, merged, batch, precision)
-    refuse_other_loss(out, merged_loss, adapter_loss)
+    merged_loss = math.nan
+
+    def compare(folder: Path) -> None:
+        nonlocal merged_loss
+        merged = _load_merged(folder, task, precision, dtype, device)
+        refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
+        merged_loss = _loss(task, merged, batch, precision)
+        refuse_other_loss(out, merged_loss, adapter_loss)
+
+    write_folder(out, fill, check=compare)
     return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, ROWS)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
+from ..counted import counted
 from ..data.rows import IGNORED, LoadedData, SamplePrompt
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
@@ -49,7 +50,7 @@ class TrainerBatch:
         return self  # the trainer moves its inputs itself
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.length} tokens"
+        return f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
 
 
 class TrainerStepper:

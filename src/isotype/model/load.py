@@ -20,6 +20,7 @@ from .. import json_objects
 from ..config.embedding import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
+from ..counted import counted
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..environment.out_of_memory import out_of_memory
@@ -182,7 +183,7 @@ def _load(source: Source, attention: str, options: dict[str, Any], notes: list[s
     absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
     if absent:
         # transformers fills these with random numbers and a warning
-        what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
+        what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
         raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
     if (filled := fill_buffers(model, source.name)) and notes is not None:
         notes.append(

@@ -113,4 +113,4 @@ def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def _different(folder: Path, what: str) -> RunError:
-    return RunError(f"{folder} was saved, but {what}", code="SV001", fix="the checkpoints are untouched; report this with env.json")
+    return RunError(f"{folder}: {what}", code="SV001", fix="the checkpoints are untouched; report this with env.json")

@@ -11,6 +11,7 @@ from html import escape
 
 from markupsafe import Markup
 
+from ..counted import counted
 from .plots import Guide, Plot, Point, Series, thinned
 
 COLUMNS = 48  # columns of a chart that show their values under the pointer
@@ -43,7 +44,7 @@ def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 46
         size = (bottom - top) * rows / most
         x, w = (i + 0.1) * step, step * 0.8
         below = f"{bars[i - 1][0] + 1:,} to" if i else "up to"
-        hint = f"<title>{rows:,} rows of {below} {edge:,} tokens</title>"
+        hint = f"<title>{counted(rows, 'row')} of {below} {edge:,} tokens</title>"
         bar = f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{size:.1f}" rx="2"/>' if rows else ""
         hit = f'<rect class="hit" x="{i * step:.1f}" y="0" width="{step:.1f}" height="{height}"/>'
         parts.append(f'<g class="column">{hint}{hit}{bar}</g>')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..counted import counted
 from .chart import length_chart
 from .plots import length_bars
 from .record import RunRecord, dict_of, list_of, rows_of
@@ -48,7 +49,7 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
     for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
         rows, kept = file.get("rows"), file.get("kept")
-        words = [f"{rows:,} rows"] if isinstance(rows, int) else []
+        words = [counted(rows, "row")] if isinstance(rows, int) else []
         if isinstance(kept, int) and kept != rows:
             words.append(f"{kept:,} here")
         if (share := shares.get(shown["path"])) is not None:

@@ -245,6 +245,9 @@ class Loop:
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:
             return
+        if self.metrics.removed:
+            self.console.settle()
+            self.console.say(f"warning   {self.metrics.file} was removed: it has the lines from step {row['step']} on")
         self.metrics.write(**row)
         self.trackers.row(row)
 
@@ -403,6 +406,8 @@ class Loop:
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
+            if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
+                self.console.say(f"warning   {self.metrics.file} has no line of the steps {last + 1} to {checkpoint.step}: they are lost")
         return processes
 
     def with_last_good(self, error: IsotypeError) -> RunError:

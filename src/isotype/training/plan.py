@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.compiled import wants_compiled
 from ..config.schema import RunConfig
+from ..counted import counted
 from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
 from ..precision.resolve import Resolved
@@ -85,7 +86,7 @@ class Plan:
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
             f"data        {self.data_lines[0]}",
             *[f"  {line}" for line in self.data_lines[1:]],
-            f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
+            f"schedule    {counted(s['steps'], 'step')} of {counted(s['rows_per_step'], 'row')} ({s['epochs']:.3g} epochs), learning rate "
             f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
             f"  {_every('evaluation', s['eval_every'])}, {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}",
             *([f"  {s['note']}"] if s["note"] else []),

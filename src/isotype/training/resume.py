@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config.compare import compare
 from ..config.load import LoadedConfig
+from ..counted import counted
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..model.run_precision import resolve_precision
@@ -11,7 +12,7 @@ from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from .console import RunConsole
 from .loop import Loop
-from .resume_record import Changed, went_on
+from .resume_record import Changed, to_come, went_on
 from .same_settings import say_edited, settings_before
 from .task import Task
 
@@ -20,7 +21,8 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
     """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
     preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
     changes = compare(settings_before(folder), loaded.config, auto=preset)
-    edited = [c.key for c in changes if c.key not in loaded.given]
+    begun = {change.get("what") for change in to_come(folder)}
+    edited = [c.key for c in changes if c.key not in loaded.given and str(c) not in begun]
     if edited and loaded.path == folder.path / RESOLVED:
         console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
@@ -42,7 +44,7 @@ def refuse_fewer_steps(loop: Loop) -> None:
     made = loop.store.newest_whole()[0] or 0  # a damaged checkpoint is none: the run goes on from the one before it
     if made > loop.plan.total:
         raise UsageError(
-            f"train.steps: {loop.plan.total}, and the run has made {made} steps",
+            f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
             fix=f"more than {made} to go on; for a shorter run, give another folder",
         )
 
@@ -80,4 +82,4 @@ def _ended(loop: Loop) -> str:
 
 
 def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return counted(count, "process", "processes")

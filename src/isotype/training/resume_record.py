@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..runs.folder import RunFolder
+from .same_settings import recorded
 
 RESUMES = "resumes.json"
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
+CHANGES = "changes"  # in plan.json
 _NEXT = "next"  # changes of a resume that has not restored its checkpoint yet
 
 
@@ -25,11 +27,20 @@ class Changed:
     what: str
 
 
+def to_come(folder: RunFolder) -> list[dict[str, Any]]:
+    """The changes of a resume that has not restored its checkpoint yet, or was killed before it did."""
+    found: list[dict[str, Any]] = _read(folder).get(_NEXT, [])
+    return found
+
+
 def keep_changes(folder: RunFolder, changed: Sequence[Changed]) -> None:
-    """Keeps what a resume changes, until `went_on` knows the step."""
-    record, changes = _read(folder), [asdict(one) for one in changed]
-    kept = [change for change in record.get(_NEXT, []) if change not in changes]
-    if kept or changes:
+    """Keeps what a resume changes, until `went_on` knows the step.
+
+    Of a resume that was killed before, a change counts where plan.json was written with it; else nothing of it has happened.
+    """
+    record, changes, begun = _read(folder), [asdict(one) for one in changed], recorded(folder).get(CHANGES, [])
+    kept = [change for change in record.get(_NEXT, []) if change not in changes and change in begun]
+    if kept or changes or _NEXT in record:
         folder.write_json(RESUMES, record | {_NEXT: [*kept, *changes]})
 
 

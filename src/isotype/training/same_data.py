@@ -34,7 +34,7 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> list[Cha
     what = ", ".join(changed[:5]) or "the files are the same: the tokenizer, its chat template or a library"
     was, now = _rows(recorded), _rows(facts)
     if was != now and not streamed:
-        what += f"; {was} training rows before, {now} now"
+        what += f"; training rows: {was} before, {now} now"
     line = f"the rows are not those that the run was begun with ({what}): it goes on at the same place in them"
     console.say(f"changed   {line}")
     return [Changed("rows", line)]

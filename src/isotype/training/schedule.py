@@ -35,4 +35,5 @@ def repeats_in_a_step(rows_per_step: int, rows: int) -> str | None:
     """A warning about a step that takes more rows than the data has; None if each row comes at most once in a step."""
     if rows_per_step <= rows:
         return None
-    return f"a step takes {rows_per_step} rows and there are {rows}: each comes {rows_per_step / rows:.3g} times in every step"
+    there = "there is 1" if rows == 1 else f"there are {rows}"
+    return f"a step takes {rows_per_step} rows and {there}: each comes {rows_per_step / rows:.3g} times in every step"

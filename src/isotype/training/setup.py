@@ -46,6 +46,8 @@ from .parallel import as_configured as parallel_as_configured
 from .step import Stepper
 from .task import Batch, Outline, Task
 
+_CHECKPOINTING = "train.gradient_checkpointing"
+
 
 @dataclass
 class Basis:
@@ -117,7 +119,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-        checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
+        checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size), source=sources.get(_CHECKPOINTING, ""))
         apply_checkpointing(model, checkpointing)
         if wants_compiled(config):
             manifest.notes.append(compile_layers_of(model))
@@ -183,10 +185,11 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
     return Parallel(kind, reason)
 
 
-def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1) -> Checkpointing:
+def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1, source: str = "") -> Checkpointing:
     """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory.
 
-    parts  how many processes share the model
+    parts   how many processes share the model
+    source  of the setting; a resumed run's is the reason for which `auto` chose it in the part before
     """
     train, device, precision = task.config.train, basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
@@ -195,7 +198,8 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
     if near and has and device.type == "cpu":
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
-        return as_configured(model, train)
+        chosen = as_configured(model, train)
+        return replace(chosen, reason=source) if source.startswith(f"{AUTO}: ") else chosen
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ..config.load import LoadedConfig, config_of
@@ -14,7 +15,7 @@ from ..model.adapter import trainable_share
 from ..runs.folder import RESOLVED, RunFolder
 from .milestones import Milestones
 from .own_code import OBJECTIVE, Own
-from .resume_record import OTHER_ROWS, had_other_rows
+from .resume_record import CHANGES, OTHER_ROWS, had_other_rows, to_come
 from .same_data import DATA
 from .same_settings import GIVEN, SETTINGS, given_files, recorded
 from .setup import Prepared
@@ -24,7 +25,7 @@ from .task import Task
 def write_start(
     loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, own: Own, *, resuming: bool
 ) -> None:
-    """Writes `resolved.yaml` last, since it marks the folder as a run."""
+    """Writes a new run's `resolved.yaml` last, since it marks the folder as a run."""
     (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
@@ -50,9 +51,22 @@ def write_start(
         settings = prepared.checkpointing.as_settings()
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
-    resolved = resolved_yaml(loaded, reasons, values)
+    resolved = resolved_yaml(in_its_folder(loaded, folder) if resuming else loaded, reasons, values)
     given = recorded(folder).get(GIVEN, {}) if resuming else given_files(loaded)
     settings = {GIVEN: given, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
     counts = {"task": task.kind, "parameters": total, "trained": trainable}
-    folder.write_json("plan.json", {**asdict(plan), **counts, **own_parts, **shared, **settings})
-    folder.write_text(RESOLVED, resolved)
+    if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
+        folder.write_text(RESOLVED, resolved)
+    folder.write_json("plan.json", {**asdict(plan), **counts, **own_parts, **shared, **settings, CHANGES: to_come(folder)})
+    if not resuming:
+        folder.write_text(RESOLVED, resolved)
+
+
+def in_its_folder(loaded: LoadedConfig, folder: RunFolder) -> LoadedConfig:
+    """The settings of a resumed run, with the folder that it is in: it may have been copied or renamed."""
+    given = loaded.config.run.folder
+    if "{name}" in given or Path(given).resolve() == folder.path.resolve():
+        return loaded
+    run = loaded.config.run.model_copy(update={"folder": str(folder.path)})
+    config = loaded.config.model_copy(update={"run": run})
+    return replace(loaded, config=config, sources={**loaded.sources, "run.folder": "where the run was resumed"})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..counted import counted
 from ..distributed.world import ALONE, World
 from ..model.adapter import trainable_share
 from ..precision.own_part import own_part
@@ -45,7 +46,8 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ),
         (
             "schedule",
-            f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",
+            f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate} rows, "
+            f"learning rate {train.learning_rate:g} {train.schedule}",
         ),
     ]
     return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
@@ -63,11 +65,11 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
 def say_result(result: dict[str, Any], console: RunConsole) -> None:
     where = result.get("adapter") or result.get("model")
     console.say()
-    console.say(f"done      {result['steps']} steps in {duration(result['trained_seconds'])}" + _best(result))
+    console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}" + _best(result))
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
-    console.say(f"checked   loaded into a fresh base: {losses}, on {check['rows']} row{'s' * (check['rows'] != 1)}")
+    console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}")
     if "report" in result:
         console.say(f"report    {result['report']}")
 

@@ -19,15 +19,18 @@ SEAL = "DONE"
 _OS_ERROR = re.compile(r"\(os error \d+\)")
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[[Path], None] | None = None) -> None:
     """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was there.
 
+    check  looks at the finished folder; where it raises, or the program is killed in it, `target` is unchanged
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed and `target` is unchanged
     """
     with _aside_of(target) as aside:
         _new(aside)
         fill(aside)
         seal(aside)
+        if check is not None:
+            check(aside)
         _put(aside, target)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...counted import counted
 from ...training.feed import RowStream, epoch_order
 from .windows import Size
 
@@ -70,7 +71,7 @@ class Batch:
         return self.rows
 
     def __str__(self) -> str:
-        return f"{self.rows} pictures of {' x '.join(map(str, self.latents.shape[1:]))} latents"
+        return f"{counted(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))} latents"
 
     def to(self, device: torch.device) -> Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...data.run_files import without_runs
 from .contents import InFile
 from .picture import Picture
 
@@ -59,7 +60,9 @@ def captions_in(text: Path) -> tuple[str, ...] | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    """The files of a folder and below, without those of runs: their samples are pictures too."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return without_runs(files, folder)[0]
 
 
 def pictures_among(files: list[Path]) -> list[Path]:

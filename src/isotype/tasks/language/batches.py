@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...counted import counted
 from ...data.rows import IGNORED, LoadedData, Row
 from ...ops.attention import Documents
 from ...training.feed import Feed, RowStream
@@ -62,7 +63,7 @@ class Batch:
         return self.tokens
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.input_ids.shape[1]} tokens"
+        return f"{counted(self.rows, 'row')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> Batch:
         def sent(t: Tensor | None) -> Tensor | None:

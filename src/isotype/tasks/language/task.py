@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...counted import counted
 from ...data.bad_rows import FILE as BAD_ROWS
 from ...data.bad_rows import BadRow, BadRowFile
 from ...data.examples import examples
@@ -231,19 +232,20 @@ class LanguageTask:
 
     def plan_lines(self) -> list[str]:
         facts = self.plan_facts()
-        rows = f"{facts['train_rows']:,} training rows"
+        rows = counted(facts["train_rows"], "training row")
         if facts["stream"]:
-            rows = f"a stream, begun with {facts['train_rows']:,} rows"
+            rows = f"a stream, begun with {counted(facts['train_rows'], 'row')}"
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
-        line = f"{rows}, {facts['train_tokens']:,} tokens, longest {facts['longest']}; {facts['eval_rows']:,} evaluation rows"
+        evaluation = counted(facts["eval_rows"], "evaluation row")
+        line = f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
         return [line, *facts["sources"], *facts["notes"]]
 
 
 def data_line(data: LoadedData) -> str:
-    rows = f"{len(data.train):,} training rows"
+    rows = counted(len(data.train), "training row")
     if data.stream is not None:
         rows = "a stream of training rows"
     elif packing := data.facts.get("packing"):
-        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
-    return f"{rows}, {len(data.eval):,} evaluation rows"
+        rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
+    return f"{rows}, {counted(len(data.eval), 'evaluation row')}"

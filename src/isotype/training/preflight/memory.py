@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...counted import counted
 from ...finding import Finding, Place, Severity
 from ..memory.advice import less_memory
 from ..memory.auto_recomputation import WITHIN
@@ -44,7 +45,7 @@ def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
         details=(
             ("weights", shown(plan.frozen + plan.trained)),
             ("training", f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer states"),
-            ("step", f"{shown(plan.peak - plan.held)} on {plan.rows} rows of length {plan.length}"),
+            ("step", f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
         fix=less_memory(config, prepared.checkpointing.kind, device_type=device, model=prepared.model),

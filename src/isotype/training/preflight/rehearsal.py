@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...counted import counted
 from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
@@ -186,7 +187,7 @@ def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
     first = next(iter(held))
     yield Finding(
         code="PF015", severity=Severity.ERROR, place=Place(symbol=first),
-        message=f"{len(held)} tensors that are not trained get a gradient, {first} first",
+        message=f"{counted(len(held), 'tensor that is not trained gets', 'tensors that are not trained get')} a gradient, {first} first",
         observed=f"{sum(g.numel() * g.element_size() for g in held.values()):,} bytes of gradients that nothing reads or clears",
         cause="requires_grad was switched on after the optimizer was built, or by the model's own code",
         fix="name them in adapter.modules_to_save to train them, else requires_grad_(False)",

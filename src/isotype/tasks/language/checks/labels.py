@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....counted import counted
 from ....data.bad_rows import EMPTY
 from ....data.rows import IGNORED, Row, row_supervised, tokens_used
 from ....finding import Finding, Place, Severity
@@ -22,11 +23,12 @@ def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
         total = len(rows) + dropped
         if not total or (masked + dropped) / total < FEW:
             continue
+        side = "training" if name == "train" else "evaluation"
         why = "; ".join(f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"])
         yield Finding(
             code="PF005", severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
             place=Place(symbol=f"data.{name}"),
-            message=f"{masked + dropped} of {total} {'training' if name == 'train' else 'evaluation'} rows have no token to learn",
+            message=f"{masked + dropped} of {counted(total, f'{side} row')} {'has' if masked + dropped == 1 else 'have'} no token to learn",
             cause=why or "every label of these rows is masked",
             fix=_fix({d["why"] for d in facts["dropped"]}, masked),
         )  # fmt: skip
@@ -48,7 +50,7 @@ def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
         return
     yield Finding(
         code="PF006", severity=Severity.ERROR, place=Place(symbol="data.loss_on"),
-        message=f"every token of all {len(rows)} training rows is learnt, prompts too",
+        message=f"every token of {'all ' * (len(rows) > 1)}{counted(len(rows), 'training row')} is learnt, prompts too",
         declared="data.loss_on: assistant", cause="no row has a prompt that its rendered text shows",
         fix="look at the prompts and at data.chat_template; data.loss_on: all if it is meant",
     )  # fmt: skip
@@ -68,7 +70,7 @@ def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     turns = data.facts["tokens"]["end_of_turn"]
     others = [token for token in turns if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends]
     if masked:
-        cause = f"it stands behind the answers of {len(masked)} rows and is masked" + (
+        cause = f"it stands behind the answers of {counted(len(masked), 'row')} and is masked" + (
             ", as the padding token is the same" if pad_is_end else ""
         )
     elif data.facts["train"]["truncated"] == len(data.documents):

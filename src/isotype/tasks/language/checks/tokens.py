@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....counted import counted
 from ....data.rows import tokens_used
 from ....finding import Finding, Place, Severity
 from ....precision.apply import inner_model
@@ -49,7 +50,7 @@ def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
             words = ", ".join(repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])
             yield Finding(
                 code="PF009", severity=Severity.WARNING, place=Place(symbol=name),
-                message=f"{len(fresh)} tokens of the data were never trained and will not be: {words}",
+                message=f"{counted(len(fresh), 'token of the data was', 'tokens of the data were')} never trained and will not be: {words}",
                 cause=f"their rows in {name} are zero or the mean of all rows, as resizing leaves them, and {name} is frozen",
                 fix="adapter.modules_to_save: [embed_tokens, lm_head], or a template without them",
             )  # fmt: skip
