@@ -107,6 +107,7 @@ def _check_precision(trainer: Any) -> None:
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     models, device = models_of(trainer), trainer.args.device.type
+    evaluation = Evaluation(trainer)
     autocast = Autocast(trainer.accelerator)
     attached.undo.append(autocast.give_back)
     autocast.take(list(models.values()), precision)
@@ -127,7 +128,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(attached.pure.remove)
         attached.pure.install()
     guards = Guards(trainer, precision.compute, attached.gradient)
-    for part in (guards, Evaluation(trainer), Logits(trainer), AdapterCopies(trainer)):
+    for part in (guards, evaluation, Logits(trainer), AdapterCopies(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)
