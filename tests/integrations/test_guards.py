@@ -110,8 +110,16 @@ def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
 
 def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(models):
     """Labels of tokens do not say what a model's own loss is a mean of."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Trainer,
+        TrainingArguments,
+        Wav2Vec2Config,
+        Wav2Vec2ForCTC,
+    )
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -133,8 +141,9 @@ def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(model
         )
 
     def spoken():
-        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=96, conv_dim=(32, 32), conv_stride=(2, 2), conv_kernel=(2, 2), num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, **sizes))  # fmt: skip
+        options = {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+        sound = {"conv_dim": (32, 32), "conv_stride": (2, 2), "conv_kernel": (2, 2), **options}
+        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=96, **sound, **sizes))
 
     heard = [{"input_values": torch.randn(80), "labels": torch.arange(1, 9).masked_fill(torch.arange(8) > n, -100)} for n in range(2, 5)]
     for make, rows in (

@@ -1,8 +1,8 @@
 """Evaluation under the precision: the loss is a mean over tokens, and `bf16_full_eval` leaves the weights as they are.
 
 Trainer averages the batches' means, so that its evaluation loss depends on the batch size; here each batch counts with its tokens, where
-the loss is known to be a mean over them: a loss of transformers' own, computed by a forward of transformers. Every other evaluation stays the
-trainer's: a loss of the user's or of a TRL trainer (JSD, preferences), a CTC loss, one with a mixture's routing added.
+the loss is known to be a mean over them: a loss of transformers' own, computed by a forward of transformers. Every other evaluation stays
+the trainer's: a loss of the user's or of a TRL trainer (JSD, preferences), a CTC loss, one with a mixture's routing added.
 """
 
 from __future__ import annotations
