@@ -17,7 +17,7 @@ from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
 from .accelerate_autocast import Autocast
 from .adapter_copies import AdapterCopies
-from .attachment import Attachment
+from .attachment import Attachment, models_of
 from .evaluation import Evaluation
 from .guards import Guards
 from .logits import Logits
@@ -27,9 +27,6 @@ from .pure import PureWeights
 from .record import Record
 from .refusals import ATTACHED, check_preflight, check_trainer
 from .weights import Weights
-
-# models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
-READ_ONLY = ("ref_model", "teacher_model")
 
 
 def attach(
@@ -86,12 +83,6 @@ def detach(trainer: Any) -> list[str]:
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
     del trainer.__dict__[ATTACHED]
     return _take_off(attached)
-
-
-def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """The trained model, and those that the trainer only reads."""
-    named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
-    return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
 
 
 def _check_precision(trainer: Any) -> None:
