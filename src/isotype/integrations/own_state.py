@@ -40,7 +40,7 @@ class OwnState:
 
     def __init__(self, roots: Iterable[Any], *, without: Iterable[Any] = ()) -> None:
         self.iterators: list[str] = []
-        self._puts: list[Callable[[], None]] = []
+        self._puts: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {id(x): x for x in without}
         for root in roots:
             self._look(root, 0)
