@@ -108,6 +108,63 @@ def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
         assert got[0] == pytest.approx(got[1], rel=1e-6)
 
 
+def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(models):
+    """Labels of tokens do not say what a model's own loss is a mean of."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Trainer,
+        TrainingArguments,
+        Wav2Vec2Config,
+        Wav2Vec2ForCTC,
+    )
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+    class RowMean(LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            outputs = super().forward(input_ids, attention_mask, labels=labels)
+            rows = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
+            outputs.loss = (rows / (labels[:, 1:] != -100).sum(1)).mean()
+            return outputs
+
+    def own_function():
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+        model.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits.logsumexp(-1) * (labels != -100)).sum()
+        return model
+
+    def routed():
+        return MixtralForCausalLM(
+            MixtralConfig(vocab_size=96, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes)
+        )
+
+    def spoken():
+        options = {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+        sound = {"conv_dim": (32, 32), "conv_stride": (2, 2), "conv_kernel": (2, 2), **options}
+        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=96, **sound, **sizes))
+
+    heard = [{"input_values": torch.randn(80), "labels": torch.arange(1, 9).masked_fill(torch.arange(8) > n, -100)} for n in range(2, 5)]
+    for make, rows in (
+        (lambda: RowMean(LlamaConfig(vocab_size=96, **sizes)), Encoded(6)),
+        (own_function, Encoded(6)),
+        (routed, Encoded(6)),
+        (spoken, heard),
+    ):
+        got = []
+        for attached in (False, True):
+            torch.manual_seed(0)
+            arguments = TrainingArguments(
+                str(models / "out"), per_device_eval_batch_size=4 if rows is not heard else 2, report_to=[], use_cpu=True, disable_tqdm=True
+            )
+            trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows)
+            if attached:
+                attach(trainer, "fp32", quiet=True, preflight=False)
+            got.append(trainer.evaluate()["eval_loss"])
+        assert got[1] == pytest.approx(got[0], rel=1e-5), make
+
+
 def test_a_token_classifiers_first_labels_count_in_its_evaluation(models):
     from transformers import LlamaConfig, LlamaForTokenClassification, Trainer, TrainingArguments
 

@@ -338,3 +338,14 @@ def test_a_model_whose_class_has_no_input_embeddings_is_optimised():
     mine, values = copy.deepcopy(model), {"past_values": torch.randn(2, 16, 2), "future_values": torch.randn(2, 4, 2)}
     optimize(mine)
     torch.testing.assert_close(mine.eval()(**values).loss, model.eval()(**values).loss)
+
+
+def test_an_optimised_model_runs_on_the_meta_device():
+    """As for its shapes or its parts' sizes: autocast does not know that device."""
+    model = tiny("llama")
+    optimize(model)
+    model.to("meta")
+    outputs = model(**{name: value.to("meta") for name, value in batch().items()})
+    outputs.loss.backward()
+    assert outputs.logits.is_meta
+    assert all(p.grad.is_meta for p in model.parameters())

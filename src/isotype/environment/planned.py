@@ -52,8 +52,10 @@ def planned_for(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors."""
+    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors, which have none outside it."""
     if _State.device_type is None:
+        if device_type == "meta":
+            return nullcontext()
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
     return planned_autocast(dtype)
 

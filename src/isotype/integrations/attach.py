@@ -17,7 +17,7 @@ from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
 from .accelerate_autocast import Autocast
 from .adapter_copies import AdapterCopies
-from .attachment import Attachment
+from .attachment import Attachment, models_of
 from .evaluation import Evaluation
 from .guards import Guards
 from .logits import Logits
@@ -27,9 +27,6 @@ from .pure import PureWeights
 from .record import Record
 from .refusals import ATTACHED, check_preflight, check_trainer
 from .weights import Weights
-
-# models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
-READ_ONLY = ("ref_model", "teacher_model")
 
 
 def attach(
@@ -88,12 +85,6 @@ def detach(trainer: Any) -> list[str]:
     return _take_off(attached)
 
 
-def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """The trained model, and those that the trainer only reads."""
-    named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
-    return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
-
-
 def _check_precision(trainer: Any) -> None:
     """Raises UsageError where a model of the trainer has a precision from elsewhere, which a failed attach() would take off."""
     for name, model in models_of(trainer).items():
@@ -107,6 +98,7 @@ def _check_precision(trainer: Any) -> None:
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     models, device = models_of(trainer), trainer.args.device.type
+    evaluation = Evaluation(trainer)
     autocast = Autocast(trainer.accelerator)
     attached.undo.append(autocast.give_back)
     autocast.take(list(models.values()), precision)
@@ -127,7 +119,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(attached.pure.remove)
         attached.pure.install()
     guards = Guards(trainer, precision.compute, attached.gradient)
-    for part in (guards, Evaluation(trainer), Logits(trainer), AdapterCopies(trainer)):
+    for part in (guards, evaluation, Logits(trainer), AdapterCopies(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)

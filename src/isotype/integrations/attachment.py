@@ -13,6 +13,9 @@ from ..precision.resolve import Resolved
 from .owners import Claim
 from .pure import PureWeights
 
+# models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
+READ_ONLY = ("ref_model", "teacher_model")
+
 
 @dataclass
 class Attachment:
@@ -67,3 +70,9 @@ class Attachment:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """The trained model, and those that the trainer only reads."""
+    named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
+    return {name: model for name, model in named.items() if isinstance(model, nn.Module)}

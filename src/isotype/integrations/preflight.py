@@ -6,8 +6,6 @@ logs nothing: a run with the preflight is bit-identical to one without.
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,10 @@ from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_
 from ..training.preflight.check import Check, Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from ..training.preflight.updates import vanishing_updates
-from .attachment import Attachment
+from ..training.undisturbed import random_state_restored
+from .attachment import Attachment, models_of
+from .methods import Methods
+from .own_state import own_state_restored
 from .trainer_rows import TrainerRows
 from .trainer_subject import subject_of, tokenizer_of
 from .trainer_words import in_trainers_words
@@ -37,7 +38,12 @@ _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
     """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
     trainer = attached.trainer
-    rows = TrainerRows.of(trainer)
+    with _undisturbed(trainer) as readable:
+        return _run(attached, TrainerRows.of(trainer) if readable else TrainerRows.unread(), folder, skip, resuming=resuming)
+
+
+def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
+    trainer = attached.trainer
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     why_not = _why_not_rehearsed(trainer, rows)
     unmeasured = f", which does not run: {why_not}" if why_not else ""
@@ -57,13 +63,12 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
             skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
         else:
             checks[phase] = (*checks.get(phase, ()), *these)
-    with numbers_restored(trainer):
-        try:
-            return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks)
-        except PreflightError as error:
-            first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
-            fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
-            raise PreflightError(in_trainers_words(error.message), fix=fix) from None
+    try:
+        return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks)
+    except PreflightError as error:
+        first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
+        fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
+        raise PreflightError(in_trainers_words(error.message), fix=fix) from None
 
 
 def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
@@ -77,21 +82,22 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
 
 
 @contextmanager
-def numbers_restored(trainer: Any) -> Iterator[None]:
-    """Restores the trainer's own counters and metrics on exit: TRL's `compute_loss` adds to them."""
-    before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _numbers(value)}
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
+def _undisturbed(trainer: Any) -> Iterator[bool]:
+    """Restores on exit what the program's own code changes when the preflight calls it: random generators, counters, caches, metrics.
+    Nothing is logged.
 
-
-def _numbers(value: Any, depth: int = 0) -> bool:
-    """Whether this is a number, a text, or a container of such."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return True
-    if depth > 3:
-        return False
-    if type(value) in (dict, defaultdict):
-        return all(_numbers(v, depth + 1) for v in value.values())
-    return type(value) in (list, tuple, deque) and all(_numbers(v, depth + 1) for v in value)
+    Gives whether the rows can be read: an iterator that their dataset, collator or loss holds would go on.
+    """
+    evaluated = trainer.eval_dataset
+    evaluated = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+    called = [trainer.train_dataset, *evaluated, trainer.data_collator, getattr(trainer, "compute_loss_func", None)]
+    modules = [module for model in models_of(trainer).values() for module in model.modules()]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+    others = [trainer, trainer.state, trainer.control, *trainer.callback_handler.callbacks, *modules]
+    methods = Methods(trainer)
+    with random_state_restored(), own_state_restored(others, without=tensors), own_state_restored(called) as state:
+        methods.wrap("log", lambda *_, **__: None)
+        try:
+            yield not state.iterators
+        finally:
+            methods.restore()

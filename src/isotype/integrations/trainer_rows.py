@@ -41,6 +41,10 @@ class TrainerRows:
             why or "the rows are no plain tokens with labels",
         )
 
+    @classmethod
+    def unread(cls) -> TrainerRows:
+        return cls([], [], [], [], "the dataset, collator or loss holds an iterator, which reading rows would take from")
+
 
 def _first(dataset: Any) -> tuple[list[Any], str]:
     """The first rows; a stream is not read, as that would take rows from it."""
