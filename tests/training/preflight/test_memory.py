@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from isotype.config.schema import TrainSection
 from isotype.finding import Severity
+from isotype.precision import PRESETS
 from isotype.tasks.language.outline import step_outline
 from isotype.training.memory.bound import most_bytes
 from isotype.training.memory.device import other_memory
@@ -14,6 +16,7 @@ from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import memory
 from isotype.training.preflight.memory import out_of_memory
+from tests.models import tiny
 
 
 def planned(one):
@@ -30,6 +33,15 @@ def besides(one):
 def with_memory(one, size):
     one.prepared.hardware = replace(one.prepared.hardware, memory=int(size))
     return one
+
+
+def test_the_bound_counts_the_heads_of_each_layer():
+    """transformers refuses to read a count of heads from a configuration whose layers differ in it."""
+    bounds = [
+        most_bytes(tiny("llama", head_dim=8, **changes), TrainSection(), PRESETS["fp32"], length=512)
+        for changes in ({}, {"per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2}}})
+    ]
+    assert bounds[1] < bounds[0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"kind": "none"}}, {"precision": {"preset": "nf4-lora"}},
