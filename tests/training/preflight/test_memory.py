@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from isotype.config.schema import TrainSection
 from isotype.finding import Severity
@@ -16,7 +18,6 @@ from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import memory
 from isotype.training.preflight.memory import out_of_memory
-from tests.models import tiny
 
 
 def planned(one):
@@ -37,11 +38,15 @@ def with_memory(one, size):
 
 def test_the_bound_counts_the_heads_of_each_layer():
     """transformers refuses to read a count of heads from a configuration whose layers differ in it."""
-    bounds = [
-        most_bytes(tiny("llama", head_dim=8, **changes), TrainSection(), PRESETS["fp32"], length=512)
-        for changes in ({}, {"per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2}}})
-    ]
-    assert bounds[1] < bounds[0]
+
+    def bound(*heads):
+        model = torch.nn.Linear(8, 8)
+        layers = [SimpleNamespace(num_attention_heads=n) for n in heads]
+        model.config = SimpleNamespace(num_hidden_layers=len(heads), per_layer_config=layers)
+        return most_bytes(model, TrainSection(), PRESETS["fp32"], length=512)
+
+    assert bound(2, 2) < bound(4, 4)
+    assert 2 * bound(4, 2) == bound(4, 4) + bound(2, 2)
 
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"kind": "none"}}, {"precision": {"preset": "nf4-lora"}},

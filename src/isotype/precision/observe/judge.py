@@ -3,7 +3,8 @@
 These are violations: a product outside `compute` (in adapters: outside the dtype of their branch), arithmetic narrower than its role, fp64
 anywhere, and a loss of precision that a later widening hides. To detect the last, `lineage` records what each value lost. Elementwise
 arithmetic that is wider than its role is only counted. Common practice is not reported: fp32 products of a router, recognised by their
-later use (top-k), fp32 products of tables, which depend on no activation, and those for which a family of transformers switches autocast off.
+later use (top-k), fp32 products of tables, which depend on no activation, and those for which a family of transformers switches autocast
+off.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 
