@@ -102,6 +102,37 @@ def test_all_linear_leaves_out_routers_that_return_no_tensor():
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+def test_all_linear_leaves_out_a_projection_by_groups():
+    """DeepSeek V4's has a matrix for each group of heads, and takes no rows."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+
+    model = tiny()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = DeepseekV4GroupedLinear(16, 32, 2)
+    adapted = {name for name, _ in attach_adapter(model, AdapterSection(), seed=0).named_modules() if name.endswith("lora_A.default")}
+    assert not any("o_proj" in name for name in adapted)
+    assert any("q_proj" in name for name in adapted)
+
+
+LAGUNA = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
+    "num_attention_heads_per_layer": [4, 4], "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
+
+
+def test_no_layer_is_adapted_whose_saved_adapter_peft_renames(tmp_path):
+    """PEFT takes Laguna's `shared_experts` for a checkpoint's `shared_expert`, and would lose its adapters."""
+    model = attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(), seed=0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    torch.nn.init.normal_(next(p for name, p in trained.items() if "lora_B" in name))
+    assert any("experts" not in name for name in trained)
+    save_adapter(model, tmp_path, PRESETS["fp32"])
+    again = dict(load_adapter(tiny("laguna", **LAGUNA), tmp_path).named_parameters())
+    assert all(torch.equal(again[name], p) for name, p in trained.items())
+    with pytest.raises(UsageError, match="does not find the saved adapter"):
+        attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(targets=["up_proj"]), seed=0)
+
+
 def test_all_linear_takes_a_familys_own_linear_layers():
     model = attach_adapter(tiny("falcon"), AdapterSection(), seed=0)
     assert {"query_key_value", "dense"} <= {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}

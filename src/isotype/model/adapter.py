@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
 from ..precision.precision import Precision
+from .adapter_names import lost_when_loaded
 from .added_tokens import token_modules
 
 if TYPE_CHECKING:
@@ -55,14 +57,23 @@ def attach_adapter(
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
         target_modules=_targets(model, section) if targets is None else targets,
-        exclude_modules=(_routers(model) or None) if section.targets == "all-linear" else None,
         use_rslora=section.rslora,
         modules_to_save=in_full or None,
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
+    lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
+    if section.targets == "all-linear":
+        config.exclude_modules = _other_products(model) + lost or None
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
+        if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
+            raise UsageError(
+                f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the saved adapter of {named[0]} again "
+                f"({len(named)} such): it renames it as a checkpoint's",
+                fix="adapter.targets: all-linear leaves these layers out",
+            )
+        return adapted
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
@@ -94,10 +105,11 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
 
 
-def _routers(model: nn.Module) -> list[str]:
-    """Last names of linear layers of a family's own kind whose result is no tensor, as the routers of Llama 4 and Phi-MoE.
+def _other_products(model: nn.Module) -> list[str]:
+    """Last names of linear layers of a family's own kind that are no matrix product of rows: the routers of Llama 4 and Phi-MoE give
+    several tensors, DeepSeek V4's grouped output projection has a matrix for each group.
 
-    PEFT's layer takes the result of the linear layer that it wraps for a tensor, and fails.
+    PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and fails.
     """
     own = {
         name: m
@@ -105,14 +117,18 @@ def _routers(model: nn.Module) -> list[str]:
         if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models.") and type(m).forward is not nn.Linear.forward
     }
     one_of_each = {type(m): m for m in own.values()}
-    without_tensor = {kind for kind, m in one_of_each.items() if not _gives_a_tensor(m)}
-    return sorted({name.rpartition(".")[2] for name, m in own.items() if type(m) in without_tensor})
+    others = {kind for kind, m in one_of_each.items() if not _gives_rows(m)}
+    return sorted({name.rpartition(".")[2] for name, m in own.items() if type(m) in others})
 
 
-def _gives_a_tensor(linear: nn.Linear) -> bool:
+def _gives_rows(linear: nn.Linear) -> bool:
     weight = linear.weight
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return isinstance(linear(torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device)), torch.Tensor)
+        try:
+            rows = linear(torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device))
+        except RuntimeError:  # of a shape that it does not take
+            return False
+    return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:

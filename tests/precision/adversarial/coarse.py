@@ -76,6 +76,42 @@ class SignsOfWeights(MLP):
         return F.linear(self.act(F.linear(x, self.one_bit(self.up.weight))), self.down.weight)
 
 
+class LowBytes(Rounded):
+    """Clears the last byte of each value in place."""
+
+    def grid(self, y: Tensor) -> Tensor:
+        z = y.clone()
+        z.view(torch.uint8)[..., ::4] = 0
+        return z
+
+
+class Divided(Rounded):
+    """Rounds by a division that truncates."""
+
+    def grid(self, y: Tensor) -> Tensor:
+        return torch.div(y, 0.001, rounding_mode="trunc") * 0.001
+
+
+class LargeVector(Rounded):
+    """Adds and subtracts a large constant for each channel."""
+
+    def grid(self, y: Tensor) -> Tensor:
+        large = torch.linspace(12000.0, 13000.0, y.shape[-1], dtype=y.dtype)
+        return (y + large) - large
+
+
+class HalfComplex(Rounded):
+    def grid(self, y: Tensor) -> Tensor:
+        return torch.complex(y, y).to(torch.complex32).to(torch.complex64).real
+
+
+class WholeNumbersThroughAList(Rounded):
+    """Only integers leave PyTorch, and come back as numbers of a list."""
+
+    def grid(self, y: Tensor) -> Tensor:
+        return torch.tensor((y * 4096).to(torch.int16).tolist()).to(y.dtype) / 4096
+
+
 class NarrowNumber(MLP):
     """A scale of one number, stored in bf16."""
 
@@ -87,6 +123,6 @@ class NarrowNumber(MLP):
         return super().forward(x) * self.scale
 
 
-COARSE = (Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights)
-for made in (*COARSE, NarrowNumber):
+COARSE = (Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights, WholeNumbersThroughAList)
+for made in (*COARSE, LowBytes, Divided, LargeVector, HalfComplex, NarrowNumber):
     program(made.__name__, lambda made=made: tiny(mlp=made), preset="fp32")

@@ -35,6 +35,22 @@ FAMILIES = {
     "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "dff": 48},
     # a logsumexp of scores in attention
     "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    # switch autocast off for what they want in fp32: scores, the mixing of streams
+    "flint": {"head_dim": 8},
+    "hy_v4": {
+        "n_routed_experts": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 8,
+        **EXPERTS,
+    },
     # makes a table of a list of numbers in its first forward
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
 }
@@ -49,6 +65,7 @@ CASES = [
     ("llama", "nf4-lora", "optimized"),
     ("llama", "bf16-mixed", "reentrant"),
     ("gemma2", "nf4-lora", "recomputed"),
+    ("hy_v4", "bf16-lora", "recomputed"),
     ("gemma2", "bf16-mixed", "eager"),
 ]
 
@@ -218,3 +235,46 @@ def test_complex_weights_are_not_counted_as_integers():
     model.layers[1].mlp.phase = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
     seen = watched_step(set_up(model, PRESETS["fp32"]), 1)
     assert seen.unseen["base"] == {"complex numbers, which no precision declares": 1}
+
+
+class OfPyTorchs(MLP):
+    """Attention with dropout by PyTorch's own layer, a quantile, random slopes, and a table of a list of numbers."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.attention = torch.nn.MultiheadAttention(self.up.in_features, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        y = x + self.attention(x, x, x, need_weights=False)[0]
+        y = y * (y >= y.float().quantile(0.1, -1, keepdim=True).to(y.dtype))
+        slopes = torch.tensor([2.0**-i for i in range(8)]).repeat(y.shape[-1] // 8).to(y.dtype)
+        return super().forward(torch.nn.functional.rrelu(y * slopes, training=True))
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32"])
+def test_what_pytorch_composes_of_other_operators_gives_no_violation(preset):
+    seen = watched_step(set_up(tiny(mlp=OfPyTorchs), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class SwitchedOff(torch.nn.Module):
+    """A program that switches autocast off around a layer of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = tiny_model_of_transformers().model.layers[0].mlp
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.own(x.float()).to(x.dtype)
+
+
+def tiny_model_of_transformers():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+
+
+def test_only_a_family_may_switch_autocast_off():
+    seen = watched_step(set_up(tiny(mlp=SwitchedOff), PRESETS["bf16-mixed"]), 1)
+    assert any("layers.1.mlp" in finding.message and "multiplies in fp32" in finding.message for finding in seen.violations)

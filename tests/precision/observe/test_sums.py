@@ -57,7 +57,7 @@ class Products(TorchDispatchMode):
 
 
 # products that are counted beside `compute`: their dtype is that of another declaration, or of PyTorch's own backward
-BESIDE = ("other_products", "isotype_ops", "mirrored_in_backward", "lora_branch", "tables", "router")
+BESIDE = ("other_products", "isotype_ops", "mirrored_in_backward", "lora_branch", "tables", "router", "family_in_fp32")
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from isotype.config.schema import TrainSection
 from isotype.finding import Severity
+from isotype.precision import PRESETS
 from isotype.tasks.language.outline import step_outline
 from isotype.training.memory.bound import most_bytes
 from isotype.training.memory.device import other_memory
@@ -30,6 +34,19 @@ def besides(one):
 def with_memory(one, size):
     one.prepared.hardware = replace(one.prepared.hardware, memory=int(size))
     return one
+
+
+def test_the_bound_counts_the_heads_of_each_layer():
+    """transformers refuses to read a count of heads from a configuration whose layers differ in it."""
+
+    def bound(*heads):
+        model = torch.nn.Linear(8, 8)
+        layers = [SimpleNamespace(num_attention_heads=n) for n in heads]
+        model.config = SimpleNamespace(num_hidden_layers=len(heads), per_layer_config=layers)
+        return most_bytes(model, TrainSection(), PRESETS["fp32"], length=512)
+
+    assert bound(2, 2) < bound(4, 4)
+    assert 2 * bound(4, 2) == bound(4, 4) + bound(2, 2)
 
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"kind": "none"}}, {"precision": {"preset": "nf4-lora"}},

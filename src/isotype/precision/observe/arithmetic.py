@@ -33,7 +33,7 @@ class Arithmetic(TorchDispatchMode):
     def __init__(self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None) -> None:
         super().__init__()
         self.step = JudgedStep(seen, precision, regions, role=role, lora_branch=lora_branch)
-        self.lineages, self.attention_calls = self.step.lineages, self.step.attention_calls
+        self.lineages = self.step.lineages
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

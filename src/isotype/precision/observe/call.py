@@ -35,6 +35,9 @@ class JudgedStep:
         self.routers: set[int] = set()
         self.wide_forward = False
         self.attention_calls: list[torch.dtype] = []
+        self.quantiles: list[str] = []  # that run now
+        self.numbers_left = False  # whether a value of the model became a Python number
+        self.own_numbers: set[str] = set()  # places that make tensors of other numbers
         words = {precision.base, precision.trainable, precision.unquantised, precision.compute, precision.generate, "fp32"}
         self.stored = words | {precision.grads, precision.optimizer, precision.reduce, precision.save_model, precision.save_adapter}
         self.allowed = {FORWARD: {self.compute, "fp32"}, LOSS: {self.compute, precision.loss, "fp32"}, UPDATE: {"fp32"}}

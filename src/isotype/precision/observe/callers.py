@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OBSERVER = os.path.dirname(__file__) + os.sep
@@ -41,6 +44,19 @@ def _room(file: str) -> str:
     if file.startswith(_OURS):
         return OURS
     return PRACTICE if any(part in file for part in _PRACTICE) else USER
+
+
+def is_practice(file: str) -> bool:
+    return _room(file) == PRACTICE
+
+
+def forward_files(module: nn.Module) -> Iterator[str]:
+    """The files of the forward of a module's class, and of one that was set on the module itself."""
+    for forward in (type(module).forward, module.__dict__.get("forward")):
+        function = inspect.unwrap(getattr(forward, "__func__", forward)) if forward is not None else None
+        code = getattr(function, "__code__", None)
+        if code is not None and _room(code.co_filename) != OURS:
+            yield code.co_filename
 
 
 def caller() -> Caller:

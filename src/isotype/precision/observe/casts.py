@@ -68,7 +68,8 @@ def judge_narrow_write(call: Call, dtype: str, made: Lineage) -> Lineage:
 
 def _loses(call: Call, source: Tensor, target: Tensor, lineage: Lineage, after: str) -> bool:
     """Whether to record that this value was narrowed. Activations are declared to be `compute`, so for them it is no loss."""
-    if call.by.kind in (OURS, ENGINE) or (call.by.kind == PRACTICE and call.region == FORWARD):
+    # a layer that is recomputed past its hooks runs in backward
+    if call.by.kind in (OURS, ENGINE) or (call.by.kind == PRACTICE and call.region in (FORWARD, BACKWARD)):
         return False
     if call.region == FORWARD and lineage.activation and after == call.step.compute:
         return False

@@ -23,16 +23,22 @@ def quantised_operands(inputs: Sequence[Tensor], lineages: Lineages) -> list[Ten
     return [tensor for tensor in whole if (lineages.of(tensor) or NOTHING).integers]
 
 
-def shifted(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], lineage: Lineage) -> tuple[float, bool]:
+def shifted(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], lineage: Lineage, lineages: Lineages) -> tuple[float, bool]:
     """The constant that a value holds after this operator, and whether a large one was subtracted again."""
-    constant = _constant(args[1]) if name in ("add", "sub") and len(args) == 2 else None
+    constant = _constant(args[1], lineages) if name in ("add", "sub") and len(args) == 2 else None
     if constant is None:
         return 0.0, False
     total = lineage.shift + (constant if name == "add" else -constant) * float(kwargs.get("alpha", 1))
     return total, abs(lineage.shift) >= _LARGE and abs(total) < abs(lineage.shift) * _CANCELLED
 
 
-def _constant(value: Any) -> float | None:
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and value.device.type == "cpu" and not value.requires_grad else None
-    return float(value) if isinstance(value, int | float) else None
+def _constant(value: Any, lineages: Lineages) -> float | None:
+    """A number, or the smallest element of a tensor of one sign that is made of no weights and no activations."""
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, int | float) else None
+    if value.device.type != "cpu" or value.requires_grad or not value.numel() or value.is_complex():
+        return None
+    if value.numel() > 1 and (lineages.of(value) or NOTHING).data:
+        return None
+    smallest, largest = (float(bound) for bound in value.detach().float().aminmax())
+    return smallest if smallest >= 0 else largest if largest <= 0 else None

@@ -17,33 +17,43 @@ _WAYS = {
 }  # fmt: skip
 
 
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
+# PyTorch makes them of other operators: the place between two sorted values is floored and becomes an integer
+_QUANTILES = ("quantile", "nanquantile")
 
 
 class Escapes(TorchFunctionMode):
-    """Calls `said(way, tensor, caller)` for each floating tensor of more than one element whose values leave.
+    """Calls `said(way, tensor, caller)` for each tensor whose values leave.
 
-    attention  gets the dtype of the query of each `scaled_dot_product_attention` while it runs: its inside may be made of wide products
+    attention  gets the dtype of the query of each attention of PyTorch while it runs: its inside may be made of wide products
+    quantiles  gets an entry for each quantile while it runs
     """
 
-    def __init__(self, said: Callable[[str, Tensor, Caller], None], attention: list[torch.dtype]) -> None:
+    def __init__(self, said: Callable[[str, Tensor, Caller], None], attention: list[torch.dtype], quantiles: list[str]) -> None:
         super().__init__()
-        self.said, self.attention = said, attention
+        self.said, self.attention, self.quantiles = said, attention, quantiles
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ATTENTION and args and isinstance(args[0], Tensor):
+        if func in _ATTENTION and args and isinstance(args[0], Tensor):
             device = args[0].device.type
             self.attention.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else args[0].dtype)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 self.attention.pop()
-        way = _WAYS.get(getattr(func, "__name__", ""))
+        called = getattr(func, "__name__", "")
+        if called in _QUANTILES:
+            self.quantiles.append(called)
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self.quantiles.pop()
+        way = _WAYS.get(called)
         if way is not None and args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():
                 tensor = args[0]
                 plain = type(tensor) in (Tensor, torch.nn.Parameter)  # a subclass of its own may have no values yet
-                if plain and tensor.is_floating_point() and tensor.numel() > 1 and not _expected(way, by := caller()):
+                if plain and not _expected(way, by := caller()):
                     self.said(way, tensor, by)
         return func(*args, **(kwargs or {}))
 

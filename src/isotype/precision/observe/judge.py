@@ -3,7 +3,8 @@
 These are violations: a product outside `compute` (in adapters: outside the dtype of their branch), arithmetic narrower than its role, fp64
 anywhere, and a loss of precision that a later widening hides. To detect the last, `lineage` records what each value lost. Elementwise
 arithmetic that is wider than its role is only counted. Common practice is not reported: fp32 products of a router, recognised by their
-later use (top-k), and fp32 products of tables, which depend on no activation.
+later use (top-k), fp32 products of tables, which depend on no activation, and those for which a family of transformers switches autocast
+off.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from ...dtypes import name
@@ -47,6 +49,8 @@ class Judge(Call):
                 "runs operator by operator while it is observed; what the compiled code of the other steps does is not seen",
             )
         known = [(t, self.step.lineages.of(t)) for t in self.inputs]
+        if self.step.quantiles:
+            return self._remember(joined([lineage or NOTHING for _, lineage in known]))
         if self.op.kind == ops.CREATE:
             return self._created()
         self._unknown(known)
@@ -64,7 +68,7 @@ class Judge(Call):
             else:
                 judge_widened_operands(self, known, dtype)
                 made = judge_narrow_write(self, dtype, judge_arithmetic(self, dtype, made))
-        elif self.op.kind == ops.BITS or (made.bits and self.op.kind == ops.ARITHMETIC):
+        elif self.op.kind == ops.BITS or (made.bits and (self.op.kind == ops.ARITHMETIC or any(self.op.writes))):
             self._bits(made)
         if self.op.name in _CODES:
             made = replace(made, integers=made.integers or made.data)
@@ -107,7 +111,7 @@ class Judge(Call):
         """Judges integers in arithmetic with floats, and large constants that are added and subtracted again."""
         if self.op.kind in (ops.EXACT, ops.CAST) or not self.outputs or float_word(self.outputs[0].dtype) is None:
             return made
-        shift, rounds = shifted(self.op.name, self.args, self.kwargs, made)
+        shift, rounds = shifted(self.op.name, self.args, self.kwargs, made, self.step.lineages)
         if self.by.kind not in (OURS, ENGINE, PRACTICE):
             if self.op.kind == ops.ARITHMETIC and (whole := quantised_operands(self.inputs, self.step.lineages)):
                 self._on_a_grid(f"values pass through {name(whole[0].dtype)} in {self.op.name}", "quantised and widened again")
@@ -147,10 +151,13 @@ class Judge(Call):
         if self.by.kind == OURS:
             return
         if self.op.name in ("lift_fresh", "lift"):
-            if self.by.kind == PRACTICE:  # a family's own code makes tables of numbers of its configuration: longrope's factors
-                for tensor, _ in known:
-                    self.step.lineages.set(tensor, Lineage(BUFFER))
+            if self.by.kind == PRACTICE or self._of_own_numbers():
+                for tensor, lineage in known:
+                    if lineage is None:
+                        self.step.lineages.set(tensor, Lineage(BUFFER))
             return
+        if self.op.name == "_local_scalar_dense" and self.by.kind == USER:
+            self.step.numbers_left = self.step.numbers_left or any(lineage is None or lineage.data for _, lineage in known)
         for index, (tensor, lineage) in enumerate(known):
             if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter):
                 continue
@@ -167,6 +174,15 @@ class Judge(Call):
                     "operator: a kernel that is called by address, or another library",
                 )
 
+    def _of_own_numbers(self) -> bool:
+        """Whether a tensor is made of numbers that are a program's own, as ALiBi's slopes: no value of the model became a number before.
+
+        Backward does not show what becomes a number; there only a recomputation of what the forward made counts.
+        """
+        if torch._C._current_graph_task_id() == -1 and not self.step.numbers_left:
+            self.step.own_numbers.add(self.by.place)
+        return not self.step.numbers_left and self.by.place in self.step.own_numbers
+
     def _from_outside(self, tensor: Tensor) -> None:
         self.unobserved(
             f"values from outside in {self.module or self.region}",
@@ -176,7 +192,8 @@ class Judge(Call):
 
     def _is_written(self, index: int) -> bool:
         # an operator that writes its first argument, or `out`, does not read what lies there
-        return self.kwargs.get("out") is self.inputs[index] or (index == 0 and bool(self.op.writes) and self.op.writes[0])
+        tensor = self.inputs[index]
+        return self.kwargs.get("out") is tensor or any(writes and given is tensor for writes, given in zip(self.op.writes, self.args))
 
     def _narrow_store(self, tensor: Tensor) -> None:
         self.report(

@@ -85,6 +85,7 @@ def joined(parts: list[Lineage]) -> Lineage:
         any(p.integers for p in parts),
         max(p.added for p in parts),
         frozenset().union(*(p.products for p in parts)),
+        max((p.shift for p in parts), key=abs),
     )
 
 
@@ -133,4 +134,4 @@ def plain_tensors(value: object, into: list[Tensor]) -> list[Tensor]:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The real dtype of complex numbers, else the dtype itself."""
-    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    return {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)

@@ -36,10 +36,11 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
             f"{short_name(by.file)}:{by.line} takes the rest of a division: whether it is taken off again, which rounds, is not seen",
         )
     # libraries divide positions and counts; a program that does it to activations rounds them
-    rounds = made.activation and by.kind == USER if op.name == "floor_divide" else made.data or region in (BACKWARD, GRADIENTS, UPDATE)
+    divides = op.name == "floor_divide" or (op.name == "div" and call.kwargs.get("rounding_mode") is not None)
+    rounds = made.activation and by.kind == USER if divides else made.data or region in (BACKWARD, GRADIENTS, UPDATE)
     if op.name in ops.OF_TWO and call.outputs and call.outputs[0].shape[-1:] in ((), (1,)):
         rounds = False  # one power of two for a row is a scale, and multiplies exactly
-    if op.kind == ops.ROUND and by.kind != OURS and rounds:
+    if (op.kind == ops.ROUND or divides) and by.kind != OURS and rounds:
         role = call.role()
         call.report(
             role, f"{op.name} puts values on a grid", observed="a grid", declared=getattr(precision, role), cause="quantised in place"

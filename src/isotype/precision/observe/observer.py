@@ -181,8 +181,12 @@ class Observer:
             arithmetic.know(other, None)
 
         def escaped(way: str, tensor: Tensor, by: Caller) -> None:
-            lineage = arithmetic.lineages.of(tensor) or NOTHING
-            if lineage.data or regions.stack:
+            known = arithmetic.lineages.of(tensor)
+            lineage = known or NOTHING
+            if not tensor.is_floating_point() and not lineage.integers:
+                return  # ids and counts
+            arithmetic.step.numbers_left = arithmetic.step.numbers_left or known is None or lineage.data
+            if tensor.numel() > 1 and (lineage.data or regions.stack):
                 where = regions.module or regions.now()
                 why = f"{name(tensor.dtype)}{list(tensor.shape)} at {by.place.rsplit('/', 1)[-1]}; what is done to them there is not seen"
                 observation.unobserved.setdefault(f"values leave through {way} in {where}", why)
@@ -202,7 +206,7 @@ class Observer:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
-            stack.enter_context(Escapes(escaped, arithmetic.attention_calls))
+            stack.enter_context(Escapes(escaped, arithmetic.step.attention_calls, arithmetic.step.quantiles))
             stack.enter_context(arithmetic)
             self._know_batch = arithmetic.know_batch
             stack.callback(setattr, self, "_know_batch", None)

@@ -9,7 +9,7 @@ import torch
 
 from ...dtypes import FLOATS
 from .call import Call, float_word
-from .callers import ENGINE, OURS
+from .callers import ENGINE, OURS, PRACTICE
 from .lineage import Lineage
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 
@@ -56,6 +56,9 @@ def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
         call.seen.dtypes["lora_branch"][dtype] += 1
     elif not made.activation and call.region == FORWARD:
         call.seen.dtypes["tables"][dtype] += 1
+    elif call.region == FORWARD and call.by.kind == PRACTICE and dtype == "fp32" and step.regions.switched_off_by_family():
+        step.wide_forward = True
+        call.seen.dtypes["family_in_fp32"][dtype] += 1
     elif call.region == FORWARD:
         number = len(step.pending)
         step.wide_forward = True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .callers import Caller
+from .callers import Caller, forward_files, is_practice
 
 FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
 
@@ -24,10 +24,14 @@ def observing(hook: Any) -> Any:
 
 @dataclass
 class Call:
-    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first computed so."""
+    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first computed so.
+
+    autocast  whether autocast was on when it began
+    """
 
     name: str
     module: nn.Module
+    autocast: bool = False
     sums: dict[str, Caller] = field(default_factory=dict)
 
 
@@ -40,6 +44,7 @@ class Regions:
     def __init__(self, model: nn.Module, left: Callable[[Call], None]) -> None:
         self.model, self.left = model, left
         self.stack: list[Call] = []
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._after = LOSS
         self._updating = 0
 
@@ -61,6 +66,16 @@ class Regions:
         """The innermost call of a module that satisfies the predicate."""
         return next((call for call in reversed(self.stack) if predicate(call.module)), None)
 
+    def switched_off_by_family(self) -> bool:
+        """Whether code of transformers has switched off, inside its module, the autocast under which that module was called.
+
+        So a family asks for fp32 whatever a run's precision is (Flint's scores, HY V4's mixing of streams).
+        """
+        if torch.is_autocast_enabled(self._device_type):
+            return False
+        call = next((call for call in reversed(self.stack) if call.autocast), None)
+        return call is not None and all(is_practice(file) for file in forward_files(call.module))
+
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Hooks every module and every optimizer."""
@@ -79,7 +94,7 @@ class Regions:
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             self._after = LOSS
-            self.stack.append(Call(name, module))
+            self.stack.append(Call(name, module, autocast=torch.is_autocast_enabled(self._device_type)))
 
         return hook
 

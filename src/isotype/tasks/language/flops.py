@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...model.layer_settings import layer_settings
 from ...precision.apply import is_quantised
 
 
@@ -35,11 +36,7 @@ def step_flops(model: nn.Module, config: Any) -> StepFlops:
             elements = module.in_features * module.out_features
             trained = weight.requires_grad and not is_quantised(weight)
             per_token += elements * (6 if trained else 4)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    # transformers refuses to read from the whole configuration what differs between layers, as head_dim in Gemma 4
-    count = getattr(text, "num_hidden_layers", 0)
-    layers = text.per_layer_config if count and hasattr(text, "per_layer_config") else [text] * count
-    return StepFlops(per_token, sum(map(_attention_width, layers)) * 4 * 3 / 2)
+    return StepFlops(per_token, sum(map(_attention_width, layer_settings(config))) * 4 * 3 / 2)
 
 
 def _attention_width(layer: Any) -> int:

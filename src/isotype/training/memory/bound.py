@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from ...config.schema import TrainSection
 from ...dtypes import to_torch
+from ...model.layer_settings import layer_settings
 from ...precision.apply import is_quantised
 from ...precision.precision import Precision
 from .plan import optimizer_bytes
@@ -19,8 +18,8 @@ def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, l
     weights, gradients and states, six fp32 copies of the input and output of every matrix, and the full attention scores."""
     widths = [width for module in model.modules() for width in _widths(module)]
     tokens = train.batch_size * length
-    settings: Any = getattr(model, "config", None)
-    scores = getattr(settings, "num_hidden_layers", 0) * getattr(settings, "num_attention_heads", 0) * tokens * length
+    layers = layer_settings(getattr(model, "config", None))
+    scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
     largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
     return held_bytes(model, train, precision) + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
 
