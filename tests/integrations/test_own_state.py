@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from enum import IntEnum
 
 import numpy as np
 import pytest
@@ -17,12 +18,19 @@ from tests.integrations.trainers import Encoded
 CALLS = 0
 
 
+class Mode(IntEnum):
+    """Refuses to have a member set, even to itself."""
+
+    TRAIN = 1
+
+
 def test_every_kind_of_own_state_is_put_back():
     drawn, steps, kept = torch.Generator().manual_seed(1), 0, torch.zeros(3)
 
     class Holder:
         seen = defaultdict(list)
         count = 0
+        modes = Mode
 
         def __init__(self):
             self.numpy, self.python, self.rows, self.array = np.random.default_rng(2), random.Random(3), [[1]], np.zeros(2)

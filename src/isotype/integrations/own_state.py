@@ -127,7 +127,7 @@ class OwnState:
             if name.startswith("__") and not isinstance(value, FunctionType):
                 continue
             if isinstance(value, bool | int | float | str | None):
-                self._puts.append(functools.partial(setattr, cls, name, value))
+                self._puts.append(functools.partial(_set_again, cls, name, value))
             else:
                 self._look(getattr(value, "__func__", value), depth + 1)
 
@@ -164,6 +164,12 @@ def _rebind(names: dict[Any, Any], before: dict[Any, Any]) -> None:
     for name, value in before.items():
         if name not in names or names[name] is not value:
             names[name] = value
+
+
+def _set_again(cls: type, name: str, before: object) -> None:
+    # only what changed: an Enum refuses to have a member set, even to itself
+    if vars(cls).get(name) is not before:
+        setattr(cls, name, before)
 
 
 def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:
