@@ -27,7 +27,7 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
-    splits    value of a key named split -> how many rows that are used have it and the first one's place, counted while reading
+    splits    a key such as split, and its value -> how many rows have it and the first one's place, counted while reading
     remarks   remark -> how many rows have it and the first one's place, counted while reading
     more      whether `limit` left rows unread, known after reading
     """
@@ -38,7 +38,7 @@ class Source:
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, list[Any]] = field(default_factory=dict)
-    splits: dict[str, list[Any]] = field(default_factory=dict)
+    splits: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     more: bool = False
 
     @property
@@ -89,17 +89,18 @@ class Source:
                 self.remarks.setdefault(record.remark, [0, record.place])[0] += 1
             ignored = ignored_keys(record.value, form, columns)
             self.ignored.update(ignored)
-            for split in {record.value[key] for key in ignored if str(key).casefold() in _SPLIT_KEYS and _is_split(record.value[key])}:
-                self.splits.setdefault(split, [0, record.place])[0] += 1
+            for key in ignored:
+                if str(key).casefold() in _SPLIT_KEYS and _is_split(record.value[key]):
+                    self.splits.setdefault((key, record.value[key]), [0, record.place])[0] += 1
             yield found
 
     def counts(self) -> dict[str, Any]:
         """What data.json has of the rows that were read: keys that nothing reads, and remarks, also on a key that names their split."""
         do = "to hold them out, write each split to a file of its own, for data.train and data.eval"
         remarks = {remark: list(found) for remark, found in self.remarks.items()} | {
-            f"the split {split!r} and are used like the others: {do}": list(found)
-            for split, found in self.splits.items()
-            if len(self.splits) > 1 and split.casefold() not in _TRAINED_SPLITS
+            f"the {key} {split!r} and are used like the others: {do}": list(found)
+            for (key, split), found in self.splits.items()
+            if split.casefold() not in _TRAINED_SPLITS and sum(other == key for other, _ in self.splits) > 1
         }
         return {"ignored_keys": dict(self.ignored)} | ({"remarks": remarks} if remarks else {})
 
