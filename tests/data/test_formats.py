@@ -119,6 +119,14 @@ def test_columns_rename_and_hide() -> None:
         ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "x.jsonl:3: messages: the key 'content' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": '[{"type": "a", "type": "b"}]'}, "x.jsonl:3: tools: the key 'type' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": "add"}, "x.jsonl:3: tools must be a list of objects, got text"),
+        ({"messages": [ASK, ANSWER], "tools": ["{}", "add"]}, "x.jsonl:3: tools[1] must be an object, got text"),
+        ({"prompt": "a", "completion": ["b", "c"]}, "x.jsonl:3: completion is a list of 2 texts, and a run learns one answer a row: write"),
+        ({"prompt": "a", "completion": [{"text": "b"}]}, "x.jsonl:3: completion is a list of 1 object with a text, and a run learns one"),
+        ({"instruction": "a", "output": ["b"]}, "x.jsonl:3: output is a list of 1 text, and a run learns one answer a row"),
+        ({"prompt": "a", "completions": ["b", "c"]}, "x.jsonl:3: the row has prompt and completions, a list of 2 texts; if these are"),
+        ({"question": "a", "answer": ["b"], "tags": []}, "x.jsonl:3: the row has question and answer, a list of 1 text; if these are"),
+        ({"question": "a", "answers": {"text": ["b"]}}, "x.jsonl:3: the row has question and answers, a list of 1 text; if these are"),
+        ({"question": "a", "answer": "b", "tags": ["c"]}, "x.jsonl:3: the row has question and answer; if these are question and answer"),
     ],
 )  # fmt: skip
 def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
@@ -127,13 +135,33 @@ def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
+def test_several_answers_are_not_taken_for_a_misspelt_key() -> None:
+    with pytest.raises(UsageError) as caught:
+        detect(Record("x.jsonl", 3, {"prompt": "a", "completions": ["b"]}), "prompt_completion")
+    assert "no key 'completion', but 'completions', a list of 1 text, and a run learns one answer a row" in caught.value.message
+
+
+def test_an_answer_that_is_json_is_text() -> None:
+    for answer in ('["Paris", "London"]', '[{"name": "add", "arguments": {}}]', "[1, 2]", '{"a": 1, "a": 2}'):
+        found = read({"prompt": "[3, 4]", "completion": answer})
+        assert (found.prompt, found.completion, found.messages) == ("[3, 4]", answer, None)
+    cells = {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER])}
+    assert read(cells).messages == (ASK, ANSWER)
+
+
+def test_tools_are_alike_however_they_are_written() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "sub"}}]
+    for written in (tools, json.dumps(tools), [json.dumps(tool) for tool in tools]):
+        assert read({"messages": [ASK, ANSWER], "tools": written}).tools == tools
+
+
 def test_what_is_said_of_a_row_has_the_names_of_its_file() -> None:
     columns = {"prompt": "inputs", "completion": "targets"}
     record = Record("x.jsonl", 3, {"inputs": "a", "targets": "b"})
     why = detect(record, "auto", columns)[1]
     assert why == "the first row (x.jsonl:3) has the keys inputs (read as prompt) and targets (read as completion)"
     with pytest.raises(UsageError) as caught:
-        read({"inputs": "a", "targets": ["b", "c"]}, columns=columns)
+        read({"inputs": "a", "targets": [1]}, columns=columns)
     assert caught.value.message.endswith(
         "prompt is text, completion a list; of this file's keys: inputs (read as prompt), targets (read as completion)"
     )

@@ -187,6 +187,20 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     assert source_lines(whole.facts)[0].startswith("chats.jsonl (training): 8 rows, messages: ")
 
 
+def test_rows_of_another_split_are_told(write: Any, load: Any) -> None:
+    rows = [chat(f"q {i}", "a", split="test" if i % 5 == 0 else "train", fold="train", subset="easy") for i in range(20)]
+    said = (
+        "mixed.jsonl: 4 rows have the split 'test' and are used like the others: to hold them out, write each split to a file of its own, "
+        "for data.train and data.eval (first: mixed.jsonl:1)"
+    )
+    for stream in (False, True):
+        assert said in load(train=write("mixed.jsonl", rows), stream=stream).facts["notes"]
+    for alone in (rows[::5], [row for row in rows if row["split"] == "train"]):
+        notes = load(train=write("one.jsonl", alone)).facts["notes"]
+        assert not [note for note in notes if "the split" in note]
+        assert f"one.jsonl: the key split is not read ({len(alone)} rows)" in notes
+
+
 def test_line_ends_that_a_database_wrote_as_two_characters_are_told(write: Any, load: Any) -> None:
     rows = "".join(f"q{i}\ta {i}\\nb\n" for i in range(3)) + "".join(f"r{i}\ta {i}\n" for i in range(3))
     for name, told in (("batch.tsv", True), ("pipes.csv", False)):

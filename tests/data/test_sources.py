@@ -138,6 +138,11 @@ def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.Mo
     assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]
     with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test"):
         found([{"name": "hf:saved", "split": "dev"}])
+    far = pa.array([3 * 10**17], pa.int64()).cast(pa.timestamp("us"))
+    datasets.Dataset(pa.table({"text": ["a"], "made": far})).save_to_disk("far")
+    with pytest.raises(UsageError, match="far, row 1: date value out of range") as caught:
+        found("far")
+    assert caught.value.fix == "leave out the column that holds it, or give the Parquet files"
     (folder / "hub").mkdir()
     (folder / "hub/train.jsonl").write_bytes(lines(ROWS))
     one = found([{"name": "hf:hub", "split": "train[:4]"}])
@@ -173,6 +178,13 @@ def test_a_wrong_entry_is_one_line_with_its_key(train: Any, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         source_specs(DataSection(train=train), "train")
     assert str(caught.value).startswith(said)
+
+
+def test_a_split_of_one_file_is_answered_with_what_to_do() -> None:
+    for name, told in (("rows.jsonl", True), ("a", False)):
+        with pytest.raises(UsageError) as caught:
+            source_specs(DataSection(train=[{"name": name, "split": "test"}]), "train")
+        assert (caught.value.fix is not None and "write each split to a file of its own" in caught.value.fix) is told
 
 
 def test_a_weight_has_no_effect_in_evaluation() -> None:

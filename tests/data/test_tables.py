@@ -123,6 +123,29 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
 
 
+def test_dates_that_python_cannot_hold_are_numbers_and_others_dates(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "at": 1}], [{"role": "user", "at": 2}], [{"role": "user", "at": 3 * 10**17}]]
+    nested = pa.list_(pa.struct([("role", pa.string()), ("at", pa.timestamp("us"))]))
+    as_numbers = pa.list_(pa.struct([("role", pa.string()), ("at", pa.int64())]))
+    far = pa.array([3 * 10**17] * 3, pa.int64())
+    table = {
+        "text": ["a", "b", "c"],
+        "messages": pa.array(turns, as_numbers).cast(nested),
+        "far": far.cast(pa.timestamp("us")),
+        "day": pa.array([2**30] * 3, pa.int32()).cast(pa.date32()),
+        "zone": pa.array([0] * 3, pa.timestamp("us", tz="Nowhere/City")),
+        "known": pa.array([0] * 3, pa.timestamp("us")),
+        "by_name": pa.array([[("k", 3 * 10**17)]] * 3, pa.map_(pa.string(), pa.int64())).cast(pa.map_(pa.string(), pa.timestamp("us"))),
+    }
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    rows = [record.value for record in read_parquet(tmp_path / "a.parquet", "a.parquet")]
+    assert [row["text"] for row in rows] == ["a", "b", "c"]
+    first, last = rows[0], rows[2]
+    assert first["messages"][0]["at"].microsecond == 1
+    assert last["messages"] == turns[2]
+    assert (last["far"], last["day"], last["zone"], last["known"].year) == (3 * 10**17, 2**30, 0, 1970)
+
+
 def test_broken_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()

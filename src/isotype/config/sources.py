@@ -153,7 +153,9 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec
             raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
         if key in settings and not name.startswith(HUB) and not (key == "split" and _has_splits(name)):
             or_folder = ", nor a folder of save_to_disk with several splits" if key == "split" else ""
-            raise UsageError(f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}")
+            fix = "rows are not chosen by a column: write each split to a file of its own, for data.train and data.eval"
+            said = f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}"
+            raise UsageError(said, fix=fix if key == "split" and Path(name).suffix else None)
     weight, limit = settings.get("weight"), settings.get("limit")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
         raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")

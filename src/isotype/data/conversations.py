@@ -63,9 +63,13 @@ def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
     tools = parsed_json(value, f"{place}: tools")
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list):
         raise RowError(f"{place}: tools must be a list of objects, got {kind(tools)}")
-    return tools
+    found = [parsed_json(tool, f"{place}: tools[{i}]") for i, tool in enumerate(tools)]
+    for i, tool in enumerate(found):
+        if not isinstance(tool, dict):
+            raise RowError(f"{place}: tools[{i}] must be an object, got {kind(tool)}")
+    return found
 
 
 def is_learnt(message: Message) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
@@ -46,6 +47,8 @@ _PAIRS = (
 # what belongs to a question and answer under other names: the keys of Alpaca's format, and what they are called elsewhere
 _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)}
 _TURN = {"role", "author", "from", "parts"}
+_QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
+_ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each"
 _ROLES = {"user", "assistant", "system", "human", "gpt", "prompter", "bot", "model", "tool"}
 
 
@@ -157,7 +160,8 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
 
 def _pair(row: Mapping[str, Any], place: str) -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are learnt."""
-    prompt, completion = (parsed_json(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
+    prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
+    _refuse_several(completion, "completion", place)
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise RowError(
@@ -173,6 +177,33 @@ def _pair(row: Mapping[str, Any], place: str) -> Example:
     if row.get("tools"):
         raise RowError(f"{place}: tools need messages: write prompt and completion as lists of messages")
     return Example(place, prompt=prompt, completion=completion)
+
+
+def _turns_or_text(value: Any, at: str) -> Any:
+    """A list of messages that a table's cell holds as JSON; any other text as it is, also an answer that is a JSON list."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    found = parsed_json(value, at)
+    is_list = isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found)
+    return found if is_list and any((_TURN | {"content"}) & turn.keys() for turn in found) else value
+
+
+def _several(value: Any) -> str | None:
+    """`a list of 3 texts`, if a value can be several answers: texts, or objects that have one each."""
+    if isinstance(value, dict):
+        value = value.get("text")
+    if not isinstance(value, list) or not value:
+        return None
+    if all(isinstance(one, str) for one in value):
+        return f"a list of {counted(len(value), 'text')}"
+    if all(isinstance(one, dict) and "text" in one and not _TURN & one.keys() and "type" not in one for one in value):
+        return f"a list of {counted(len(value), 'object')} with a text"
+    return None
+
+
+def _refuse_several(value: Any, key: str, place: str) -> None:
+    if several := _several(value):
+        raise RowError(f"{place}: {key} is {several}, and {_ONE_ANSWER}")
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
@@ -207,12 +238,18 @@ def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
 def _unknown(row: Mapping[str, Any]) -> str:
     for ours, theirs in _PAIRS:
         if ours in row and theirs in row:
+            if _several(row[theirs]):
+                return _many_answers(row, ours, theirs)
             beside = {key: name for key, names in _BESIDE_A_PAIR.items() for name in names if name in row and name not in (ours, theirs)}
             pair = ("instruction", "output") if beside else ("prompt", "completion")
             columns = {pair[0]: ours, pair[1]: theirs, **beside}
             shown = ", ".join(f"{key}: {name}" for key, name in columns.items() if key != name)
             also = f" beside {', '.join(beside.values())}" if beside else ""
             return f"the row has {ours} and {theirs}{also}; if these are question and answer: data.columns: {{{shown}}}"
+    asked = next((key for key in _QUESTIONS if key in row), None)
+    answers = [key for key, value in row.items() if key != asked and _several(value)]
+    if asked and len(answers) == 1 and not any(key in row for key in ("completion", "output")):
+        return _many_answers(row, asked, answers[0])
     for form in FORMATS.values():
         folded = {key.strip().casefold(): key for key in row if isinstance(key, str)}
         if all(key in folded for key in form.keys):
@@ -236,6 +273,10 @@ def _unknown(row: Mapping[str, Any]) -> str:
     return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"
 
 
+def _many_answers(row: Mapping[str, Any], asked: str, key: str) -> str:
+    return f"the row has {asked} and {key}, {_several(row[key])}; if these are answers: {_ONE_ANSWER}, as prompt and completion"
+
+
 def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     """What to write in `data.columns` in place of a name that the row lacks."""
     close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
@@ -248,12 +289,15 @@ def _listed(row: Mapping[str, Any]) -> str:
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(key, list(row), n=1, cutoff=0.75)
+    if close and (several := _several(row[close[0]])):
+        return f", but {close[0]!r}, {several}, and {_ONE_ANSWER}"
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
 def _answer(value: Any, key: str, place: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
+    _refuse_several(value, key, place)
     return _text(value, key, place)
 
 

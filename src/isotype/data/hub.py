@@ -61,8 +61,9 @@ class HubSource(Source):
                 yield Record(self.name, number, without_nulls_inside(value), "row")
         except UsageError:
             raise
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}") from error
+        except (OSError, ValueError, OverflowError, datasets.exceptions.DatasetsError) as error:
+            fix = "leave out the column that holds it, or give the Parquet files" if isinstance(error, OverflowError) else None
+            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}", fix=fix) from error
 
 
 def _load(source: HubSource) -> Any:

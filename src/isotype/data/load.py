@@ -170,6 +170,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     meter = Meter(one.bytes)
     one.ignored.clear()
     one.remarks.clear()
+    one.splits.clear()
     one.more = False
 
     def handed() -> Iterator[Example]:
@@ -189,10 +190,10 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         writer.add(row, example=read, cut=cut)
         read += 1
     read += len(waiting)
-    of_text: dict[str, Any] = {key: found for key, found in (("more", one.more), ("remarks", dict(one.remarks))) if found}
-    of_text |= _encode_texts(one, encoder, writer, tally, meter, already=read)
+    of_source = one.counts() | ({"more": True} if one.more else {})
+    of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read)
     own_mask = compare_with_own_mask(encoder, compared)
-    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask} | of_text
+    return {"tally": tally.as_json(), "read": read, "own_mask": own_mask} | of_source
 
 
 def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter, *, already: int) -> dict[str, int]:

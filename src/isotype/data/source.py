@@ -15,6 +15,9 @@ from .progress import Meter
 from .read import NoRows, Record
 
 NO_ROWS = "the file holds no rows"
+_SPLIT_KEYS = {"split", "subset", "partition", "fold", "set"}
+_TRAINED_SPLITS = {"train", "training"}
+_SPLITS = _TRAINED_SPLITS | {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "held_out"}
 _LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
@@ -24,6 +27,7 @@ class Source:
 
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
+    splits    a key such as split, and its value -> how many rows have it and the first one's place, counted while reading
     remarks   remark -> how many rows have it and the first one's place, counted while reading
     more      whether `limit` left rows unread, known after reading
     """
@@ -34,6 +38,7 @@ class Source:
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, list[Any]] = field(default_factory=dict)
+    splits: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     more: bool = False
 
     @property
@@ -82,8 +87,22 @@ class Source:
                 continue
             if record.remark:
                 self.remarks.setdefault(record.remark, [0, record.place])[0] += 1
-            self.ignored.update(ignored_keys(record.value, form, columns))
+            ignored = ignored_keys(record.value, form, columns)
+            self.ignored.update(ignored)
+            for key in ignored:
+                if str(key).casefold() in _SPLIT_KEYS and _is_split(record.value[key]):
+                    self.splits.setdefault((key, record.value[key]), [0, record.place])[0] += 1
             yield found
+
+    def counts(self) -> dict[str, Any]:
+        """What data.json has of the rows that were read: keys that nothing reads, and remarks, also on a key that names their split."""
+        do = "to hold them out, write each split to a file of its own, for data.train and data.eval"
+        remarks = {remark: list(found) for remark, found in self.remarks.items()} | {
+            f"the {key} {split!r} and are used like the others: {do}": list(found)
+            for (key, split), found in self.splits.items()
+            if split.casefold() not in _TRAINED_SPLITS and sum(other == key for other, _ in self.splits) > 1
+        }
+        return {"ignored_keys": dict(self.ignored)} | ({"remarks": remarks} if remarks else {})
 
     def looked_at(self, records: Iterator[Record], name: str) -> None:
         """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
@@ -95,3 +114,7 @@ class Source:
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
         raise first_error or NoRows(f"{name}: {NO_ROWS}")
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, str) and value.casefold() in _SPLITS

@@ -148,7 +148,7 @@ def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = 
                     number += count
                     continue
                 for batch in file.iter_batches(_BATCH, row_groups=[group]):
-                    for value in batch.to_pylist():
+                    for value in _objects(batch):
                         number += 1
                         if number > skip:
                             yield Record(name, number, without_nulls_inside(value), "row")
@@ -159,6 +159,39 @@ def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = 
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _objects(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch. A date that Python cannot hold, or of an unknown time zone, is a number: most such columns are never read."""
+    columns = [_values(column) for column in batch.columns]
+    return [dict(zip(batch.schema.names, row)) for row in zip(*columns)]
+
+
+def _values(column: Any) -> list[Any]:
+    try:
+        found: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        if len(column) == 1:
+            found = column.cast(_dates_as_numbers(column.type)).to_pylist()
+        else:  # each row by itself: what a row holds does not depend on those read with it
+            found = [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
+    return found
+
+
+def _dates_as_numbers(kind: Any) -> Any:
+    """An Arrow type with integers of the same size for its dates and times, at any depth."""
+    import pyarrow as pa
+
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_dates_as_numbers(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_dates_as_numbers(kind.key_type), _dates_as_numbers(kind.item_type))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        list_of = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return list_of(kind.value_field.with_type(_dates_as_numbers(kind.value_type)))
+    return kind
 
 
 def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
