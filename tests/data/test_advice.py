@@ -231,11 +231,15 @@ def test_the_columns_advised_read_all_that_a_row_has(
 @pytest.mark.parametrize(
     ("row", "columns", "said"),
     [
-        ({"data": {"q": "a", "a": "b"}}, None, "data is an object (q, a), and only a row's own keys are read: write those of data one level up"),
+        ({"data": {"q": "a", "a": "b"}}, None, "data is an object (q, a), and only a row's own keys are read: write those of data one"),
         ({"data": {"q": "a"}}, {"text": "data.q"}, "no key 'data.q' (data.columns.text): data is an object (q), and only a row's own keys"),
         ({"data": {"q": "a"}}, {"text": "q"}, "no key 'q' (data.columns.text): data is an object (q), and only a row's own keys"),
         ({"conversation": {"messages": []}}, None, "conversation is an object (messages), and only a row's own keys are read"),
-        ({"train": [{"text": "a"}], "test": [{"text": "b"}]}, None, "train and test are lists of objects: if these are rows, give each list as"),
+        (
+            {"train": [{"text": "a"}], "test": [{"text": "b"}]},
+            None,
+            "train and test are lists of objects: if these are rows, give each list",
+        ),
         ({"test": [{"text": "b"}]}, None, "test is a list of objects: if these are the rows, give a file that is that list alone"),
     ],
 )

@@ -231,7 +231,8 @@ def read_once(found: Sequence[Source]) -> None:
             raise UsageError(f"{one.name}: other sources of the list read all its files ({others})", fix="name each file once")
         one.files, one.forms = [file for file, _ in kept], [form for _, form in kept]
         these = ", ".join(_some(set(again)))
-        one.notes.append(f"{one.name}: {counted(len(again), 'file is', 'files are')} read with another source, {others}, and once ({these})")
+        read = counted(len(again), "file is read", "files are read")
+        one.notes.append(f"{one.name}: {read} with another source, {others}, and once ({these})")
 
 
 def _is_saved(name: str) -> bool:
