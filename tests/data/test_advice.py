@@ -228,6 +228,30 @@ def test_the_columns_advised_read_all_that_a_row_has(
     assert not [note for note in found.facts["notes"] if "is not read" in note]
 
 
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        ({"data": {"q": "a", "a": "b"}}, None, "data is an object (q, a), and only a row's own keys are read: write those of data one"),
+        ({"data": {"q": "a"}}, {"text": "data.q"}, "no key 'data.q' (data.columns.text): data is an object (q), and only a row's own keys"),
+        ({"data": {"q": "a"}}, {"text": "q"}, "no key 'q' (data.columns.text): data is an object (q), and only a row's own keys"),
+        ({"conversation": {"messages": []}}, None, "conversation is an object (messages), and only a row's own keys are read"),
+        (
+            {"train": [{"text": "a"}], "test": [{"text": "b"}]},
+            None,
+            "train and test are lists of objects: if these are rows, give each list",
+        ),
+        ({"test": [{"text": "b"}]}, None, "test is a list of objects: if these are the rows, give a file that is that list alone"),
+    ],
+)
+def test_rows_and_columns_inside_others_are_told_where_to_go(
+    tmp_path: Path, families: SimpleNamespace, row: dict[str, Any], columns: Any, said: str
+) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(row))
+    with pytest.raises(UsageError) as caught:
+        load_data(DataSection(train=str(tmp_path / "x.json"), columns=columns), families.of("chatml"), seed=0)
+    assert said in str(caught.value)
+
+
 def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:
     said = error_of(tmp_path, families, "x.jsonl", lines({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}))
     assert "contents is a list of turns: write it as messages" in said

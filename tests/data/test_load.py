@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,18 @@ def test_formats_are_per_file(write: Any, load: Any) -> None:
     loaded = load(train=[write("chats.jsonl", CHATS[:4]), write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode())])
     assert [f["format"] for f in loaded.facts["train"]["files"]] == ["messages", "text"]
     assert len(loaded.train) == 6
+
+
+def test_a_file_that_several_sources_lead_to_is_read_once(write: Any, load: Any) -> None:
+    for name in ("a.jsonl", "ab.jsonl", "b.jsonl"):
+        write(name, [chat(f"{name} {i}", "answer") for i in range(4)])
+    loaded = load(train=["?.jsonl", "*b.jsonl", "b.jsonl"], eval=["a*.jsonl"])
+    assert (len(loaded.train), loaded.facts["train"]["duplicates"]) == (12, 0)
+    assert [(one["path"], one["rows"]) for one in loaded.facts["train"]["files"]] == [("?.jsonl", 4), ("*b.jsonl", 4), ("b.jsonl", 4)]
+    told = [note for note in loaded.facts["notes"] if "and once" in note]
+    assert told == [f"{name}: 1 file is read with another source, b.jsonl, and once (b.jsonl)" for name in ("?.jsonl", "*b.jsonl")]
+    with pytest.raises(UsageError, match=r"\[ab\]\.jsonl: other sources of the list read all its files \(a\.jsonl, b\.jsonl\)"):
+        load(train=["[ab].jsonl", "a.jsonl", "b.jsonl"])
 
 
 def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
@@ -462,6 +475,31 @@ def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any)
     seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
     assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
     assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "counted"),
+    [
+        ("rows.jsonl", [{"text": "a lamp"}, {"text": "a lamp{end} a boat"}, {"text": "{begin}a boat{end}"}], "1 row has"),
+        ("pairs.jsonl", [{"prompt": "a{end}b", "completion": "c"}, {"prompt": "a", "completion": "c{begin}d"}], "2 rows have"),
+        ("book.txt", "a lamp{end}a boat{end}", "1 row has"),
+        ("plain.txt", "a lamp and a boat", None),
+    ],
+)
+def test_the_text_of_a_special_token_in_plain_text_is_told(
+    write: Any, families: SimpleNamespace, name: str, rows: Any, counted: str | None
+) -> None:
+    tokenizer = deepcopy(families.of("mistral"))
+    tokenizer.chat_template = None
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+
+    def written(value: Any) -> Any:
+        return {k: written(v) for k, v in value.items()} if isinstance(value, dict) else value.format(begin=begin, end=end)
+
+    path = write(name, [written(row) for row in rows] if isinstance(rows, list) else written(rows))
+    notes = load_data(DataSection(train=path, eval_split=0.0), tokenizer, seed=0).facts["notes"]
+    told = [note for note in notes if "the text of a special token" in note]
+    assert told == ([f"{counted} the text of a special token in their content; the tokenizer reads it as that token"] if counted else [])
 
 
 def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: Any) -> None:

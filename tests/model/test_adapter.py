@@ -66,6 +66,16 @@ def test_a_wrong_target_is_answered_with_layers_that_take_an_adapter():
     assert caught.value.fix == "adapter.targets: all-linear, or some of: in_proj"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_dropout_that_peft_refuses_on_parameters_is_answered_with_what_helps(family):
+    sizes = {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    with pytest.raises(UsageError, match="lora_dropout") as caught:
+        attach_adapter(tiny(family, **sizes), AdapterSection(r=2, dropout=0.1), seed=0)
+    assert str(caught.value.fix).startswith("adapter.dropout: 0; ")
+    names = [name for name, _ in attach_adapter(tiny(family, **sizes), AdapterSection(r=2, dropout=0.0), seed=0).named_parameters()]
+    assert any("experts" in name and "lora_A" in name for name in names)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_modules_trained_in_full_are_loaded_as_they_were_saved_on_a_narrower_base(tmp_path, tied):
     section = AdapterSection(r=2, modules_to_save=["embed_tokens", "lm_head"])

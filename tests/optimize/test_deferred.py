@@ -58,6 +58,21 @@ def test_the_loss_of_a_chain_is_the_real_tensors(chain, bias):
     torch.testing.assert_close(results[0], results[1], **loose)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["as it is", "scaled"])
+@pytest.mark.parametrize("through", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_that_rounds_the_logits_rounds_them(dtype, through, scaled):
+    losses = []
+    for f in (defer, F.linear):
+        hidden, weight, _ = make(dtype=dtype)
+        logits = f(hidden, weight, None)
+        logits = (logits.float() * 0.3 if scaled else logits).to(through).float()
+        losses.append(F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7))
+    # back in the dtype of the product nothing is lost that the op does not keep
+    loses = scaled or through != dtype
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0 if loses else 1e-2)
+
+
 OPTIONS = {
     "z_loss and num_items": {"z_loss": 1e-2, "num_items": torch.tensor(7)},
     "its own scale and softcap": {"logit_scale": 0.5, "softcap": 4.0, "label_smoothing": 0.1},

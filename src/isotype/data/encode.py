@@ -128,6 +128,7 @@ class Encoder:
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        self._marks = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i != tokenizer.unk_token_id}
         if max_length < len(self.before) + 2:
             raise UsageError(f"data.max_length is {max_length}: a row needs at least {len(self.before) + 2} tokens to teach anything")
 
@@ -221,11 +222,13 @@ class Encoder:
             start = 0
             # a full row is closed only when another token follows: the last row takes the end-of-text token
             while len(held) - start > body:
+                tally.special_in_content += self._read_as_special(held[start : start + body])
                 yield self._window(held[start : start + body])
                 start += body
             del held[:start]
         held += self.after
         for start in range(0, len(held), body):
+            tally.special_in_content += self._read_as_special(held[start : start + body])
             row = self._window(held[start : start + body])
             if row.supervised:
                 yield row
@@ -235,6 +238,12 @@ class Encoder:
     def _window(self, ids: list[int]) -> Row:
         row_ids = tuple(self.before + ids)
         return Row(row_ids, row_ids, 0)
+
+    def _read_as_special(self, ids: list[int]) -> bool:
+        """Whether a plain text's tokens have a special one that its text gave, other than a beginning and an end that it has itself."""
+        begin = len(self.before) if self.before and ids[: len(self.before)] == self.before else 0
+        end = len(ids) - len(self.after) if self.after and ids[-1:] == self.after else len(ids)
+        return not self._marks.isdisjoint(ids[begin:end])
 
     def _edges(self, r: Rendered) -> list[int]:
         """Where a row's parts begin and end, in characters: all that a tokenizer without offsets has to find."""
@@ -271,6 +280,7 @@ class Encoder:
             first, last = self._tokens(r, ids, offsets, span, tally, whole=whole)
             learnt[first:last] = [True] * (last - first)
         if r.literal:
+            tally.special_in_content += self._read_as_special(ids)
             before = [] if self.before and ids[: len(self.before)] == self.before else self.before
             after = [] if self.after and ids[-1:] == self.after else self.after
             learnt = [whole] * len(before) + learnt + [True] * len(after)

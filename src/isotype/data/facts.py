@@ -235,7 +235,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said.append(f"{have(count)} the key {key!r} in a turn, which is not read: {why}")
     special = sum(t.special_in_content for t in tallies)
     if special:
-        said.append(f"{have(special)} the text of a special token inside a message; the tokenizer reads it as that token")
+        said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
     return said
 
 

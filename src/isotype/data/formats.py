@@ -256,20 +256,27 @@ def _unknown(row: Mapping[str, Any]) -> str:
             shown = ", ".join(f"{key}: {json.dumps(folded[key])}" for key in form.keys if folded[key] != key)
             return f"the keys are written otherwise: data.columns: {{{shown}}}"
     known = {key for form in FORMATS.values() for key in form.keys}
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    of_rows = [key for key in lists if not _TURN & row[key][0].keys()]
+    objects = [key for key, value in row.items() if isinstance(value, dict) and value]
+    named = [key for key in row if key not in known and key not in of_rows and key not in objects]
     for form in FORMATS.values():
         for key in form.keys:
-            if close := difflib.get_close_matches(key, [k for k in row if k not in known], n=1, cutoff=0.75):
+            if close := difflib.get_close_matches(key, named, n=1, cutoff=0.75):
                 return f"{close[0]}: unknown key, did you mean {key}?"
     for form in FORMATS.values():
         for key, missing in zip(form.keys, form.keys[::-1]):
             if key in row and missing not in row:
                 return f"the row has {key} but no {missing}"
-    inside = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(inside) == 1:
-        key = inside[0]
-        if _TURN & row[key][0].keys():
-            return f"{key} is a list of turns: write it as messages, each with role and content"
-        return f"no known format in the keys; {key} is a list of objects: if these are the rows, give a file that is that list alone"
+    if len(lists) == 1 and not of_rows:
+        return f"{lists[0]} is a list of turns: write it as messages, each with role and content"
+    if len(of_rows) > 1:
+        of_each = f"{', '.join(of_rows[:-1])} and {of_rows[-1]} are lists of objects"
+        return f"no known format in the keys; {of_each}: if these are rows, give each list as a file of its own to data.train or data.eval"
+    if of_rows:
+        return f"no known format in the keys; {of_rows[0]} is a list of objects: if these are the rows, give a file that is that list alone"
+    if len(objects) == 1:
+        return f"no known format in the keys; {_one_level_up(objects[0], row)}"
     return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"
 
 
@@ -277,8 +284,17 @@ def _many_answers(row: Mapping[str, Any], asked: str, key: str) -> str:
     return f"the row has {asked} and {key}, {_several(row[key])}; if these are answers: {_ONE_ANSWER}, as prompt and completion"
 
 
+def _one_level_up(key: str, row: Mapping[str, Any]) -> str:
+    """What to do with columns inside another: only a row's own keys are read."""
+    return f"{key} is an object ({_listed(row[key])}), and only a row's own keys are read: write those of {key} one level up"
+
+
 def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     """What to write in `data.columns` in place of a name that the row lacks."""
+    begin = theirs.partition(".")[0]
+    within = [key for key, value in row.items() if isinstance(value, dict) and (key == begin or theirs in value)]
+    if within:
+        return f" (data.columns.{ours}): {_one_level_up(within[0], row)}"
     close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
     return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours}) among {_listed(row)}"
 

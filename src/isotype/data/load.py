@@ -28,7 +28,7 @@ from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
 from .source import Source
-from .sources import source
+from .sources import read_once, source
 from .split import held_out
 from .tokens import TokenBlock, TokenRows, TokenWriter
 
@@ -50,6 +50,8 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     answers = data.loss_on == "assistant"
     sources = [source(spec, needs_answer=answers, streaming=data.stream) for spec in source_specs(data, "train")]
     eval_sources = [source(spec, needs_answer=answers) for spec in source_specs(data, "eval")]
+    read_once(sources)
+    read_once(eval_sources)
     encoder = encoder_for(data, tokenizer, sources + eval_sources)
     if data.stream:
         from .stream import load_stream

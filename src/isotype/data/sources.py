@@ -211,6 +211,30 @@ def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> 
     return found
 
 
+def read_once(found: Sequence[Source]) -> None:
+    """Leaves a file that several sources of a list lead to in one of them: in that which names it, else in the first.
+
+    Raises  UsageError for a source of which nothing is left
+    """
+    of_files = [one for one in found if isinstance(one, FileSource)]
+    owner: dict[Path, FileSource] = {}
+    for one in sorted(of_files, key=lambda one: not Path(one.name).expanduser().is_file()):
+        for file in one.files:
+            owner.setdefault(file.path.resolve(), one)
+    for one in of_files:
+        again = {file.path: owner[file.path.resolve()] for file in one.files if owner[file.path.resolve()] is not one}
+        if not again:
+            continue
+        others = ", ".join(dict.fromkeys(other.name for other in again.values()))
+        kept = [(file, form) for file, form in zip(one.files, one.forms) if file.path not in again]
+        if not kept:
+            raise UsageError(f"{one.name}: other sources of the list read all its files ({others})", fix="name each file once")
+        one.files, one.forms = [file for file, _ in kept], [form for _, form in kept]
+        these = ", ".join(_some(set(again)))
+        read = counted(len(again), "file is read", "files are read")
+        one.notes.append(f"{one.name}: {read} with another source, {others}, and once ({these})")
+
+
 def _is_saved(name: str) -> bool:
     """Whether a folder was written by `Dataset.save_to_disk`."""
     return any((Path(name).expanduser() / mark).is_file() for mark in _SAVED)

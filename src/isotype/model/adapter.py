@@ -76,6 +76,8 @@ def attach_adapter(
         return adapted
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
+        if section.dropout and "lora_dropout" in str(error):
+            fix = "adapter.dropout: 0; PEFT adapts stacked experts and routers of this family as parameters, for which it has no dropout"
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
 
 

@@ -66,6 +66,12 @@ class Recipe:
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
 
+    @property
+    def made_in(self) -> torch.dtype:
+        """The dtype that the head's product has."""
+        of_both = torch.promote_types(self.hidden.dtype, self.weight.dtype)
+        return of_both if self.cast is None or of_both == torch.float64 else self.cast
+
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
 
@@ -244,7 +250,19 @@ def _tanh(x: DeferredLogits) -> DeferredLogits | None:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
-    return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype)
+    def cast(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+        if rest or x.dtype == dtype:
+            return None if rest else x
+        return None if _rounds(x.recipe, dtype) else _with(x, dtype=dtype)
+
+    return cast
+
+
+def _rounds(r: Recipe, dtype: torch.dtype) -> bool:
+    """Whether a cast to 16 bits loses what the logits have: a loss of the hidden states would not. Not back to the dtype of the product."""
+    if torch.finfo(dtype).bits > 16:
+        return False
+    return r.pre != 1.0 or r.post is not None or r.made_in != dtype
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:

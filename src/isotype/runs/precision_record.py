@@ -36,9 +36,13 @@ class PrecisionRecord:
             self.folder.write_json(FILE, {**declared, **as_written(self._observed, self.task_roles)})
         seen.raise_if_violated()
 
-    def restore(self, step: int) -> None:
-        """Reads the observations of an earlier part of this run, up to `step`; a damaged file is ignored."""
+    def restore(self, step: int) -> str | None:
+        """Reads the observations of an earlier part of this run, up to `step`. Returns how they were lost, if they were."""
+        self._observed = {}
         try:
             self._observed = as_read(self.folder.read_json(FILE), step)
+        except FileNotFoundError:
+            return "was removed"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            self._observed = {}
+            return "is damaged"
+        return None

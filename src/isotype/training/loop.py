@@ -33,6 +33,7 @@ from ..runs.checkpoint.snapshot import (
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
+from ..runs.precision_record import FILE as PRECISION
 from ..runs.precision_record import PrecisionRecord
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
@@ -402,10 +403,13 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        self.precision_record.restore(self.progress.step)
+        lost = self.precision_record.restore(self.progress.step)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
+            if lost and checkpoint.step:
+                said = f"{lost}: what was observed of the steps 1 to {checkpoint.step} is lost"
+                self.console.say(f"warning   {self.folder.path / PRECISION} {said}")
             if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
                 self.console.say(f"warning   {self.metrics.file} has no line of the steps {last + 1} to {checkpoint.step}: they are lost")
         return processes

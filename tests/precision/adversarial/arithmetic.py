@@ -75,6 +75,15 @@ class NarrowSoftmax(Attention):
         return weights.to(v.dtype) @ v
 
 
+class NarrowLogSoftmax(Attention):
+    """log_softmax in bf16, and fp32 from there on."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return scores.masked_fill(~mask, -1e4).log_softmax(-1).float().exp().to(v.dtype) @ v
+
+
 class WrittenOutSoftmax(Attention):
     """The same from exp and a sum."""
 
@@ -327,7 +336,7 @@ for made in (
     RecomputedInFp16,
 ):  # fmt: skip
     program(made.__name__, lambda made=made: tiny(mlp=made))
-for made in (Fp16Scores, NarrowSoftmax, WrittenOutSoftmax, Fp32Attention, NarrowScale):
+for made in (Fp16Scores, NarrowSoftmax, NarrowLogSoftmax, WrittenOutSoftmax, Fp32Attention, NarrowScale):
     program(made.__name__, lambda made=made: tiny(attention=made))
 for made in (NarrowTable, Fp16Table, ComplexTable):
     program(made.__name__, lambda made=made: tiny(rotary=made))

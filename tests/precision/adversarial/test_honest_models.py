@@ -129,6 +129,25 @@ def test_a_plain_pytorch_model_gives_no_violation(preset):
     assert not seen.unobserved
 
 
+class LogProbabilities(MLP):
+    """Features from log-probabilities, and from their sum, as a layer of remote code may have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_softmax = torch.nn.LogSoftmax(-1)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(self.log_softmax(y) - y.logsumexp(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "bf16-pure", "fp16-mixed"])
+def test_a_log_softmax_of_a_layer_is_no_loss(preset):
+    seen = watched_step(set_up(tiny(mlp=LogProbabilities), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
 class TokenShift(MLP):
     """Mixes each position with the one before by a weight of its own, cast to the dtype of the activations, in two places."""
 
@@ -278,3 +297,25 @@ def tiny_model_of_transformers():
 def test_only_a_family_may_switch_autocast_off():
     seen = watched_step(set_up(tiny(mlp=SwitchedOff), PRESETS["bf16-mixed"]), 1)
     assert any("layers.1.mlp" in finding.message and "multiplies in fp32" in finding.message for finding in seen.violations)
+
+
+@pytest.mark.parametrize(
+    ("preset", "through", "told"),
+    [("fp32", torch.bfloat16, True), ("bf16-mixed", torch.float16, True), ("bf16-mixed", torch.bfloat16, False)],
+)
+def test_a_hook_that_rounds_the_logits_is_seen_and_does_what_it_does_to_plain_ones(preset, through, told):
+    """Logits that a bf16 product made lose nothing on their way through bf16."""
+
+    def rounded(module, args, output):
+        output.logits = output.logits.to(through).float()
+        return output
+
+    messages, losses = [], []
+    for how in ("", "optimized"):
+        run = set_up(built("llama", preset, how), PRESETS[preset])
+        run.model.register_forward_hook(rounded)
+        seen = watched_step(run, 1)
+        messages.append([finding.message for finding in seen.violations])
+        losses.append(run.stepper.loss_sum(run.model, BATCH).item())
+    assert [bool(found) for found in messages] == [told, told], messages
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if preset != "fp32" else 2e-5)

@@ -36,6 +36,16 @@ def main(architecture: dict, settings: list[str], length: int) -> None:
 
 def steps(architecture: dict, settings: list[str], length: int, *, count: int) -> object:
     """`count` optimizer steps; the peak is counted from the first of them, since building a model may take more than training it."""
+    stepper, batches = built(architecture, settings, length)
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")
+    for step in range(1, count + 1):
+        stepper(batches, step=step, learning_rate=1e-4, watch_changes=False)
+    return stepper
+
+
+def built(architecture: dict, settings: list[str], length: int) -> tuple:
+    """A real model's stepper, and the batches of a step."""
     import bitsandbytes
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,11 +93,7 @@ def steps(architecture: dict, settings: list[str], length: int, *, count: int) -
     else:
         batch = Batch(ids_BT, torch.ones_like(ids_BT), ids_BT, rows * length, rows * (length - 1))
     model.train()
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")
-    for step in range(1, count + 1):
-        stepper([batch] * config.train.accumulate, step=step, learning_rate=1e-4, watch_changes=False)
-    return stepper
+    return stepper, [batch] * config.train.accumulate
 
 
 def _quantise(base, bitsandbytes, compute) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from transformers import AutoConfig
 from isotype.config.load import load
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.memory.live_bytes import LiveBytes
 from isotype.training.memory.plan import optimizer_bytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, as_configured
+
+from .measured_memory import built
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 8000}  # fmt: skip
@@ -188,6 +192,25 @@ def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, 
     assert ended.returncode == 0, ended.stderr
     measured = json.loads(ended.stdout.splitlines()[-1])["peak"]
     assert planned(architecture, overrides, length)[1].peak == pytest.approx(measured, rel=0.15)
+
+
+def test_the_memory_of_a_ledger_is_that_of_every_live_tensor_of_a_real_step():
+    """The ledger plans a GPU's step. Where nothing is recomputed and the head is small, a CPU's has the same tensors."""
+    pytest.importorskip("bitsandbytes")
+    architecture = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 512}
+    settings = ["precision.preset=nf4-lora", "train.gradient_checkpointing=none", "train.batch_size=1"]
+    config, precision = load(None, settings).config, Precision.preset("nf4-lora")
+    made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cuda")
+    largest = step_outline(config, precision, length=256, device_type="cuda")
+    plan = plan_memory(made, config.train, precision, largest, checkpointing=Checkpointing("none", (), 2), device_type="cuda")
+    assert plan.not_simulated is None
+    with LiveBytes() as live:
+        stepper, batches = built(architecture, settings, 256)
+        gc.collect()
+        live.restart_peak()
+        for step in (1, 2):
+            stepper(batches, step=step, learning_rate=1e-4, watch_changes=False)
+    assert plan.peak == pytest.approx(live.peak, rel=0.15)
 
 
 def test_offload_takes_less_than_recomputing_alone():

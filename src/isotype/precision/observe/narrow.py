@@ -47,8 +47,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         )
     if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
         return made
-    of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not _inside_a_familys_layer(call))
-    if of_the_loss and made.activation and itemsize(dtype) < itemsize(precision.loss):
+    if _of_the_loss(call) and made.activation and itemsize(dtype) < itemsize(precision.loss):
         _report_narrower(call, "loss", dtype, precision.loss)
     if not narrow:
         if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(call.step.compute):
@@ -105,6 +104,15 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _inside_a_familys_layer(call: Call) -> bool:
-    """Whether code of transformers computes inside one of its layers, where a logsumexp belongs to attention (Granite SWA's sinks)."""
-    return call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))
+def _of_the_loss(call: Call) -> bool:
+    """Whether this computes the loss: after forward, or in the forward of a model that is given labels.
+
+    A part of the model that has weights takes a log-softmax or a logsumexp of its own values (scores, a router's). Code of transformers
+    has losses of its own in layers.
+    """
+    if call.region != FORWARD:
+        return call.region == LOSS
+    if call.op.name in ops.LOG_SUMS and call.step.regions.in_a_part():
+        return False
+    in_a_familys_layer = call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))
+    return call.op.name in ops.LOSSES and not in_a_familys_layer

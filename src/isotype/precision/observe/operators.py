@@ -136,6 +136,8 @@ LOSSES = frozenset(
         "kl_div",
     ]
 )
+# of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
+LOG_SUMS = frozenset(["_log_softmax", "logsumexp"])
 # sums that mean the same wherever their result goes; a plain sum or mean may be a combination of a few values
 NAMED_SUMS = frozenset(
     [

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..apply import inner_model
 from .callers import Caller, forward_files, is_practice
 
 FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
@@ -65,6 +66,12 @@ class Regions:
     def inside(self, predicate: Callable[[nn.Module], bool]) -> Call | None:
         """The innermost call of a module that satisfies the predicate."""
         return next((call for call in reversed(self.stack) if predicate(call.module)), None)
+
+    def in_a_part(self) -> bool:
+        """Whether the innermost running module that has weights is a part of the model: not the model itself, nor a wrapper around it."""
+        model = inner_model(self.model)
+        call = self.inside(lambda module: next(module.parameters(), None) is not None)
+        return call is not None and all(module is not model for module in call.module.modules())
 
     def switched_off_by_family(self) -> bool:
         """Whether code of transformers has switched off, inside its module, the autocast under which that module was called.

@@ -29,6 +29,7 @@ CODES: Mapping[str, str] = {
     "PF019": "a continued adapter is on its own base",
     "PF020": "rows fit into the model's positions",
     "PF021": "a step's rows are different rows",
+    "PF022": "padding changes no row",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

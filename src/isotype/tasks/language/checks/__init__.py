@@ -1,10 +1,11 @@
-"""The checks of tokens before step 1: labels, the tokenizer, positions, packing."""
+"""The checks of tokens before step 1: labels, the tokenizer, positions, packing, padding."""
 
 from __future__ import annotations
 
 from ....training.task import Check
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .packing import packed_documents_apart
+from .padding import padding_changes_nothing
 from .positions import beyond_the_positions
 from .tokens import beyond_the_embeddings, missing_template, untrained_new_tokens
 
@@ -18,5 +19,5 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(("PF010",), missing_template),
         Check(("PF020",), beyond_the_positions),
     ),
-    "real": (Check(("PF018",), packed_documents_apart),),
+    "real": (Check(("PF018",), packed_documents_apart), Check(("PF022",), padding_changes_nothing)),
 }
