@@ -104,6 +104,12 @@ def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
         return made
 
 
+def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
+    """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`. A cast to another dtype is made: a program's own fp16
+    logits have another loss, and an observer must see them, or fp64 ones."""
+    return dtype in (torch.float32, x.recipe.product)
+
+
 def any_class(x: Any) -> Tensor:
     return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
 

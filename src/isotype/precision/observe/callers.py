@@ -16,6 +16,8 @@ from torch import nn
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OBSERVER = os.path.dirname(__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# computes an adapter's own products where `lora_branch` is fp32
+_BRANCH = os.path.join(_OURS, "lora", "wide_branch.py")
 # libraries whose models and layers are what plain practice means here
 _PRACTICE = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
 # models of the Hub lie in a folder of transformers' cache, not among its files
@@ -48,6 +50,10 @@ def _room(file: str) -> str:
 
 def is_practice(file: str) -> bool:
     return _room(file) == PRACTICE
+
+
+def is_lora_branch(file: str) -> bool:
+    return file == _BRANCH
 
 
 def forward_files(module: nn.Module) -> Iterator[str]:
