@@ -31,7 +31,6 @@ CHAINS = {
     "softcap, then a temperature": lambda x: (x / 5.0).tanh().mul(5.0).div(0.7),
     "cast": lambda x: x.float(),
     "to": lambda x: x.to(torch.float32),
-    "cast and back": lambda x: x.float().to(torch.float64),
     "clone": lambda x: x.clone().contiguous(),
     "shifted": lambda x: x[..., :-1, :],
     "one row": lambda x: x[:1],
@@ -57,6 +56,23 @@ def test_the_loss_of_a_chain_is_the_real_tensors(chain, bias):
     # a cast to fp32 rounds the real logits; deferred ones are rounded at the end
     loose = {"rtol": 1e-5, "atol": 1e-6} if results[0][0].dtype == torch.float32 else {}
     torch.testing.assert_close(results[0], results[1], **loose)
+
+
+CASTS = {
+    "fp16": lambda x: x.half(),
+    "bf16": lambda x: x.bfloat16(),
+    "fp64": lambda x: x.to(torch.float64),
+    "a softcap in fp16": lambda x: 5.0 * torch.tanh(x.to(torch.float16) / 5.0),
+    "a log_softmax in bf16": lambda x: torch.log_softmax(x, -1, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_programs_own_cast_is_made(cast):
+    hidden, weight, _ = make(dtype=torch.float32)
+    made = cast(defer(hidden, weight, None))
+    assert type(made) is torch.Tensor
+    torch.testing.assert_close(made, cast(F.linear(hidden, weight)))
 
 
 OPTIONS = {
@@ -96,9 +112,6 @@ MATERIAL = {
     "radd": lambda x: 1 + x,
     "times a tensor": lambda x: x * torch.ones(7, dtype=torch.float64),
     "cat": lambda x: torch.cat([x, x], 1),
-    "fp16": lambda x: x.half(),
-    "a softcap in fp16": lambda x: (5.0 * torch.tanh(x.to(torch.float16) / 5.0)).float(),
-    "a log_softmax in bf16": lambda x: torch.log_softmax(x, -1, dtype=torch.bfloat16),
     "a tanh of a tanh": lambda x: torch.tanh(torch.tanh(x)),
     "another view": lambda x: x.view(5, 14),
     "in place": lambda x: x.mul_(2),
