@@ -73,6 +73,23 @@ def test_a_cast_that_rounds_the_logits_rounds_them(dtype, through, scaled):
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0 if loses else 1e-2)
 
 
+CASTS = {
+    "fp16": lambda x: x.half(),
+    "bf16": lambda x: x.bfloat16(),
+    "fp64": lambda x: x.to(torch.float64),
+    "a softcap in fp16": lambda x: 5.0 * torch.tanh(x.to(torch.float16) / 5.0),
+    "a log_softmax in bf16": lambda x: torch.log_softmax(x, -1, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_programs_own_cast_is_made(cast):
+    hidden, weight, _ = make(dtype=torch.float32)
+    made = cast(defer(hidden, weight, None))
+    assert type(made) is torch.Tensor
+    torch.testing.assert_close(made, cast(F.linear(hidden, weight)))
+
+
 OPTIONS = {
     "z_loss and num_items": {"z_loss": 1e-2, "num_items": torch.tensor(7)},
     "its own scale and softcap": {"logit_scale": 0.5, "softcap": 4.0, "label_smoothing": 0.1},

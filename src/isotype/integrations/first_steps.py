@@ -113,12 +113,22 @@ class FirstSteps:
     def calls_json(self) -> list[dict[str, Any]]:
         return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
 
-    def precision_json(self) -> dict[str, Any]:
-        """precision.json, as a run of Isotype's own writes it."""
+    @property
+    def seen_now(self) -> bool:
+        """Whether the step that runs is the observed one."""
+        return self.watching and self.seen is not None
+
+    def precision_json(self, callbacks: Observation) -> dict[str, Any]:
+        """precision.json, as a run of Isotype's own writes it; `callbacks` is what was seen of a user's own."""
         resolved = self.attached.resolved
+        record = noted({}, self.seen) if self.seen is not None else {}
+        beside = callbacks.as_json()
+        if beside["violations"] or beside["unobserved"]:
+            record["violations"] = record.get("violations", []) + beside["violations"]
+            record["places"] = record.get("places", {}) | beside["unobserved"]
         return {
             "precision": str(resolved.precision),
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            **as_written(noted({}, self.seen) if self.seen is not None else {}),
+            **as_written(record),
         }

@@ -23,6 +23,7 @@ from ..runs.metrics import Metrics
 from .attachment import Attachment
 from .first_steps import FirstSteps
 from .guards import Guards
+from .own_callbacks import OwnCallbacks
 from .preflight import run_preflight
 
 FOLDER = "isotype"
@@ -41,7 +42,9 @@ class Record(TrainerCallback):
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None
         self.first: FirstSteps | None = None
+        self.callbacks: OwnCallbacks | None = None
         self._said = 0
+        self._warned = 0
         self._started = 0.0
 
     def install(self) -> None:
@@ -50,11 +53,17 @@ class Record(TrainerCallback):
     def remove(self) -> None:
         if self.first is not None:
             self.first.stop()
+        if self.callbacks is not None:
+            self.callbacks.remove()
         self.attached.trainer.remove_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
         self.first = FirstSteps(self.attached)
+        if self.callbacks is not None:
+            self.callbacks.remove()
+        self.callbacks = OwnCallbacks(self.attached, self.first, self._found_in_callbacks)
+        self.callbacks.install()
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -82,12 +91,24 @@ class Record(TrainerCallback):
         seen = self.first.seen
         if state.is_world_process_zero:
             self._write_manifest()
-            self.folder.write_json("precision.json", self.first.precision_json())
+            self._write_precision()
         if seen is None:
             return
         self.guards.extra["promotions"] = self.first.promotions
         if seen.violations:
             warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
+
+    def _write_precision(self) -> None:
+        if self.first is not None and self.callbacks is not None:
+            self.folder.write_json("precision.json", self.first.precision_json(self.callbacks.seen))
+
+    def _found_in_callbacks(self) -> None:
+        if self.attached.trainer.is_world_process_zero():
+            self._write_precision()
+        violations = self.callbacks.seen.violations if self.callbacks is not None else []
+        if violations and not self._warned:
+            warnings.warn(f"isotype: {violations[0].render()}", stacklevel=2)
+        self._warned = len(violations)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:

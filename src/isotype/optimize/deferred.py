@@ -1,10 +1,10 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
 Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`); a logit, a
-logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts,
-reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of forward's graph.
-A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer changes the head's
-weight. To keep the values, use `logits.detach().clone()`.
+logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts
+that lose nothing, reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of
+forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer
+changes the head's weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 from .deferred_log_probs import log_softmax
 from .deferred_loss import DeferredLoss, Divisor
 from .deferred_tensor import DeferredTensor, in_graph
-from .deferred_values import answered, argmax, gather, logsumexp, mean
+from .deferred_values import answered, argmax, gather, logsumexp, loses_nothing, mean
 from .deferred_views import HOOKS, VIEWS, Views, again, needs_the_memory
 from .weight_changes import change_count
 
@@ -55,6 +55,7 @@ class Recipe:
     changes: tuple[int, int]  # of `source`, when the head was called
     grad: bool  # whether gradients were on then
     cast: torch.dtype | None  # autocast's dtype then
+    product: torch.dtype  # in which the head's product leaves
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
@@ -65,12 +66,6 @@ class Recipe:
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
-
-    @property
-    def made_in(self) -> torch.dtype:
-        """The dtype that the head's product has."""
-        of_both = torch.promote_types(self.hidden.dtype, self.weight.dtype)
-        return of_both if self.cast is None or of_both == torch.float64 else self.cast
 
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
@@ -200,10 +195,8 @@ class DeferredLogits(DeferredTensor):
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
     """What `F.linear(hidden, weight, bias)` would be."""
-    grad = torch.is_grad_enabled()
-    return DeferredLogits(
-        Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product_dtype(hidden, weight))
-    )
+    grad, product = torch.is_grad_enabled(), product_dtype(hidden, weight)
+    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product, product))
 
 
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
@@ -250,19 +243,7 @@ def _tanh(x: DeferredLogits) -> DeferredLogits | None:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
-    def cast(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-        if rest or x.dtype == dtype:
-            return None if rest else x
-        return None if _rounds(x.recipe, dtype) else _with(x, dtype=dtype)
-
-    return cast
-
-
-def _rounds(r: Recipe, dtype: torch.dtype) -> bool:
-    """Whether a cast to 16 bits loses what the logits have: a loss of the hidden states would not. Not back to the dtype of the product."""
-    if torch.finfo(dtype).bits > 16:
-        return False
-    return r.pre != 1.0 or r.post is not None or r.made_in != dtype
+    return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype) if loses_nothing(x, dtype) else None
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.autocast import autocast_dtype
 from .deferred_tensor import DeferredTensor, in_graph
-from .deferred_values import any_class, is_last, one_class_a_row, per_row, row_means
+from .deferred_values import any_class, is_last, loses_nothing, one_class_a_row, per_row, row_means
 
 
 class DeferredLogProbs(DeferredTensor):
@@ -60,6 +60,8 @@ class DeferredLogProbs(DeferredTensor):
 def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> DeferredLogProbs | None:
     """F.log_softmax's third positional argument is a stack level without a meaning here; Tensor's is a dtype."""
     if args or set(rest) - {"_stacklevel"} or not is_last(x, dim) or x.computed is not None:
+        return None
+    if dtype is not None and not loses_nothing(x, dtype):
         return None
     # PyTorch's own: autocast computes it in fp32
     narrow = x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None

@@ -104,6 +104,13 @@ def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
         return made
 
 
+def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
+    """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back to the product's own dtype where nothing
+    was done in between. Any other cast is made: a program's own fp16 logits have another loss, and an observer must see them, or fp64 ones."""
+    as_made = x.recipe.pre == 1.0 and x.recipe.post is None
+    return dtype == torch.float32 or (as_made and dtype == x.recipe.product)
+
+
 def any_class(x: Any) -> Tensor:
     return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
 

@@ -17,11 +17,15 @@ class PrecisionRecord:
     """The record of one run, in its folder.
 
     task_roles  roles that only this kind of run has
+    lora_branch `model.lora_branch`: fp32 where the adapters' own products have a dtype of their own
     writes      False in the other processes of a run: they judge their own observations, and the first process writes the file
     """
 
-    def __init__(self, folder: RunFolder, resolved: Resolved, task_roles: Iterable[str] = (), *, writes: bool = True) -> None:
+    def __init__(
+        self, folder: RunFolder, resolved: Resolved, task_roles: Iterable[str] = (), *, lora_branch: str = "compute", writes: bool = True
+    ) -> None:
         self.folder, self.resolved, self.task_roles, self.writes = folder, resolved, tuple(task_roles), writes
+        self._branch = {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}} if lora_branch == "fp32" else {}
         self._observed: dict[str, Any] = {}
 
     def add(self, seen: Observation) -> None:
@@ -31,7 +35,7 @@ class PrecisionRecord:
             declared = {
                 "precision": self.resolved.precision.text(self.resolved.preset),
                 "preset": self.resolved.preset,
-                "declared": self.resolved.as_json(),
+                "declared": {**self.resolved.as_json(), **self._branch},
             }
             self.folder.write_json(FILE, {**declared, **as_written(self._observed, self.task_roles)})
         seen.raise_if_violated()

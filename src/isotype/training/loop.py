@@ -111,7 +111,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
-        self.precision_record = PrecisionRecord(self.folder, self.resolved, self.task.roles, writes=self.world.first)
+        self.precision_record = PrecisionRecord(
+            self.folder, self.resolved, self.task.roles, lora_branch=self.config.model.lora_branch, writes=self.world.first
+        )
         self.pace = Pace()
         self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False

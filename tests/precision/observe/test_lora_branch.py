@@ -69,7 +69,9 @@ def test_ops_compute_the_branch_in_fp32():
     run = set_up(model, BF16)
     run.observer = Observer(model, BF16, lora_branch="fp32")
     model.train()
-    assert watched_step(run, 1).violations == []
+    seen = watched_step(run, 1)
+    assert seen.violations == []
+    assert set(seen.dtypes["lora_branch"]) == {"fp32"}
     model.eval()
     with torch.no_grad(), generating(model), run.observer.watch(0, role="generate") as made:
         model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)

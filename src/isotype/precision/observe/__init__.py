@@ -6,6 +6,7 @@ arithmetic    the dispatch mode that judges every operator of forward, backward,
 lineage       what each value was computed from, and which precision it lost
 callers       the code that called an operator
 escapes       values that leave PyTorch
+written_back  what code beside a step, as a callback's, writes into trained tensors
 changes       the cheap check for changes of the model between observed steps
 schedule      the choice of the observed steps
 record        the content of `precision.json`, from all observations
@@ -14,5 +15,6 @@ record        the content of `precision.json`, from all observations
 from .observation import UNSEEN, Observation
 from .observer import Observer, floating_tensors, share_changed
 from .schedule import is_observed
+from .written_back import WrittenBack
 
-__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "share_changed"]
+__all__ = ["UNSEEN", "Observation", "Observer", "WrittenBack", "floating_tensors", "is_observed", "share_changed"]

@@ -26,8 +26,10 @@ class Arithmetic(TorchDispatchMode):
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or None for either
+    paused       whether code runs that is not of the step
     """
 
+    paused = False
     supports_higher_order_operators = True
 
     def __init__(self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None) -> None:
@@ -84,6 +86,8 @@ class Arithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self.paused:
+            return out
         with torch._C.DisableTorchFunction():
             self._look(func, args, kwargs or {}, out)
         return out

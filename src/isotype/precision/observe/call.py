@@ -71,7 +71,7 @@ class Call:
     ) -> None:
         self.step, self.op, self.func, self.args, self.kwargs = step, op, func, args, kwargs
         self.inputs, self.outputs = inputs, outputs
-        self.by = caller()
+        self.by = caller(asked=op.kind == ops.CAST)
         self.region = step.regions.now()
         self.module = step.regions.module
         self.seen = step.seen

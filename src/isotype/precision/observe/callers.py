@@ -16,6 +16,10 @@ from torch import nn
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OBSERVER = os.path.dirname(__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# computes an adapter's own products where `lora_branch` is fp32
+_BRANCH = os.path.join(_OURS, "lora", "wide_branch.py")
+# methods of a deferred tensor that run an operator of others on its values
+_HANDS_ON = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 # libraries whose models and layers are what plain practice means here
 _PRACTICE = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
 # models of the Hub lie in a folder of transformers' cache, not among its files
@@ -50,6 +54,10 @@ def is_practice(file: str) -> bool:
     return _room(file) == PRACTICE
 
 
+def is_lora_branch(file: str) -> bool:
+    return file == _BRANCH
+
+
 def forward_files(module: nn.Module) -> Iterator[str]:
     """The files of the forward of a module's class, and of one that was set on the module itself."""
     for forward in (type(module).forward, module.__dict__.get("forward")):
@@ -59,8 +67,11 @@ def forward_files(module: nn.Module) -> Iterator[str]:
             yield code.co_filename
 
 
-def caller() -> Caller:
-    """The caller of the operator that is being dispatched."""
+def caller(*, asked: bool = False) -> Caller:
+    """The caller of the operator that is being dispatched.
+
+    asked  whether to pass by a deferred tensor that became real for it, to the code that asked for the operator
+    """
     frame: FrameType | None = sys._getframe(1)
     kind = file = ""
     line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
@@ -74,7 +85,7 @@ def caller() -> Caller:
         elif where == "optim":
             if not kind and not optimizer and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step"):
                 optimizer, file, line = True, code.co_filename, frame.f_lineno
-        elif where != "observer" and not kind:
+        elif where != "observer" and not kind and not (asked and where == OURS and code.co_name in _HANDS_ON):
             kind = OPTIMIZER if optimizer else where
             if not optimizer:
                 file, line = code.co_filename, frame.f_lineno

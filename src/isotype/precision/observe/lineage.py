@@ -96,23 +96,24 @@ class Lineages:
         self._known: dict[int, tuple[StorageWeakRef, Lineage]] = {}
 
     def of(self, tensor: Tensor) -> Lineage | None:
-        key = _address(tensor)
+        key = address(tensor)
         found = self._known.get(key) if key else None
         return found[1] if found else None
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         """Whether both tensors share one storage."""
-        return bool(address := _address(one)) and address == _address(other)
+        return bool(found := address(one)) and found == address(other)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
-        key = _address(tensor)
+        key = address(tensor)
         if not key:
             return
         found = self._known.get(key)
         self._known[key] = (found[0] if found else StorageWeakRef(tensor.untyped_storage()), lineage)
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """Of its storage; 0 where it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):

@@ -21,7 +21,7 @@ from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
 from ..keep_in_fp32 import modules_kept_in_fp32
 from ..precision import Precision
-from .arithmetic import arithmetic_mode
+from .arithmetic import Arithmetic, arithmetic_mode
 from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
@@ -49,7 +49,7 @@ class Observer:
     ) -> None:
         self.model, self.precision, self.lora_branch, self._read_only = model, precision, lora_branch, read_only
         self._changes = Changes(model)
-        self._know_batch: Callable[[Any], None] | None = None
+        self._watching: tuple[Arithmetic, torch.optim.Optimizer | None] | None = None
         self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
 
     def changed(self) -> bool:
@@ -161,8 +161,22 @@ class Observer:
 
     def know_batch(self, given: Any) -> None:
         """Registers the tensors of a batch, a nest of lists and mappings, in a step that is being watched."""
-        if self._know_batch is not None:
-            self._know_batch(given)
+        if self._watching is not None:
+            self._watching[0].know_batch(given)
+
+    @contextmanager
+    def set_apart(self) -> Iterator[None]:
+        """Code that is not of the step, such as a callback, runs in this block: a step that is being watched does not judge it."""
+        if self._watching is None:
+            yield
+            return
+        arithmetic, optimizer = self._watching
+        arithmetic.paused = True
+        try:
+            yield
+        finally:
+            arithmetic.know(self.model, optimizer)
+            arithmetic.paused = False
 
     @contextmanager
     def watch(
@@ -181,6 +195,8 @@ class Observer:
             arithmetic.know(other, None)
 
         def escaped(way: str, tensor: Tensor, by: Caller) -> None:
+            if arithmetic.paused:
+                return
             known = arithmetic.lineages.of(tensor)
             lineage = known or NOTHING
             if not tensor.is_floating_point() and not lineage.integers:
@@ -208,8 +224,8 @@ class Observer:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
             stack.enter_context(Escapes(escaped, arithmetic.step.attention_calls, arithmetic.step.quantiles))
             stack.enter_context(arithmetic)
-            self._know_batch = arithmetic.know_batch
-            stack.callback(setattr, self, "_know_batch", None)
+            self._watching = arithmetic, optimizer
+            stack.callback(setattr, self, "_watching", None)
             yield observation
         arithmetic.finish()
         self._look_at_product_setting(observation, role)
@@ -254,6 +270,8 @@ class Observer:
         in_fp32 = modules_kept_in_fp32(outermost, to_torch(self.precision.compute))
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._watching is not None and self._watching[0].paused:
+                return
             declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, in_fp32))
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from ...dtypes import FLOATS
 from .call import Call, float_word
-from .callers import ENGINE, OURS, PRACTICE
+from .callers import ENGINE, OURS, PRACTICE, is_lora_branch
 from .lineage import Lineage
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 
@@ -39,7 +39,7 @@ def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
         call.seen.note(step.role, call.symbol, dtype, step.compute, allowed=(dtype,))
         return clean
     if call.by.kind == OURS:
-        call.seen.dtypes["isotype_ops"][dtype] += 1
+        call.seen.dtypes["lora_branch" if is_lora_branch(call.by.file) else "isotype_ops"][dtype] += 1
         # recorded by autograd, unlike what runs inside an autograd function: backward mirrors it
         step.wide_forward = step.wide_forward or torch.is_grad_enabled()
     elif call.by.kind == ENGINE and call.region == BACKWARD:
