@@ -116,12 +116,12 @@ class WrittenBack(TorchDispatchMode):
     def _lost(self, op: ops.Operator, inputs: list[Tensor], lineages: list[Lineage], outputs: list[Tensor]) -> set[str]:
         """The dtypes other than fp32 that values pass through here. What is made of nothing, as a mask or noise, loses nothing."""
         data = [tensor for tensor, lineage in zip(inputs, lineages) if lineage.from_]
-        words = {float_word(tensor.dtype) for tensor in [*data, *outputs] if tensor.numel() > 1}
+        words = {word for t in [*data, *outputs] if t.numel() > 1 and (word := float_word(t.dtype)) is not None}
         if op.kind == ops.ROUND and data:
             words.add(_GRID)
         if op.kind == ops.CAST and any(tensor.is_floating_point() for tensor in data):
             words |= {name(t.dtype) for t in outputs if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool}
-        return {word for word in words if word not in (None, "fp32")}  # type: ignore[misc]  # None is left out
+        return words - {"fp32"}
 
     def _judge(self, trained: _Trained, made: Lineage) -> None:
         declared = name(trained.tensor.dtype)
