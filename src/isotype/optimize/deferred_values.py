@@ -106,7 +106,7 @@ def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
 
 def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
     """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back to the product's own dtype where nothing
-    was done in between. Any other cast is made: a program's own fp16 logits have another loss, and an observer must see them, or fp64 ones."""
+    was done in between. Any other cast is made: a program's own fp16 logits have another loss, and an observer must see fp64 ones too."""
     as_made = x.recipe.pre == 1.0 and x.recipe.post is None
     return dtype == torch.float32 or (as_made and dtype == x.recipe.product)
 
