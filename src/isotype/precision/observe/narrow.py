@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import torch
@@ -47,7 +48,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         )
     if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
         return made
-    of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not _inside_a_familys_layer(call))
+    of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not _in_a_familys_part(call))
     if of_the_loss and made.activation and itemsize(dtype) < itemsize(precision.loss):
         _report_narrower(call, "loss", dtype, precision.loss)
     if not narrow:
@@ -105,6 +106,10 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _inside_a_familys_layer(call: Call) -> bool:
-    """Whether code of transformers computes inside one of its layers, where a logsumexp belongs to attention (Granite SWA's sinks)."""
-    return call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))
+def _in_a_familys_part(call: Call) -> bool:
+    """Whether code of transformers computes in a module that is given no labels, where a logsumexp is no loss: a layer with attention
+    sinks (Granite SWA), a model of bytes whose entropy ends a patch (BLT)."""
+    if call.by.kind != PRACTICE or not call.step.regions.stack:
+        return False
+    given = inspect.signature(type(call.step.regions.stack[-1].module).forward).parameters
+    return not any("label" in name or "target" in name for name in given)
