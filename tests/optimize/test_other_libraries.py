@@ -15,7 +15,7 @@ from torch import nn
 from isotype.optimize import optimize, restore
 from isotype.optimize.head import BYPASSED
 from isotype.optimize.instances import foreign
-from isotype.optimize.rotary import has_the_form, rotary_name
+from isotype.optimize.rotary import has_the_form, replacement, rotary_name, tables
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -128,6 +128,19 @@ def test_a_rotation_is_recognised_by_its_signature(monkeypatch):
     assert ("rotary", "rope") in {(e.part, e.op) for e in optimize(model).replaced}
     got, _ = loss_and_gradients(model, batch())
     torch.testing.assert_close(got, want)
+
+
+def test_a_rotation_that_is_called_without_keys_is_the_models_own():
+    """Qwen 4's indexer rotates its queries alone, and its attention both, by the same function."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb as original
+
+    ours = replacement(original, False, False)
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    cos, sin = (table.float() for table in tables(5, 4, False))
+    torch.testing.assert_close(ours(q, cos=cos, sin=sin), original(q, cos=cos, sin=sin))
+    across = q.transpose(1, 2)
+    torch.testing.assert_close(ours(across, cos=cos, sin=sin, unsqueeze_dim=2), original(across, cos=cos, sin=sin, unsqueeze_dim=2))
+    torch.testing.assert_close(ours(q, k, cos=cos, sin=sin), original(q, k, cos, sin))
 
 
 def apply_rotary_to_one(x, cos, sin):

@@ -127,10 +127,15 @@ def tables_of(model: nn.Module) -> Tables:
 
 
 def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # other arguments (unsqueeze_dim, position ids of older models) change the computation: the original is called
-        if args or kwargs or cos.dim() != 3 or q.dim() != 4:
-            return original(q, k, cos, sin, *args, **kwargs)
+    names = tuple(inspect.signature(original).parameters)[:4]
+
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
+        if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
+            return original(*args, **kwargs)
+        q, k, cos, sin = *args, *(kwargs[name] for name in names[len(args) :])
+        if k is None or cos.dim() != 3 or q.dim() != 4:
+            return original(q, k, cos, sin)
         return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
 
     return apply_rotary_pos_emb

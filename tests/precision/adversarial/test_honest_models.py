@@ -115,6 +115,20 @@ def test_tables_that_a_family_stores_with_its_weights_are_no_violation():
     assert [finding.message for finding in seen.violations] == []
 
 
+def test_an_entropy_that_a_family_computes_in_compute_is_no_loss():
+    """BLT ends a patch where the entropy of a small model of its own is high."""
+    part = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model(
+        "blt", vocab_size=96, use_cache=False, encoder_hash_byte_group_vocab=50, encoder_hash_byte_group_size=[3],
+        patcher_config=part, encoder_config={**part, "hidden_size_global": 64}, decoder_config={**part, "hidden_size_global": 64},
+        global_config={**part, "hidden_size": 64},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    seen = watched_step(set_up(model, PRESETS["bf16-lora"]), 1)
+    assert [finding.message for finding in seen.violations] == []
+
+
 def test_a_narrowed_table_of_rotary_positions_is_a_violation():
     run = set_up(built("llama", "bf16-mixed", ""), PRESETS["bf16-mixed"])
     rotary = run.model.model.rotary_emb
