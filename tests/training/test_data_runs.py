@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.config.sources import check_data
 from isotype.errors import UsageError
+from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import plan, train
+from isotype.training.resume_record import Changed
+from isotype.training.same_data import compare_data
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},
@@ -43,7 +47,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
     (tmp_path / "halved/result.json").unlink()
     again = load(tmp_path / "halved/resolved.yaml", resolved=True)
     assert train(again, resume=tmp_path / "halved") == 0
-    assert "not those that the run was begun with" not in capsys.readouterr().out
+    assert "not those of the run's last start" not in capsys.readouterr().out
     ours, theirs = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "halved"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     facts = json.loads((tmp_path / "whole/data.json").read_text())
@@ -69,12 +73,31 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
         file.write_text(file.read_text().replace("How", "So how") if file == mine else template.read_text().replace(": ", " says "))
         capsys.readouterr()
         assert train(configured(data=data, train={"steps": step}), resume=tmp_path / "run") == 0
-        said = next(line for line in capsys.readouterr().out.splitlines() if "not those that the run was begun with" in line)
+        said = next(line for line in capsys.readouterr().out.splitlines() if "not those of the run's last start" in line)
         assert words in said
         changes = json.loads((tmp_path / "run/resumes.json").read_text())["changes"]
         assert {"after_step": step - 1, "of": "rows", "what": said.removeprefix("changed").strip()} in changes
         assert "resumes.json" in json.loads((tmp_path / "run/data.json").read_text())["notes"][-1]
     assert {"after_step": 3, "of": "settings", "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)"} in changes
+
+
+def test_a_setting_that_changes_the_rows_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
+    class Rows:
+        def records(self) -> dict[str, Any]:
+            return {"data.json": {"train": {"rows": 3}}}
+
+        def fingerprint(self) -> str:
+            return "of 24 tokens"
+
+    folder, said = RunFolder(tmp_path), []
+    folder.write_json("plan.json", {"data": "of 96 tokens"})
+    folder.write_json("data.json", {"train": {"rows": 3}})
+    given = [Changed("settings", "data.max_length: 96 -> 24"), Changed("settings", "train.steps: 3 -> 4")]
+    (found,) = compare_data(cast(Any, Rows()), folder, cast(Any, SimpleNamespace(say=said.append)), given)
+    assert found == Changed(
+        "rows", "the rows are not those of the run's last start (data.max_length): it goes on at the same place in them"
+    )
+    assert said == [f"changed   {found.what}"]
 
 
 def test_a_resumed_stream_is_told_of_a_change_behind_its_first_rows(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
@@ -85,7 +108,7 @@ def test_a_resumed_stream_is_told_of_a_change_behind_its_first_rows(configured: 
     with mine.open("a") as file:
         file.write(mine.read_text().splitlines()[0] + "\n")
     assert train(configured(data=data, train={"steps": 2}), resume=tmp_path / "run") == 0
-    assert "the rows are not those that the run was begun with" in capsys.readouterr().out
+    assert "the rows are not those of the run's last start" in capsys.readouterr().out
 
 
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:

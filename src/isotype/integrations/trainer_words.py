@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _WORDS = {
+    "run.sample_every: 0 trains without samples; ": "",
     "train.learning_rate": "learning_rate",
     "train.clip": "max_grad_norm",
     "train.batch_size": "per_device_train_batch_size",

@@ -221,7 +221,7 @@ def _run(
     if resuming:
         world.first_does(lambda: refuse_fewer_steps(loop))
     if changes is not None:
-        known = [*changes, *(compare_data(task, folder, console) if world.first else [])]
+        known = [*changes, *(compare_data(task, folder, console, changes) if world.first else [])]
         world.first_does(lambda: keep_changes(folder, known))
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None

@@ -1,8 +1,8 @@
-"""Tells a resumed run that its rows are not those that it was begun with: a file, the tokenizer or its template has changed."""
+"""Tells a resumed run that its rows are not those of its last start: a file, a setting, the tokenizer or its template has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..runs.folder import RunFolder
@@ -13,8 +13,11 @@ from .task import Task
 DATA = "data"  # in plan.json
 
 
-def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
-    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared."""
+def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()) -> list[Changed]:
+    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared.
+
+    settings  those that this start changes
+    """
     try:
         before = folder.read_json("plan.json")[DATA]
     except (OSError, ValueError, LookupError, TypeError):
@@ -31,11 +34,12 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> list[Cha
     changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
     if not changed and before == task.fingerprint():
         return []
-    what = ", ".join(changed[:5]) or "the files are the same: the tokenizer, its chat template or a library"
+    by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
+    what = ", ".join([*changed[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
     was, now = _rows(recorded), _rows(facts)
     if was != now and not streamed:
         what += f"; training rows: {was} before, {now} now"
-    line = f"the rows are not those that the run was begun with ({what}): it goes on at the same place in them"
+    line = f"the rows are not those of the run's last start ({what}): it goes on at the same place in them"
     console.say(f"changed   {line}")
     return [Changed("rows", line)]
 

@@ -159,3 +159,4 @@ def test_an_evaluation_or_a_generation_that_fails(subject, code, rehearsed):
     (finding,) = rehearsed(one)
     assert finding.code == code
     assert "mat1 and mat2" in finding.message
+    assert ("run.sample_every: 0" in str(finding.fix)) == (code == "PF017")

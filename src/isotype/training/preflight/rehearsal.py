@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
             together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
             subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
         except STEP_ERRORS as error:
-            yield _failed("PF017", "a small sample", error)
+            failed = _failed("PF017", "a small sample", error)
+            yield replace(failed, fix=f"run.sample_every: 0 trains without samples; {failed.fix}")
 
 
 def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
