@@ -38,6 +38,7 @@ def test_a_plan_shows_what_a_run_would_do(stories, tmp_path, monkeypatch):
     text = made.as_text()
     for word in ("precision   fp32", "5 steps of 4 rows", "activations of 4 x 64", "frozen weights"):
         assert word in text
+    assert text.count("preset fp32") == 1, "a reason that all roles share is said once"
     assert list(tmp_path.iterdir()) == [], "a plan leaves nothing behind"
 
 

@@ -8,7 +8,7 @@ from .precision import Precision
 PRESETS: dict[str, Precision] = {name: Precision(**roles) for name, roles in NAMED_ROLES.items()}
 
 ABOUT = {
-    "fp32": "everything in fp32: the reference, and the choice where bf16 is not native",
+    "fp32": "everything in fp32, the reference",
     "bf16-mixed": "full fine-tuning: fp32 weights, bf16 products",
     "bf16-lora": "LoRA: bf16 base, fp32 adapters",
     "nf4-lora": "QLoRA: 4-bit base, fp32 adapters",

@@ -76,12 +76,14 @@ class Plan:
 
     def as_text(self) -> str:
         s = self.schedule
-        roles = self.resolved.rows()
+        # a reason that is the preset's own is said once, above the roles
+        why = self.resolved.why_preset
+        roles = [(role, value, "" if why.startswith(reason) else reason) for role, value, reason in self.resolved.rows()]
         name_width, value_width = max(10, *(len(role) + 1 for role, _, _ in roles)), max(len(value) for _, value, _ in roles)
         lines = [
             f"device      {self.hardware.name} ({self.hardware.generation}), bf16 {self.hardware.bf16}",
             f"precision   {self.resolved.preset}: {self.resolved.why_preset}",
-            *[f"  {role:<{name_width}}{value:<{value_width}}  {reason}" for role, value, reason in roles],
+            *[f"  {role:<{name_width}}{value:<{value_width}}  {reason}".rstrip() for role, value, reason in roles],
             f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
             f"data        {self.data_lines[0]}",
