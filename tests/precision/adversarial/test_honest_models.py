@@ -216,6 +216,60 @@ def test_masks_signs_and_counts_are_not_taken_for_rounded_values(preset):
         assert not seen.unobserved
 
 
+class Layouts(MLP):
+    """Tensors without a dense storage of their own: a sparse graph in three forms, rows of several lengths, the meta device."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        graph = torch.eye(self.up.in_features) + torch.eye(self.up.in_features).roll(1, 0) / 2
+        self.register_buffer("coordinates", graph.to_sparse(), persistent=False)
+        self.register_buffer("compressed", graph.to_sparse_csr(), persistent=False)
+
+    def forward(self, x):
+        y = super().forward(x)
+        columns = x.flatten(0, 1).T
+        ends = torch.arange(x.shape[-1])
+        drawn = torch.sparse_coo_tensor(torch.stack([ends, ends.flip(0)]), self.up.weight[0], check_invariants=False)
+        for graph in (self.coordinates, self.compressed, drawn):
+            y = y + 0.1 * (graph @ columns).T.reshape(x.shape)
+        rows = torch.nested.nested_tensor([x.detach()[0], x.detach()[1, :3]])
+        jagged = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+        shape = self.act(torch.empty(x.shape, device="meta")).shape
+        return (y + torch.nested.to_padded_tensor(rows, 0.0) + self.down(self.act(self.up(jagged))).to_padded_tensor(0.0)).reshape(shape)
+
+
+def test_sparse_nested_and_meta_tensors_are_looked_at_like_others():
+    run = set_up(tiny(mlp=Layouts), PRESETS["fp32"])
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+class OfOneDnn(MLP):
+    def forward(self, x):
+        return super().forward(x + x.detach().to_mkldnn().to_dense())
+
+
+def test_a_tensor_in_the_layout_of_onednn_is_said_to_be_unobserved():
+    run = set_up(tiny(mlp=OfOneDnn), PRESETS["fp32"])
+    seen = watched_step(run, 1)
+    assert not seen.violations
+    assert list(seen.unobserved) == ["values from outside in layers.1.mlp"]
+
+
+def test_a_look_that_fails_is_said_and_the_program_goes_on(monkeypatch):
+    def refuse(values):
+        raise NotImplementedError("isfinite is not there for this kind of tensor")
+
+    monkeypatch.setattr("isotype.precision.observe.few_bits._sample", refuse)
+    run = set_up(tiny(mlp=Masks), PRESETS["fp32"])
+    seen = watched_step(run, 1)
+    assert not seen.violations
+    (said,) = set(seen.unobserved.values())
+    assert said == "looking at its tensors failed: isfinite is not there for this kind of tensor"
+
+
 def test_a_product_of_an_objectives_own_gives_no_violation_in_backward():
     """A contrastive loss multiplies normalised hidden states in fp32."""
     run = set_up(tiny(), PRESETS["bf16-mixed"])

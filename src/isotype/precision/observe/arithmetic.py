@@ -97,7 +97,11 @@ class Arithmetic(TorchDispatchMode):
             return  # the loop around the model: a sampler's choice of a token, a pipeline's scheduler and VAE
         op = ops.operator(func)
         inputs, outputs = plain_tensors([args, kwargs], []), plain_tensors(out, [])
-        Judge(self.step, op, func, args, kwargs, inputs, outputs).judge()
+        judge = Judge(self.step, op, func, args, kwargs, inputs, outputs)
+        try:
+            judge.judge()
+        except (RuntimeError, TypeError) as error:  # of a tensor whose kind lacks an operator that the look needs; the program goes on
+            judge.unobserved(f"{op.name} in {judge.module or judge.region}", f"looking at its tensors failed: {str(error).splitlines()[0]}")
 
 
 class _BesideCompiler(Arithmetic):

@@ -52,7 +52,8 @@ class Escapes(TorchFunctionMode):
         if way is not None and args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():
                 tensor = args[0]
-                plain = type(tensor) in (Tensor, torch.nn.Parameter)  # a subclass of its own may have no values yet
+                # a subclass of its own may have no values yet, as what is on the meta device has none
+                plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
                 if plain and not _expected(way, by := caller()):
                     self.said(way, tensor, by)
         return func(*args, **(kwargs or {}))

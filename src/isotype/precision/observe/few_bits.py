@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .lineage import readable
+
 # bits of the fraction that a value may use at most for a finding, where `compute` has 23, 10 and 7
 _FEW = {"fp32": 15, "fp16": 6, "bf16": 4}
 _STORED = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
@@ -22,9 +24,10 @@ def few_bits(tensor: Tensor, compute: str) -> str | None:
 
     At least 256 elements are needed; of a larger tensor the first 2,048 are looked at.
     """
-    if tensor.dtype not in _STORED or compute not in _FEW or tensor.numel() < _ELEMENTS or tensor.device.type == "meta":
+    values = readable(tensor)
+    if values is None or values.dtype not in _STORED or compute not in _FEW or values.numel() < _ELEMENTS:
         return None
-    levels = _sample(tensor).float()
+    levels = _sample(values).float()
     levels = levels[levels.isfinite()].unique()
     if levels.numel() <= _LEVELS:
         # a mask has values of one sign, and a sign that multiplies something else is 1
@@ -35,7 +38,7 @@ def few_bits(tensor: Tensor, compute: str) -> str | None:
     few = _FEW[compute]
     if not bool((levels.view(torch.int32) & ((1 << (23 - few)) - 1)).any()):
         return f"no value uses more than {few + 1} bits"
-    steps = _steps(levels, _STORED[tensor.dtype])
+    steps = _steps(levels, _STORED[values.dtype])
     return f"values are multiples of one number, {steps} steps apart" if steps and steps <= _STEPS[compute] else None
 
 

@@ -159,7 +159,7 @@ class Judge(Call):
         if self.op.name == "_local_scalar_dense" and self.by.kind == USER:
             self.step.numbers_left = self.step.numbers_left or any(lineage is None or lineage.data for _, lineage in known)
         for index, (tensor, lineage) in enumerate(known):
-            if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter):
+            if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
                 continue
             if lineage is None:
                 if self.step.given.of(tensor) is None:

@@ -105,17 +105,33 @@ class Lineages:
         return bool(found := address(one)) and found == address(other)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
-        key = address(tensor)
-        if not key:
+        key, values = address(tensor), stored(tensor)
+        if not key or values is None:
             return
         found = self._known.get(key)
-        self._known[key] = (found[0] if found else StorageWeakRef(tensor.untyped_storage()), lineage)
+        self._known[key] = (found[0] if found else StorageWeakRef(values.untyped_storage()), lineage)
+
+
+def stored(tensor: Tensor) -> Tensor | None:
+    """The tensor whose storage holds its values: itself, or the values of a sparse one. None for oneDNN's layout, which has no storage."""
+    if tensor.layout is torch.strided:
+        return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return None if tensor.layout is torch._mkldnn else tensor.values()
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """Its values as a dense tensor, to look at them. None for the meta device, rows of several lengths and oneDNN's layout."""
+    values = stored(tensor)
+    return None if values is None or values.is_nested or values.device.type == "meta" else values
 
 
 def address(tensor: Tensor) -> int:
     """Of its storage; 0 where it has none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        values = stored(tensor)
+        return 0 if values is None else int(values.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return 0  # a subclass that stands for something else has no storage
 

@@ -25,7 +25,7 @@ from .arithmetic import Arithmetic, arithmetic_mode
 from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
-from .lineage import NOTHING
+from .lineage import NOTHING, readable
 from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
 from .states import COUNT, COUNTS, SCALES, allowed_beside, states_of
@@ -323,7 +323,9 @@ def _is_a_programs_scale(model: nn.Module, full: str, buffer: Tensor) -> bool:
 
 
 def _is_table(buffer: Tensor) -> bool:
-    return int(buffer.detach().float().unique().numel()) > _FEW if buffer.numel() > _FEW else buffer.numel() > 1 and not _whole(buffer)
+    if (values := readable(buffer.detach())) is None:
+        return False
+    return int(values.float().unique().numel()) > _FEW if values.numel() > _FEW else values.numel() > 1 and not _whole(values)
 
 
 def _whole(buffer: Tensor) -> bool:

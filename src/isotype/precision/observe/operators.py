@@ -292,7 +292,12 @@ _EXACT = [
     "set",
     "resize",
     "_to_sparse",
+    "_to_dense",
+    "to_mkldnn",
+    "to_padded_tensor",
+    "_values",
     "values",
+    "_indices",
     "indices",
     "bernoulli",
     "contiguous",
@@ -444,6 +449,9 @@ class Operator:
         self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
         schema = getattr(func, "_schema", None)
         self.writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments) if schema else ()
+        # a question about sizes, strides or layout
+        if self.kind == ARITHMETIC and schema and not any(self.writes) and not any("Tensor" in str(r.type) for r in schema.returns):
+            self.kind = EXACT
 
 
 _known: dict[Any, Operator] = {}
