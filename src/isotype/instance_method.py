@@ -1,11 +1,14 @@
 """A method of one instance that replaces its class's. `optimize` and `apply_precision` put such methods on modules.
 
 A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
-read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too. Imports no torch.
+read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too.
+
+A program may give the class another method at any time, which means its instances too: that one runs then. Imports no torch.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from types import MethodType
@@ -18,20 +21,47 @@ class InstanceMethod:
     function  importable by its name, which is what a pickle holds; see MadeMethod for one that is not
     name      the method's
     before    what the instance had in its place when this one was put there; None for its class's
+    over      the class's method that the function computes; None where the class had another one as this was pickled
     """
 
     # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to their wrapper
-    __slots__ = ("__weakref__", "before", "function", "instance", "name")
+    __slots__ = ("__weakref__", "before", "function", "instance", "name", "over")
 
     def __init__(self, function: Callable[..., Any], instance: Any, name: str = "forward") -> None:
         self.function, self.instance, self.name, self.before = function, instance, name, None
+        self.over: Any = getattr(type(instance), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.instance, *args, **kwargs)
+        own = getattr(type(self.instance), self.name)
+        return (self.function if own is self.over else own)(self.instance, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
+        made = memo[id(self)] = object.__new__(type(self))
+        for slot in (slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ()) if slot != "__weakref__"):
+            value = getattr(self, slot)
+            setattr(made, slot, copy.deepcopy(value, memo) if slot in ("instance", "before") else value)
+        return made
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        # `over` is looked up where it is read: a pickle would hold it by its name, under which a class may have another method by then
+        return self.stands, (self.function, self.instance, self.name), self.before
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        stood, made, before = state
+        self.__init__(*made)  # type: ignore[misc]  # as it was made
+        self.before = before
+        if not stood:
+            self.over = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether a call runs the function: the class has the method that it had."""
+        return getattr(type(self.instance), self.name) is self.over
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        return self.function
+        own: Callable[..., Any] = getattr(type(self.instance), self.name)
+        return self.function if self.stands else own
 
     @property
     def __self__(self) -> Any:
@@ -65,6 +95,8 @@ class InstanceMethod:
             attributes[key] = there
         # a wrapper's closure still holds this object
         self.function = there.__func__
+        if self.before is None:
+            self.over = None
 
 
 class MadeMethod(InstanceMethod):
@@ -81,9 +113,4 @@ class MadeMethod(InstanceMethod):
         self.make, self.arguments = make, arguments
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.make, self.arguments, self.instance, self.name, self.before
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *made, before = state
-        MadeMethod.__init__(self, *made)
-        self.before = before
+        return self.stands, (self.make, self.arguments, self.instance, self.name), self.before

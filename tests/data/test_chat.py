@@ -148,3 +148,21 @@ def test_a_template_that_does_not_write_tools_is_named(families: SimpleNamespace
         _, tally = learnt(families, template, messages, tools)
         assert (tally.calls_unseen, tally.tools_unseen) == unseen
         assert Tally.sum([tally.as_json(), tally.as_json()]).calls_unseen == 2 * unseen[0]
+
+
+def test_tools_do_not_stand_for_calls_of_the_same_name(families: SimpleNamespace) -> None:
+    messages = said("u is the weather dry?", "a let me see", "t rain", "a it rains")
+    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+    turns = families.templates["chatml"]
+    no_calls, no_tools = (
+        "{{ tools | tojson }}" + turns,
+        turns + "{{ messages | map(attribute='tool_calls') | select('defined') | list | tojson }}",
+    )
+    picky = "{% if tools[0].function.name != 'weather' %}{{ raise_exception('an unknown tool') }}{% endif %}" + turns
+    other = [{"type": "function", "function": {"name": "clock", "description": "d", "parameters": {}}}]
+    for template, given, unseen in (
+        (no_calls, tools, (1, 0)), (no_tools, tools, (0, 1)), (turns, tools, (1, 1)), (picky, tools + other, (0, 1)),
+    ):  # fmt: skip
+        _, tally = learnt(families, template, messages, given)
+        assert (tally.calls_unseen, tally.tools_unseen) == unseen, template

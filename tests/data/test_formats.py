@@ -170,6 +170,18 @@ def test_what_is_said_of_a_row_has_the_names_of_its_file() -> None:
     assert caught.value.message == "x.jsonl:3: completion must be text, got a number; of this file's keys: targets (read as completion)"
 
 
+def test_a_column_of_several_lines_is_named_with_or_without_them() -> None:
+    row = {"What do you ask? (be short)": "a", "answer": "b", "id": 1}
+    for name in ("What do you ask?\n(be short)", "What do you ask? \r\n (be short)\n", "What do you ask? (be short)"):
+        columns = {"prompt": name, "completion": "answer"}
+        assert read(row, columns=columns).prompt == "a"
+        assert ignored_keys(row, "prompt_completion", columns) == ["id"]
+    kept = {"What do you ask?\n(be short)": "c", **row}  # JSON's own key, as it is
+    assert read(kept, columns={"prompt": "What do you ask?\n(be short)", "completion": "answer"}).prompt == "c"
+    with pytest.raises(UsageError, match=r"data\.columns\.prompt: What do you ask\? \(be short\)$"):
+        read(row, columns={"prompt": "what do you ask?", "completion": "answer"})
+
+
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(UsageError, match=r"x\.jsonl:3: no key 'ansewr', but 'answer': data\.columns\.completion: answer"):
         read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})

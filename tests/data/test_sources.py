@@ -72,6 +72,31 @@ def test_the_files_of_runs_are_no_data(folder: Path, name: str) -> None:
         found("runs/a/*.jsonl")
 
 
+@pytest.mark.parametrize(("files", "told"), [
+    (["train.jsonl", "validation.jsonl"], "set: 1 file is named as another split than train and is read like the others (validation"),
+    (["train/a.jsonl", "dev/a.jsonl"], "(dev/a.jsonl)"),
+    (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "(data/test-00000-of-00001.jsonl)"),
+    (["my_train.jsonl", "my-held-out.jsonl", "Eval.jsonl"], "are read like the others (Eval.jsonl, my-held-out.jsonl)"),
+    (["test/train.jsonl", "test/more.jsonl"], "(test/more.jsonl)"),
+    (["train.jsonl", "contest.jsonl", "devices.jsonl", "evaluations/train.jsonl"], None), (["test.jsonl", "a.jsonl"], None),
+])  # fmt: skip
+def test_files_named_as_other_splits_beside_train_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], told: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(files):
+        path = tmp_path / "test/set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lines(ROWS[i : i + 1]))
+    monkeypatch.chdir(tmp_path / "test")  # a folder above the data names no split
+    for name in ("set", "set/**/*.jsonl"):
+        one = found(name)
+        assert len(asked(one)) == len(files)
+        said = [note for note in one.notes if "split" in note]
+        assert len(said) == (told is not None)
+        assert told is None or told.replace("set:", f"{name}:") in said[0]
+
+
 def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS[:1]).slice(0, 0), folder / "set/d.parquet")
     (folder / "set/e.jsonl").write_bytes(b"")

@@ -340,6 +340,22 @@ def test_a_model_whose_class_has_no_input_embeddings_is_optimised():
     torch.testing.assert_close(mine.eval()(**values).loss, model.eval()(**values).loss)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_outlined_on_the_meta_device_is_optimised_and_filled(family):
+    """As `torch.device("meta")` makes it, for `load_state_dict(assign=True)`: its tables are asked for their form, and have no values."""
+    plain = tiny(family)
+    with torch.device("meta"):
+        model = type(plain)(plain.config)
+    placed = optimize(model, device_type="cpu")
+    assert all(buffer.is_meta for _, buffer in model.named_buffers())
+    assert [(e.module, e.op) for e in placed.entries] == [(e.module, e.op) for e in optimize(tiny(family)).entries]
+    model.load_state_dict(plain.state_dict(), assign=True)
+    for name, buffer in plain.named_buffers():
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).register_buffer(leaf, buffer, persistent=False)
+    same_training(plain, model)
+
+
 def test_an_optimised_model_runs_on_the_meta_device():
     """As for its shapes or its parts' sizes: autocast does not know that device."""
     model = tiny("llama")

@@ -172,11 +172,12 @@ class Encoder:
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-                tally.calls_unseen += unwritten((call for m in messages for call in m.get("tool_calls") or ()), text)
-                tally.tools_unseen += unwritten(example.tools or (), text)
                 tally.reasoning_unseen += any(unread_reasoning(m, text) for m in messages)
                 assert self._written is not None
-                tally.turns_unseen.update(self._written.left_out(messages, example.tools, example.place))
+                left_out = self._written.left_out(messages, example.tools, text, example.place)
+                tally.turns_unseen.update(left_out.roles)
+                tally.calls_unseen += left_out.calls
+                tally.tools_unseen += left_out.tools
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
@@ -355,14 +356,6 @@ def placeholders(example: Example) -> set[str]:
     answers = [m.get("content") for m in example.messages or () if m["role"] == "assistant"] + [example.completion]
     words = (answer.strip() for answer in answers if isinstance(answer, str) and len(answer) < 32)
     return {word for word in words if word.casefold() in _NO_VALUE}
-
-
-def unwritten(tools: Iterable[Any], text: str) -> bool:
-    """Whether a tool, or a call of one, is nowhere in the text: the template does not know of tools."""
-    names = [
-        tool.get("function", tool).get("name") for tool in tools if isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
-    ]
-    return any(isinstance(name, str) and name not in text for name in names)
 
 
 def unread_reasoning(message: Message, text: str) -> bool:

@@ -17,7 +17,7 @@ from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
-from .read import Record
+from .read import Record, column_name
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Columns = Mapping[str, str] | None
@@ -110,6 +110,7 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
         raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}")
     if not columns:
         return record.value
+    columns = _as_in(record.value, columns)
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
         if not any(ours in form.keys + form.beside for form in FORMATS.values()):
@@ -119,6 +120,11 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
             raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
     return row
+
+
+def _as_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, str]:
+    """`data.columns` with the row's own keys: a table's have one line, also where the file and the setting have several."""
+    return {ours: theirs if theirs in row or (one := column_name(theirs)) not in row else one for ours, theirs in columns.items()}
 
 
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
@@ -154,7 +160,8 @@ def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answ
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
     """Keys of a row that nothing reads."""
-    used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns or ()) | set((columns or {}).values())
+    columns = _as_in(row, columns or {})
+    used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns) | set(columns.values())
     return [key for key in row if key not in used]
 
 
@@ -295,7 +302,9 @@ def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     within = [key for key, value in row.items() if isinstance(value, dict) and (key == begin or theirs in value)]
     if within:
         return f" (data.columns.{ours}): {_one_level_up(within[0], row)}"
-    close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
+    named = [key for key in row if isinstance(key, str)]
+    longer = [key for key in named if key.casefold().startswith(column_name(theirs).casefold())]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(theirs.lower(), named, n=1, cutoff=0.75)
     return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours}) among {_listed(row)}"
 
 

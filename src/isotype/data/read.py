@@ -38,6 +38,7 @@ _OTHER_KINDS = (
     (b"\xfd7zXZ\0", "compressed with xz", ""),
     (b"BZh91AY&SY", "compressed with bzip2", ""),
 )
+_LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 BLOCK = 1 << 20  # bytes that `text_blocks` reads at a time
 
 
@@ -66,6 +67,11 @@ class Record:
 def ending(path: Path) -> str:
     """What a file is, by its name: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def column_name(cell: str) -> str:
+    """A column's name as a row has it: in one line, where a spreadsheet wraps it."""
+    return _LINE_ENDS.sub(" ", cell.strip())
 
 
 def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False) -> Path:

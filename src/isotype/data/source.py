@@ -11,13 +11,12 @@ from typing import Any
 from ..config.sources import SourceSpec
 from .bad_rows import BadRow, RowError
 from .formats import Example, FormatName, detect, example, ignored_keys
+from .named_splits import SPLITS, TRAINED
 from .progress import Meter
 from .read import NoRows, Record
 
 NO_ROWS = "the file holds no rows"
 _SPLIT_KEYS = {"split", "subset", "partition", "fold", "set"}
-_TRAINED_SPLITS = {"train", "training"}
-_SPLITS = _TRAINED_SPLITS | {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "held_out"}
 _LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
@@ -100,7 +99,7 @@ class Source:
         remarks = {remark: list(found) for remark, found in self.remarks.items()} | {
             f"the {key} {split!r} and are used like the others: {do}": list(found)
             for (key, split), found in self.splits.items()
-            if split.casefold() not in _TRAINED_SPLITS and sum(other == key for other, _ in self.splits) > 1
+            if split.casefold() not in TRAINED and sum(other == key for other, _ in self.splits) > 1
         }
         return {"ignored_keys": dict(self.ignored)} | ({"remarks": remarks} if remarks else {})
 
@@ -117,4 +116,4 @@ class Source:
 
 
 def _is_split(value: Any) -> bool:
-    return isinstance(value, str) and value.casefold() in _SPLITS
+    return isinstance(value, str) and value.casefold() in SPLITS

@@ -21,6 +21,7 @@ from ..errors import UsageError
 from .bad_rows import BadRow, RowError
 from .formats import Example
 from .json_rows import read_json
+from .named_splits import note_splits
 from .progress import Meter
 from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .run_files import without_runs
@@ -245,7 +246,8 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     if any(mark in name for mark in "*?[") and not path.exists():
         there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
         plain = takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts)
-        matched, notes = _reached(name, there, below=Path(*plain))
+        below = Path(*plain)
+        matched, notes = _reached(name, there, below=below)
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
@@ -253,7 +255,8 @@ def _files(name: str) -> tuple[list[File], list[str]]:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        matched, notes = _reached(name, there, below=path)
+        below = path
+        matched, notes = _reached(name, there, below=below)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -265,6 +268,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     if left_out:
         these = ", ".join(_some(set(matched) - set(known)))
         notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
+    notes += note_splits(name, known, below)
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from ..errors import UsageError
 from .progress import Meter
-from .read import NoRows, Record, decoded_line, ending, raw_lines
+from .read import NoRows, Record, column_name, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
-_LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 _RULE = re.compile(r"[\s:+|-]*")  # what Markdown and database clients draw under the names of the columns
 _ESCAPED = re.compile(r"\\[nt]")
 _NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
@@ -89,7 +88,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=AS_CSV)
         if header is None and cells:
             header_at = begins
-            header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
+            header = _header([column_name(cell) for cell in cells], name)
         elif header is not None and (cells or wrong):  # else a blank line
             wrong = wrong or _wrong_cells(cells, header)
             if skip:
@@ -106,7 +105,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
 
 def _wrong_cells(cells: list[str], header: list[str]) -> str | None:
     """What is wrong with the cells of a row, by the header."""
-    if len(header) > 1 and [_LINE_ENDS.sub(" ", cell.strip()) for cell in cells] == header:
+    if len(header) > 1 and [column_name(cell) for cell in cells] == header:
         return "the header again: give files that were joined as a list, data.train: [a.csv, b.csv]"
     if len(cells) == len(header):
         return None

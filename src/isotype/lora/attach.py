@@ -65,7 +65,8 @@ def unfuse_lora(model: nn.Module) -> int:
 def is_fused(layer: nn.Module) -> bool:
     """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
     own = layer.__dict__
-    return own.get(_FUSED, layer) is own.get("forward")
+    method = own.get("forward")
+    return own.get(_FUSED, layer) is method and method.stands
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

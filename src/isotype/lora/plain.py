@@ -21,6 +21,8 @@ _OF_ALL_MODULES = _FORWARD_HOOKS, _FORWARD_PRE_HOOKS, _BACKWARD_HOOKS, _BACKWARD
     every_module._global_backward_hooks,
     every_module._global_backward_pre_hooks,
 )
+# what a fused op computes in place of a plain layer; a program may give that class another forward at any time
+_LINEAR = nn.Linear.forward
 # kinds of a plain nn.Linear's weight
 _DENSE = (nn.Parameter, Tensor, FakeTensor)
 
@@ -80,6 +82,7 @@ class Plain:
                 or _FORWARD_PRE_HOOKS
                 or _BACKWARD_HOOKS
                 or _BACKWARD_PRE_HOOKS
+                or nn.Linear.forward is not _LINEAR
                 or layer._disable_adapters
                 or layer.merged_adapters
                 or layer._active_adapter != self.active
@@ -182,7 +185,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def replaced(part: nn.Module) -> bool:
-    """Whether another library's forward runs there; ours over a 4-bit layer computes what the layer would."""
+    """Whether another forward runs there than the layer's; ours over a 4-bit layer computes what the layer would."""
+    if type(part) is nn.Linear and nn.Linear.forward is not _LINEAR:
+        return True
     return "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
 
 

@@ -6,6 +6,7 @@ alone, with a line in the manifest.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ def tables_of(model: nn.Module) -> Tables:
         buffers = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
         if not buffers or isinstance(module, nn.ModuleList):
             continue
+        module = with_values(module)
         x = torch.zeros(1, 3, 1, device=getattr(module, buffers[0]).device)
         ids = torch.arange(1, 4, device=x.device)[None]
         layer_types = list(getattr(getattr(module, "config", None), "layer_types", None) or [])
@@ -124,6 +126,21 @@ def tables_of(model: nn.Module) -> Tables:
                 return Tables(True)
             return Tables(None, "its tables repeat in no known way")
     return Tables(None, "no module with inv_freq was found to make the tables")
+
+
+def with_values(module: nn.Module) -> nn.Module:
+    """The module itself, or a copy whose buffers have values, where those of a model outlined on the meta device have none."""
+    if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+        return module
+    filled = copy.copy(module)
+    # angles that differ from pair to pair, as every model's do: the form of the tables is asked for, not their values
+    filled._buffers = {
+        name: buffer
+        if buffer is None or not buffer.is_meta
+        else (1.0 / torch.arange(1, buffer.numel() + 1)).view(buffer.shape).to(buffer.dtype)
+        for name, buffer in module._buffers.items()
+    }
+    return filled
 
 
 def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
