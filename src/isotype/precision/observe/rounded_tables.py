@@ -36,8 +36,7 @@ def rounded_to(table: Tensor, compute: str) -> str | None:
     """The dtype, narrower than `compute`, to which all values of this fp32 tensor were rounded, or None."""
     if table.dtype != torch.float32 or table.requires_grad or table.numel() < _VALUES or table.device.type == "meta":
         return None
-    values = table.detach().reshape(-1)
-    values = torch.cat((values[:_SAMPLE], values[-_SAMPLE:])).abs()
+    values = torch.cat((_first(table.detach()), _first(table.detach(), last=True))).abs()
     values = values[values.isfinite() & (values > 0)].unique()
     if values.numel() < _VALUES or values.diff().unique().numel() == 1:
         return None
@@ -49,6 +48,14 @@ def rounded_to(table: Tensor, compute: str) -> str | None:
             last = fractions[:_SMALLEST] & ((1 << (left + 2)) - 1)
             return dtype if bool(last.any()) else None
     return None
+
+
+def _first(table: Tensor, *, last: bool = False) -> Tensor:
+    """The first rows of a table, or the last, without a copy of the rest."""
+    while table.dim() > 1 and table.numel() > _SAMPLE:
+        kept = table.shape[0] * _SAMPLE // table.numel()
+        table = (table[-kept:] if last else table[:kept]) if kept > 1 else table[-1 if last else 0]
+    return table.reshape(-1)[-_SAMPLE if last else 0 :][:_SAMPLE]
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
