@@ -77,6 +77,23 @@ def test_label_smoothing_in_bf16_gives_no_violation(models, tmp_path):
     assert set(record["unobserved"]) <= {"norms", "reduce"}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_peft_trains_in_full_is_fused_and_its_gradient_is_fp32(tied, models, tmp_path):
+    """TRL's own fused head reads its weight too, and rounds the weight's gradient to bf16."""
+    setting = Setting(models, bf16=True, more={"output_dir": str(tmp_path / "out")})
+    config = setting.peft()
+    config.modules_to_save, config.target_modules, config.ensure_weight_tying = ["embed_tokens", "lm_head"], ["q_proj"], tied
+    object.__setattr__(setting, "peft", lambda *_: config)
+    trainer = TRAINERS["SFT"](setting)
+    attach(trainer, "bf16-lora", quiet=True)
+    curve(trainer)
+    assert heads(tmp_path) == {"linear_log_probs": 1}
+    record = json.loads((tmp_path / "out" / "isotype" / "precision.json").read_text())
+    assert [finding["message"] for finding in record["violations"]] == []
+    detach(trainer)
+    assert not any("isotype" in getattr(type(module.__dict__.get("forward")), "__module__", "") for module in trainer.model.modules())
+
+
 def test_outside_the_loss_logits_are_plain(models):
     trainer = plain(Setting(models))
     attach(trainer, "fp32", quiet=True)

@@ -62,6 +62,15 @@ def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, mo
     assert [what for what in seen["unobserved"] if "outside" in what] == []
 
 
+def test_a_training_of_one_step_says_that_none_was_observed(models, tmp_path):
+    for steps in (1, 2):
+        trainer = TRAINERS["Trainer"](Setting(models, more={"output_dir": str(tmp_path), "max_steps": steps}))
+        attach(trainer, "fp32", quiet=True, preflight=False)
+        trainer.train()
+        seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
+        assert ("every role" in seen["unobserved"]) == ("observed" not in seen) == (steps == 1)
+
+
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"output_dir": str(tmp_path)}))
     attach(trainer, "bf16-lora", quiet=True, preflight=False)

@@ -24,6 +24,7 @@ from ..precision.observe.regions import observing
 from .attachment import Attachment
 from .methods import Methods
 
+_NO_STEP = "the second step of a training is observed, and there was none"
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
@@ -121,7 +122,7 @@ class FirstSteps:
     def precision_json(self, callbacks: Observation) -> dict[str, Any]:
         """precision.json, as a run of Isotype's own writes it; `callbacks` is what was seen of a user's own."""
         resolved = self.attached.resolved
-        record = noted({}, self.seen) if self.seen is not None else {}
+        record = noted({}, self.seen) if self.seen is not None else {"places": {"every role": _NO_STEP}}
         beside = callbacks.as_json()
         if beside["violations"] or beside["unobserved"]:
             record["violations"] = record.get("violations", []) + beside["violations"]

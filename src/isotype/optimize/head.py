@@ -104,22 +104,24 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     by_trl = fused_head.of(inner) is not None
     if by_trl:
         fused_head.place(inner)
-    put(head, head_forward, HeadSettings(manifest))
-    model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
+    # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
+    if type(head) is nn.Linear:
+        put(head, head_forward, HeadSettings(manifest))
+        model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     op, note = ("linear_log_probs", "for TRL's fused head") if by_trl else ("linear_cross_entropy", "deferred logits")
     return placement(PART, path, head, op, note)
 
 
 def why_not(model: nn.Module, head: nn.Module) -> str | None:
     """Why this head of a causal LM stays as it is, or None."""
-    if type(head) is not nn.Linear:
+    inner = inner_model(model)
+    if type(head) is not nn.Linear and fused_head.of(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
     reason = taken(head)
     if reason is not None:
         return reason
     # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
-    inner = inner_model(model)
     other = fused_head.why_not(inner) if fused_head.of(inner) is not None else foreign(model)
     if other is not None:
         return f"the model: {other}, which may have a loss of its own"

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
+from .attributes import kept_in_attributes
 from .call import JudgedStep
 from .function_caches import cached_tables
 from .judge import Judge
@@ -58,9 +59,8 @@ class Arithmetic(TorchDispatchMode):
         for buffer in model.buffers():
             self.lineages.set(buffer, Lineage(BUFFER))
         for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, Tensor):
-                    self.lineages.set(value, Lineage(BUFFER))
+            for _, table in kept_in_attributes(module):
+                self.lineages.set(table, Lineage(BUFFER))
         for table in cached_tables(model):
             self.lineages.set(table, Lineage(BUFFER))
         for tensor in plain_tensors([dict(s) for s in optimizer.state.values()] if optimizer is not None else [], []):

@@ -28,6 +28,7 @@ from .escapes import Escapes
 from .lineage import NOTHING, readable
 from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
+from .rounded_tables import rounded_tables
 from .states import COUNT, COUNTS, SCALES, allowed_beside, states_of
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
@@ -189,6 +190,10 @@ class Observer:
         observation = Observation(step)
         inner = inner_model(self.model)
         regions = Regions(self.model, lambda call: self._left(observation, call, role))
+        if role == "compute":
+            for table, word in rounded_tables(inner, self.precision.compute):
+                why = f"its fp32 values have no more bits than {word}; it was made before the observed step"
+                observation.unobserved[f"how the table {table} was made"] = why
         arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
         arithmetic.know(self.model, optimizer)
         for other in self._read_only:
