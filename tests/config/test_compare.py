@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.config.compare import MAY_CHANGE, compare
+from isotype.config.compare import MAY_CHANGE, PLACES, compare
 from isotype.config.expected import keys
 from isotype.config.load import load
 
@@ -27,6 +27,12 @@ def test_a_change_names_both_values():
     assert str(change).startswith("train.steps: null -> 9 (")
 
 
+def test_a_renamed_folder_is_not_said_to_be_another_model():
+    model, seed = compare(BASE, load(None, ["model.name=moved/m", "data.train=d", "train.seed=1"]).config)
+    assert str(model) == "model.name: m -> moved/m (another one, unless it was only moved or renamed)"
+    assert str(seed).endswith("(what was trained so far had the old one)")
+
+
 def test_the_same_has_no_changes():
     assert compare(BASE, BASE) == []
 
@@ -46,4 +52,4 @@ def test_what_auto_chose_to_recompute_is_no_change():
 
 
 def test_every_key_that_may_change_exists():
-    assert set(MAY_CHANGE) <= set(keys())
+    assert set(MAY_CHANGE) | set(PLACES) <= set(keys())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.config.sources import check_data
+from isotype.entry.run import Run
 from isotype.errors import UsageError
 from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import plan, train
@@ -61,13 +62,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
 def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
     configured: Any, workshop: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    mine, template = tmp_path / "mine.jsonl", tmp_path / "chat.jinja"
+    mine, held, template = tmp_path / "mine.jsonl", tmp_path / "held.jsonl", tmp_path / "chat.jinja"
     lines = Path(workshop.chats).read_text().splitlines(keepends=True)
-    mine.write_text("".join(lines))
+    mine.write_text("".join(lines[4:]))
+    held.write_text("".join(lines[:4]))
     template.write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    data = {"train": str(mine), "chat_template": str(template)}
+    data = {"train": str(mine), "eval": str(held), "chat_template": str(template)}
     assert train(configured(data=data, train={"steps": 2})) == 0
     for step, (file, words) in enumerate(((mine, "mine.jsonl"), (template, "the files are the same: the tokenizer, its chat template")), 3):
         file.write_text(file.read_text().replace("How", "So how") if file == mine else template.read_text().replace(": ", " says "))
@@ -79,6 +81,27 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
         assert {"after_step": step - 1, "of": "rows", "what": said.removeprefix("changed").strip()} in changes
         assert "resumes.json" in json.loads((tmp_path / "run/data.json").read_text())["notes"][-1]
     assert {"after_step": 3, "of": "settings", "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)"} in changes
+    of_evaluation = [change for change in changes if change["of"] == "evaluation rows"]
+    assert [change["after_step"] for change in of_evaluation] == [3]  # by the template, not by the training file
+
+
+def test_the_best_evaluation_is_of_the_rows_that_the_run_has_now(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+    held = tmp_path / "held.jsonl"
+    lines = Path(workshop.chats).read_text().splitlines(keepends=True)
+    held.write_text("".join(lines[:4]))
+    data = {"train": str(workshop.chats), "eval": str(held)}
+    assert train(configured(data=data, train={"steps": 2, "patience": 5})) == 0
+    before = Run(tmp_path / "run").result
+    harder = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}
+    held.write_text(json.dumps(harder) + "\n")
+    capsys.readouterr()
+    assert train(configured(data=data, train={"steps": 3, "patience": 5}), resume=tmp_path / "run") == 0
+    assert "the evaluation rows are not those of the run's last start" in capsys.readouterr().out
+    run = Run(tmp_path / "run")
+    assert run.result["best_eval_loss"] > before["best_eval_loss"]  # what hid it: the old rows' loss is lower
+    assert (run.result["best_step"], run.result["of_step"]) == (3, 3)
+    assert run.record.best_evaluation == run.result["best_eval_loss"] == run.result["check"]["trained_loss"]
+    assert not any("other rows" in note for note in json.loads((tmp_path / "run/data.json").read_text()).get("notes", []))
 
 
 def test_a_setting_that_changes_the_rows_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
@@ -86,11 +109,11 @@ def test_a_setting_that_changes_the_rows_is_named_and_not_the_tokenizer(tmp_path
         def records(self) -> dict[str, Any]:
             return {"data.json": {"train": {"rows": 3}}}
 
-        def fingerprint(self) -> str:
-            return "of 24 tokens"
+        def fingerprints(self) -> dict[str, str]:
+            return {"training": "of 24 tokens", "evaluation": "none"}
 
     folder, said = RunFolder(tmp_path), []
-    folder.write_json("plan.json", {"data": "of 96 tokens"})
+    folder.write_json("plan.json", {"data": {"training": "of 96 tokens", "evaluation": "none"}})
     folder.write_json("data.json", {"train": {"rows": 3}})
     given = [Changed("settings", "data.max_length: 96 -> 24"), Changed("settings", "train.steps: 3 -> 4")]
     (found,) = compare_data(cast(Any, Rows()), folder, cast(Any, SimpleNamespace(say=said.append)), given)

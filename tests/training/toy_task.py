@@ -72,8 +72,8 @@ class ToyTask:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
-    def fingerprint(self) -> str:
-        return str(DATA)
+    def fingerprints(self) -> dict[str, str]:
+        return {"training": str(DATA), "evaluation": str(DATA)}
 
     def observed(self) -> Sequence[tuple[str, str, str]]:
         return ()

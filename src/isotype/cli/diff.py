@@ -38,7 +38,7 @@ def diff(
     results = [
         {
             "loss": r.last("loss"),
-            "eval_loss": r.best("eval_loss"),
+            "eval_loss": r.best_evaluation,
             "steps": int(r.curve("loss")[-1][0]) if r.curve("loss") else 0,
             "trained_seconds": r.result.get("trained_seconds"),
         }

@@ -82,7 +82,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "status": record.status,
         "step": int(losses[-1][0]) if losses else 0,
         "loss": record.last("loss"),
-        "eval_loss": record.best("eval_loss"),
+        "eval_loss": record.best_evaluation,
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,
         "data": short_names(record.setting("data", "train") or record.setting("images", "train")),

@@ -48,6 +48,10 @@ MAY_CHANGE = {
     "parallel.kind": "the same steps on other machines; not bit for bit",
     "parallel.timeout": "how long to wait for another process",
 }
+PLACES = (
+    "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
+    "images.train", "images.eval", "images.regularisation", "images.masks", "adapter.start_from",
+)  # fmt: skip
 CHOSEN_BY_AUTO = ("train.gradient_checkpointing", "train.checkpointed_layers", "train.keep_attention")
 
 
@@ -84,5 +88,6 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Chang
             why = MAY_CHANGE.get(key)
             if key == "data.on_bad_row" and after == "skip":
                 why = "there was no bad row so far"
-            changes.append(Change(key, before, after, why is not None, why or "what was trained so far had the old one"))
+            another = "another one, unless it was only moved or renamed" if key in PLACES else "what was trained so far had the old one"
+            changes.append(Change(key, before, after, why is not None, why or another))
     return changes

@@ -67,16 +67,9 @@ class LoadedData:
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
 
-    def fingerprint(self) -> str:
-        """A hash of the rows before packing, and of the evaluation rows: of their tokens and of which are learnt."""
-        summed = hashlib.blake2b(digest_size=16)
-        for rows in (self.documents, self.eval):
-            column = getattr(rows, "column", None)
-            parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
-            for part in parts:
-                summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
-            summed.update(b"|")
-        return summed.hexdigest()
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of the training rows before packing, and one of the evaluation rows: of their tokens and of which are learnt."""
+        return {"training": _hash_of(self.documents), "evaluation": _hash_of(self.eval)}
 
     @property
     def documents(self) -> Sequence[Row]:
@@ -89,6 +82,16 @@ class LoadedData:
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]
         found = [self.train[i] for i in order]
         return [_stretched(row, self.facts["max_length"]) for row in found] if self.stream is not None else found
+
+
+def _hash_of(rows: Sequence[Row]) -> str:
+    summed = hashlib.blake2b(digest_size=16)
+    column = getattr(rows, "column", None)
+    parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
+    for part in parts:
+        summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
+        summed.update(b",")
+    return summed.hexdigest()
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:

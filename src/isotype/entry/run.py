@@ -29,7 +29,7 @@ class Run:
         read_run(self.folder)
 
     def __repr__(self) -> str:
-        loss = self.record.best("eval_loss")
+        loss = self.record.best_evaluation
         return f"<isotype.Run {self.folder}: {self.status}" + (f", best evaluation loss {loss:.4f}>" if loss is not None else ">")
 
     @property

@@ -103,7 +103,7 @@ def tiles(record: RunRecord) -> list[Tile]:
         line = smoothed(loss) if many else loss  # the line that the chart labels
         name = "training loss" + (", smoothed" if many else "")
         found.append(Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}"))
-    evaluations = [(s, v) for s, v in record.curve("eval_loss") if math.isfinite(v)]
+    evaluations = record.evaluations()
     if evaluations:
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""

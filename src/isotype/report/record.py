@@ -47,8 +47,16 @@ class RunRecord:
         """The last value of a metric, None where there is none that is finite."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
 
-    def best(self, key: str) -> float | None:
-        return min((v for _, v in self.curve(key) if math.isfinite(v)), default=None)
+    @property
+    def best_evaluation(self) -> float | None:
+        """The lowest evaluation loss of the evaluation rows that the run has now."""
+        return min((loss for _, loss in self.evaluations()), default=None)
+
+    def evaluations(self) -> list[tuple[float, float]]:
+        """(step, loss) of every finite evaluation since the evaluation rows were last changed: earlier ones are of other rows."""
+        changes = [one for one in list_of(self.resumes.get("changes")) if isinstance(one, dict) and one.get("of") == "evaluation rows"]
+        since = max((step for one in changes if type(step := one.get("after_step")) is int), default=-1)
+        return [(step, loss) for step, loss in self.curve("eval_loss") if math.isfinite(loss) and step > since]
 
     @property
     def status(self) -> str:

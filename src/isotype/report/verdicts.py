@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ def verdict(record: RunRecord) -> Verdict:
 
 
 def _learnt(record: RunRecord) -> tuple[str, str]:
-    evaluations = [(step, loss) for step, loss in record.curve("eval_loss") if math.isfinite(loss)]
+    evaluations = record.evaluations()
     if not evaluations:
         return "No evaluation: whether it learnt something that holds for other rows is not known.", "warn"
     taken = record.result.get("of_step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         "base": task.base_name if adapter else None,
         "steps": progress.step,
         "of_step": taken,
-        "best_eval_loss": progress.best_loss if task.eval_rows else None,
+        "best_eval_loss": progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None,
         "best_step": progress.best_step,
         task.words.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Progress:
     best_loss: float = math.inf
     best_step: int | None = None
     without_gain: int = 0
+    evaluated: str | None = None
+    """A hash of the evaluation rows that `best_loss` and `without_gain` are of."""
     trained_seconds: float = 0.0
     sampled_seconds: float = 0.0
     units: int = 0
@@ -81,6 +84,17 @@ class Progress:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if self.best_step is not None and type(self.best_step) is not int:
             raise TypeError(f"progress.best_step is {self.best_step!r}")
+        if self.evaluated is not None and type(self.evaluated) is not str:
+            raise TypeError(f"progress.evaluated is {self.evaluated!r}")
+
+    def evaluate_on(self, rows: str) -> None:
+        """Forgets the best evaluation where it was of other rows.
+
+        rows  a hash of the evaluation rows
+        """
+        if self.evaluated not in (None, rows):
+            self.best_loss, self.best_step, self.without_gain = math.inf, None, 0
+        self.evaluated = rows
 
 
 @dataclass
@@ -273,9 +287,14 @@ class Loop:
                 self.save(best=best)
         return stop
 
+    @cached_property
+    def _evaluation_rows(self) -> str:
+        return self.task.fingerprints()["evaluation"]
+
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
         progress = self.progress
+        progress.evaluate_on(self._evaluation_rows)
         if not math.isfinite(result.loss):
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
@@ -396,6 +415,8 @@ class Loop:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
+            if self.task.eval_rows:
+                self.progress.evaluate_on(self._evaluation_rows)
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))

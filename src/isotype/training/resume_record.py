@@ -14,6 +14,7 @@ from ..runs.folder import RunFolder
 from .same_settings import recorded
 
 RESUMES = "resumes.json"
+ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
 CHANGES = "changes"  # in plan.json
 _NEXT = "next"  # changes of a resume that has not restored its checkpoint yet
@@ -21,7 +22,7 @@ _NEXT = "next"  # changes of a resume that has not restored its checkpoint yet
 
 @dataclass(frozen=True)
 class Changed:
-    """`of`: settings, rows or objective."""
+    """`of`: settings, rows, evaluation rows or objective."""
 
     of: str
     what: str
@@ -60,7 +61,7 @@ def went_on(folder: RunFolder, step: int | None) -> None:
 def had_other_rows(folder: RunFolder) -> bool:
     """Whether the rows changed in one of the run's resumes."""
     record = _read(folder)
-    return any(change.get("of") == "rows" for change in [*record.get("changes", []), *record.get(_NEXT, [])])
+    return any(change.get("of") == ROWS for change in [*record.get("changes", []), *record.get(_NEXT, [])])
 
 
 def _read(folder: RunFolder) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _run(
             world,
             versions=versions(),
             configuration=lines_of(config),
-            data=task.fingerprint(),
+            data=str(task.fingerprints()),
             weights=prepared.fingerprint,
         )
     if own.objective is not None:

@@ -7,10 +7,14 @@ from typing import Any
 
 from ..runs.folder import RunFolder
 from .console import RunConsole
-from .resume_record import Changed
+from .resume_record import EVALUATION_ROWS, ROWS, Changed
 from .task import Task
 
 DATA = "data"  # in plan.json
+_KINDS = (
+    ("training", ROWS, "it goes on at the same place in them"),
+    ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
+)
 
 
 def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()) -> list[Changed]:
@@ -22,26 +26,38 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
         before = folder.read_json("plan.json")[DATA]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-    facts = task.records().get("data.json", {})
-    streamed = bool(facts.get("stream"))  # of a stream the rows that were compared are the first ones only
-    if before == task.fingerprint() and not streamed:
-        return []
     try:
         recorded = folder.read_json("data.json")
     except (OSError, ValueError):
         recorded = {}
-    old, new = dict(_checksums(recorded)), dict(_checksums(facts))
-    changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
-    if not changed and before == task.fingerprint():
-        return []
+    facts, now = task.records().get("data.json", {}), task.fingerprints()
     by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
-    what = ", ".join([*changed[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
-    was, now = _rows(recorded), _rows(facts)
-    if was != now and not streamed:
-        what += f"; training rows: {was} before, {now} now"
-    line = f"the rows are not those of the run's last start ({what}): it goes on at the same place in them"
-    console.say(f"changed   {line}")
-    return [Changed("rows", line)]
+    found: list[Changed] = []
+    for kind, of, follows in _KINDS:
+        files = _changed_files(recorded, facts, evaluation=kind == "evaluation")
+        same = now[kind] == before.get(kind) if isinstance(before, dict) else not files  # a string: of an earlier version, of both kinds
+        streamed = bool(facts.get("stream")) and kind == "training"  # the rows that were compared are the first ones only
+        if same and not (streamed and files):
+            continue
+        if kind == "evaluation" and not files and found:  # held out of the training files
+            files = _changed_files(recorded, facts, evaluation=False)
+        what = ", ".join([*files[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
+        was, are = _rows(recorded), _rows(facts)
+        if kind == "training" and was != are and not streamed:
+            what += f"; training rows: {was} before, {are} now"
+        line = f"the {of} are not those of the run's last start ({what}): {follows}"
+        console.say(f"changed   {line}")
+        found.append(Changed(of, line))
+    return found
+
+
+def _changed_files(old: Any, new: Any, *, evaluation: bool) -> list[str]:
+    """The files of the evaluation, or the others, that data.json names with another checksum than before."""
+    before, after = (
+        dict(_checksums((facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}) or {}))
+        for facts in (old if isinstance(old, dict) else {}, new)
+    )
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
 def _rows(facts: Any) -> Any:

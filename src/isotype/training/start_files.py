@@ -39,7 +39,7 @@ def write_start(
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
     shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
-    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
+    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprints()}
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}

@@ -171,8 +171,8 @@ class Task(Protocol):
     def rows(self) -> int:
         """Rows of an epoch."""
 
-    def fingerprint(self) -> str:
-        """A hash of the rows, by which processes see that they read the same data."""
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of the `training` rows and one of the `evaluation` rows, by which processes and resumed runs compare theirs."""
 
     @property
     def eval_rows(self) -> int: ...

@@ -307,9 +307,11 @@ class DiffusionTask:
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
         return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
-    def fingerprint(self) -> str:
-        rows = [[row.latents, row.mirrored, row.text, row.weight] for row in [*self._encoded(), *self.evaluated]]
-        return key_of([rows, str(self.objective)])
+    def fingerprints(self) -> dict[str, str]:
+        def key(rows: Sequence[Row]) -> str:
+            return key_of([[[row.latents, row.mirrored, row.text, row.weight] for row in rows], str(self.objective)])
+
+        return {"training": key(self._encoded()), "evaluation": key(self.evaluated)}
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype, world)

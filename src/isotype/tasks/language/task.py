@@ -97,8 +97,8 @@ class LanguageTask:
     def rows(self) -> int:
         return len(self.data.train)
 
-    def fingerprint(self) -> str:
-        return self.data.fingerprint()
+    def fingerprints(self) -> dict[str, str]:
+        return self.data.fingerprints()
 
     @property
     def eval_rows(self) -> int:
