@@ -63,6 +63,13 @@ def test_inputs_of_every_shape_give_pefts_result(shape):
     assert_same(results(fused_copy(model), torch.ones(shape)), results(model, torch.ones(shape)))
 
 
+def test_dropout_of_a_transposed_input_draws_pefts_mask(calls):
+    """PyTorch draws in the order in which the input lies in memory (Zamba's and RecurrentGemma's output layers get transposed ones)."""
+    model, x = adapted(lora_dropout=0.3), inputs().transpose(1, 2).contiguous().transpose(1, 2)
+    assert_same(results(fused_copy(model), x), results(model, x))
+    assert len(calls) == 1
+
+
 def test_trainable_weight_and_frozen_adapter(calls):
     model = adapted()
     layer = layer_of(model)

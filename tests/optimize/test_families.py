@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import logging
+from transformers import T5Config, T5ForConditionalGeneration, logging
 
 from isotype.optimize import optimize, restore
 from tests.ops.trials import FACTOR, error
@@ -87,6 +87,30 @@ def test_every_module_without_an_op_has_a_reason():
     left = {(e.part, e.reason) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
     assert ("norm", "its output is not RMSNorm's on a probe") in left
     assert ("experts", "its experts are one stacked parameter: no op for those") in left
+
+
+def with_dropout(family, dropout):
+    """A model whose gated MLP has a dropout after it (Seed-OSS) or within it (T5), in evaluation mode as from_pretrained gives it."""
+    if family == "seed_oss":
+        return tiny(family, residual_dropout=dropout, attention_dropout=0.0).eval()
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=dropout, feed_forward_proj="gated-gelu")).eval()
+
+
+@pytest.mark.parametrize("family", ["seed_oss", "t5"])
+def test_a_dropout_acts_though_the_model_was_in_evaluation_mode(family):
+    """An MLP that was probed in that mode alone was replaced by a product without its dropout."""
+    model = with_dropout(family, 0.5)
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    losses = []
+    for m in (model, mine):
+        torch.manual_seed(1)
+        losses.append(loss_and_gradients(m.train(), batch())[0])
+    torch.testing.assert_close(*losses)
+    assert any(e.part == "gated mlp" for e in optimize(with_dropout(family, 0.0)).replaced)
 
 
 def test_restore_gives_back_the_original():

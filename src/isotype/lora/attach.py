@@ -129,7 +129,7 @@ def shared_dtypes(x: Tensor, calls: list[Call]) -> LoraDtypes | None:
 
 def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
     """The calls' tensors, each with its dropout drawn in the order in which PEFT's layers would draw them."""
-    return [call.projection(dropout_mask(x.shape, x.device, call.dropout) if call.dropout else None) for call in calls]
+    return [call.projection(dropout_mask(x, call.dropout) if call.dropout else None) for call in calls]
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

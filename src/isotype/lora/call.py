@@ -129,11 +129,14 @@ def wants_fp32_branch(layer: nn.Module, wanted: bool) -> None:
         vars(layer)[_BRANCH] = True
 
 
-def dropout_mask(shape: torch.Size, device: torch.device, p: float) -> Tensor | None:
-    """bool[T K] of what a dropout keeps, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask; None for p = 0."""
+def dropout_mask(x: Tensor, p: float) -> Tensor | None:
+    """bool[T K] of what a dropout keeps of x, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask; None for p = 0.
+
+    PyTorch draws in the order in which x lies in memory: the mask of a transposed x is transposed too.
+    """
     if p == 0.0:
         return None
-    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1.0 - p).view(-1, shape[-1])
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p).reshape(-1, x.shape[-1])
 
 
 def dropped_scale(scale: float, p: float) -> float:

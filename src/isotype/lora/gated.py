@@ -45,7 +45,10 @@ def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
     if dtypes is None or dtypes.out != dtypes.compute or down.decide(x, dtypes.out) != dtypes:
         return None
     made = projections(x, inner)
-    keep = dropout_mask(torch.Size((*x.shape[:-1], down.features)), x.device, down.dropout) if down.dropout else None
+    keep = None
+    if down.dropout:
+        # the product that is dropped from is not made yet: of it only the shape and the device count
+        keep = dropout_mask(torch.empty((*x.shape[:-1], down.features), dtype=torch.bool, device=x.device), down.dropout)
     return lora_mlp(x, made, down.projection(keep), kind, dtypes)
 
 

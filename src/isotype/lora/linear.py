@@ -99,7 +99,7 @@ class LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
         x_TK = x.reshape(-1, x.shape[-1])
-        keep_TK = None if keep is None else keep.view(x_TK.shape)
+        keep_TK = None if keep is None else keep.reshape(x_TK.shape)
         with autocast_off(x):
             narrow_TK = narrowed(x_TK, dtypes.compute)
             unused = output_is_unused(ctx)
@@ -199,8 +199,8 @@ def lora_linear(
     dtypes = decide(x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32)
     keep = None
     if dropout > 0.0:
-        # drawn as PEFT's dropout draws it, so that on a CPU a seed gives the same mask
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
+        # drawn as PEFT's dropout draws it, in the order in which x lies in memory, so that on a CPU a seed gives the same mask
+        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout)
         scale = scale / (1.0 - dropout) if dropout < 1.0 else 0.0
     out: Tensor = applied(LoraLinear, x, weight, bias, a, b, keep, scale, quant_state, dtypes)
     return out

@@ -17,7 +17,7 @@ from ..lora.plain import has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
 from ..placement import Placement
-from .instances import placement, put, same, settings_of, stand_in
+from .instances import placement, put, same_in_both_modes, settings_of, stand_in
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
@@ -99,7 +99,7 @@ def recognise(module: nn.Module) -> GatedSettings | None:
         for activation in activations(module):
             for op in ACTIVATIONS:
                 settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
-                if same(partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
+                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
                     return settings
     return None
 

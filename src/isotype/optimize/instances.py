@@ -88,10 +88,12 @@ def take_back(module: nn.Module) -> int:
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:
     """A shallow copy of the module with tiny children and parameters in fp64, whose class's own forward is the truth of a probe.
 
-    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks 4-bit layers.
+    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks 4-bit layers. Children that are not
+    replaced are copies too, so that the twin's mode can be set (`same_in_both_modes`).
     """
     twin = copy.copy(module)
-    twin._modules = {**module._modules, **modules}
+    copies = {name: child if child is None else stand_in(child, {}, {}) for name, child in module._modules.items() if name not in modules}
+    twin._modules = {**module._modules, **copies, **modules}
     twin._parameters = {**module._parameters, **parameters}
     twin._forward_hooks, twin._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
     return twin
@@ -142,3 +144,8 @@ def same(f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:
             return torch.allclose(truth, candidate, rtol=0.0, atol=_AGREE * float(truth.abs().max()))
     except Exception:
         return False
+
+
+def same_in_both_modes(twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:
+    """`same` while the twin trains and while it does not: a dropout acts in training alone, and models are loaded in evaluation mode."""
+    return all(same(f, g) for _ in map(twin.train, (True, False)))

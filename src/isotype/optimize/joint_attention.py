@@ -26,7 +26,7 @@ from ..ops import attention, rope
 from ..ops.attention import backend_of
 from ..ops.remade import follow
 from ..placement import Placement
-from .instances import once_a_kind, placement, put, same, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, put, same_in_both_modes, settings_of, stand_in, taken
 
 PART = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
@@ -84,7 +84,7 @@ def recognise(module: Any) -> JointSettings | None:
     if has_out:
         stubs["to_out"] = nn.ModuleList([_Rows(1.5), nn.Identity()])
     twin = stand_in(module, stubs, {})
-    vars(twin).update(heads=_HEADS, head_dim=_SIZE, training=False)
+    vars(twin).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)
     picture, text = (torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2))
     joint = all(name in stubs for name in _TEXT)
@@ -100,7 +100,8 @@ def recognise(module: Any) -> JointSettings | None:
         if lacks or (not joint and (first or text_out)):
             continue
         tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
-        if same(partial(_flat, type(module).forward, twin, given | tables), partial(_flat, _by_form, twin, (settings, given | tables))):
+        own = partial(_flat, type(module).forward, twin, given | tables)
+        if same_in_both_modes(twin, own, partial(_flat, _by_form, twin, (settings, given | tables))):
             return settings
     return None
 

@@ -23,7 +23,7 @@ from ..ops.recompute import hooks_read_here
 from ..placement import Placement
 from . import ahead, boundary, norms
 from .attention import implementation_of
-from .instances import foreign, placement, put, same, settings_of, stand_in, taken
+from .instances import foreign, placement, put, same_in_both_modes, settings_of, stand_in, taken
 from .regions import region
 
 logger = logging.get_logger(__name__)
@@ -154,20 +154,20 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         stub = _Attention()
         stubs: dict[str, nn.Module] = {name: _Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
         twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: _Rows(0.55, first=mlp_first)}, {})
-        vars(twin)["training"] = False
         # the class's own forward hands on what it was given under the same names
         given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in _CACHES}
         try:
             with torch.no_grad():
-                truth: Tensor = forward(twin, x, **given)
+                forward(twin, x, **given)
         except Exception:
             # it takes apart what the MLP gives, or it does not run on a probe
             continue
-        if not isinstance(truth, Tensor) or stub.calls[0] != given:
+        if stub.calls[0] != given:
             continue
+        own = partial(forward, twin, x, **given)
         for attention, mlp, scale in forms(found, module):
             settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
-            if same(lambda: truth, partial(_whole, twin, settings, {}, x)):  # noqa: B023
+            if same_in_both_modes(twin, own, partial(_whole, twin, settings, {}, x)):
                 return settings
     return "its output is not x + attention(x), then x + mlp(x) with norms before, after or around both, on a probe"
 

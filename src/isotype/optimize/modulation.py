@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops import modulated_layer_norm
 from ..placement import Placement
-from .instances import once_a_kind, placement, put, same, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, put, same_in_both_modes, settings_of, stand_in, taken
 
 PART = "modulated norm"
 _WIDTH = 6
@@ -109,7 +109,7 @@ def recognise(module: Any) -> AdaptiveSettings | None:
     linear = nn.Linear(_WIDTH, chunks * _WIDTH, dtype=torch.float64)
     for p in linear.parameters():
         p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-    tiny = {"linear": linear, "norm": nn.LayerNorm(_WIDTH, eps=module.norm.eps, elementwise_affine=False), "silu": module.silu}
+    tiny = {"linear": linear, "norm": nn.LayerNorm(_WIDTH, eps=module.norm.eps, elementwise_affine=False)}
     twin = stand_in(module, tiny, {})
     x = torch.randn(2, 3, _WIDTH, generator=generator, dtype=torch.float64) * 1e-2
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
@@ -120,7 +120,7 @@ def recognise(module: Any) -> AdaptiveSettings | None:
     for scale, shift in ((1, 0), (0, 1)):
         for alone, twice in ((False, False), (True, False), (False, chunks == 9)):
             s = AdaptiveSettings(argument, names[0] == argument, chunks, scale, shift, alone, twice)
-            if same(partial(_flat_own, module, twin, x, {argument: emb}), partial(_flat_form, twin, s, x, emb)):
+            if same_in_both_modes(twin, partial(_flat_own, module, twin, x, {argument: emb}), partial(_flat_form, twin, s, x, emb)):
                 return s
     return None
 

@@ -14,7 +14,7 @@ from ..ops.backend import saves
 from ..ops.remade import remember
 from ..placement import Placement
 from . import ahead
-from .instances import placement, put, same, settings_of, stand_in
+from .instances import placement, put, same_in_both_modes, settings_of, stand_in
 
 PART = "norm"
 
@@ -73,7 +73,7 @@ def recognise(module: nn.Module) -> NormSettings | None:
     for eps in epsilons(module):
         for unit_offset in (False, True):
             ours = partial(rms_norm, x, weight, epsilon(module, eps), unit_offset=unit_offset)
-            if same(partial(type(module).forward, twin, x), ours):
+            if same_in_both_modes(twin, partial(type(module).forward, twin, x), ours):
                 return NormSettings(eps, unit_offset, None)
     return None
 
