@@ -8,6 +8,7 @@ import pickle
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from isotype.lora import attach, fuse_lora, unfuse_lora
@@ -277,3 +278,29 @@ def test_writes_into_no_tensor_of_others(case):
             if a is not None:
                 torch.testing.assert_close(a, b)
     assert all(torch.equal(a, b) for a, b in zip(leaves, before))
+
+
+def bart():
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return adapted(transformers.BartForConditionalGeneration(config), lora_dropout=0.3).train()
+
+
+def test_the_query_of_a_cross_attention_shares_no_product_and_draws_pefts_masks(calls):
+    """Self- and cross-attention are of one class in BART, and a product in vain would draw masks that PEFT's layers do not draw."""
+    model = bart()
+    fused = fused_copy(model)
+    ids = torch.arange(3, 33).view(2, 15)
+
+    def gradients(one):
+        torch.manual_seed(1)
+        one(input_ids=ids, labels=ids.flip(1)).loss.backward()
+        return {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+
+    expected = gradients(model)
+    assert_same(gradients(fused), expected, relative=1e-5)
+    # Q, K and V of the encoder and of the decoder; K and V of the decoder's look at the encoder
+    assert calls["group"] == 3

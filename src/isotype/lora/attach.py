@@ -46,8 +46,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
         reason = reason or why_not_fused(layer)
         placements.append(Placement("lora", path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
     if placements:
-        for module in model.modules():
-            siblings.link(module, is_fused)
+        for path, module in model.named_modules():
+            siblings.link(module, path, is_fused)
     return placements
 
 

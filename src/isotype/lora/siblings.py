@@ -6,6 +6,7 @@ weights have changed since, computes its own result.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -18,15 +19,21 @@ GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
-CROSS_GROUPS = (("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
+CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
 """The same of cross-attention, whose Q reads another tensor."""
+_CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
+"""How families name a layer's cross-attention, which is often of the self-attention's own class."""
 
 _FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
 
 
-def link(parent: nn.Module, is_member: Any) -> None:
-    """Records in the first layer of a group which siblings follow it, where every one is a member."""
-    for names in CROSS_GROUPS if getattr(parent, "is_cross_attention", False) else GROUPS:
+def link(parent: nn.Module, path: str, is_member: Any) -> None:
+    """Records in the first layer of a group which siblings follow it, where every one is a member.
+
+    path  of `parent` in the model. With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw
+    """
+    crosses = getattr(parent, "is_cross_attention", False) or _CROSS.search(path.rpartition(".")[2])
+    for names in CROSS_GROUPS if crosses else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
             # past nn.Module's own __setattr__; in a tuple they are no children of the first

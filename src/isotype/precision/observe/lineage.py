@@ -118,7 +118,7 @@ def stored(tensor: Tensor) -> Tensor | None:
         return tensor
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
-    return None if tensor.layout is torch._mkldnn else tensor.values()
+    return None if tensor.is_mkldnn else tensor.values()
 
 
 def readable(tensor: Tensor) -> Tensor | None:
