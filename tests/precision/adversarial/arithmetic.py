@@ -316,6 +316,15 @@ class ByNearest(ByTable):
         return (x.detach()[..., None] - TABLE).abs().argmin(-1)
 
 
+class ByOneHot(ByNearest):
+    """The same, read by a product with a row of zeros and a one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = MLP.forward(self, x)
+        chosen = F.one_hot(self.index(y.float()), len(TABLE)).float() @ TABLE
+        return y + (chosen.to(y.dtype) - y).detach()
+
+
 class ByIntegers(MLP):
     """Integers in a product with a number: widened without a cast."""
 
@@ -330,7 +339,7 @@ class ByLargeConstant(MLP):
 
 
 for made in (
-    ByTable, ByBins, ByNearest, ByIntegers, ByLargeConstant,
+    ByTable, ByBins, ByNearest, ByOneHot, ByIntegers, ByLargeConstant,
     Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, InlineNorm, NarrowVariance, NarrowPooling, NarrowRunningSum,
     Int8Activations, ByFloorDivision, ByRemainder, ByFmod, ByCastIntegers, ByDividedIntegers, Fp8Activations, SumOfProducts,
     RecomputedInFp16,

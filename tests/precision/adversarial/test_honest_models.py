@@ -11,7 +11,7 @@ from isotype.precision.apply import generating
 from tests.models import SIZES, lora, quantised
 
 from .run import BATCH, set_up, watched_step
-from .tiny import MLP, tiny
+from .tiny import MLP, Attention, tiny
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -214,6 +214,46 @@ def test_masks_signs_and_counts_are_not_taken_for_rounded_values(preset):
         seen = watched_step(run, step)
         assert [finding.message for finding in seen.violations] == []
         assert not seen.unobserved
+
+
+class CountsOfChoices(MLP):
+    """How often each entry of a codebook is the nearest one, counted in three ways."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("codes", torch.arange(16.0 * self.up.in_features).cos().view(16, -1), persistent=False)
+        self.register_buffer("used", torch.zeros(16), persistent=False)
+
+    def forward(self, x):
+        nearest = torch.cdist(x.detach().float().flatten(0, 1), self.codes).argmin(-1)
+        with torch.no_grad():
+            self.used.copy_(torch.nn.functional.one_hot(nearest, 16).float().mean(0))
+            self.used.add_(torch.bincount(nearest, minlength=16).float() / len(nearest))
+            self.used.scatter_add_(0, nearest, torch.ones(len(nearest)))
+        return super().forward(x)
+
+
+class LearnedSink(Attention):
+    """As gpt-oss has it: a weight in `compute` beside the scores, whose softmax is taken in fp32."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.sinks = torch.nn.Parameter(torch.arange(4.0).cos())
+
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores.masked_fill(future, float("-inf")), sinks], -1).softmax(-1, dtype=torch.float32)
+        return weights[..., :-1].to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32", "fp16-mixed"])
+@pytest.mark.parametrize("part", [{"mlp": CountsOfChoices}, {"attention": LearnedSink}], ids=["counts", "sink"])
+def test_counts_of_choices_and_weights_beside_scores_give_no_violation(part, preset):
+    seen = watched_step(set_up(tiny(**part), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
 
 
 class Layouts(MLP):

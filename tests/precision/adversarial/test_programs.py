@@ -13,7 +13,7 @@ assert all((arithmetic, coarse, gradients, layouts, set_aside, storage, time_and
 # what happens there happens outside PyTorch's operators, or in the values of a table: a line is all that can be said
 ONLY_SAID = {
     "ThroughNumpy", "WrittenByNumpy", "hook_through_numpy", "compiled_module", "CompiledMLP", "OutOfSight", "CustomOp", "FilledElsewhere",
-    "BetweenThreads", "gradients_through_a_list", "ByTable", "ByBins", "ByNearest", "ByRemainder", "ByFmod",
+    "BetweenThreads", "gradients_through_a_list", "ByTable", "ByBins", "ByNearest", "ByOneHot", "ByRemainder", "ByFmod",
     "SiluFromATable", "SiluFromBuckets", "SiluFromTheNearest", "custom_backward_of_two_values", *(made.__name__ for made in coarse.COARSE),
 }  # fmt: skip
 

@@ -25,6 +25,8 @@ def judge_cast(call: Call, made: Lineage) -> Lineage:
     if before and after is None and target.dtype != torch.bool and not target.is_complex():
         return replace(lineage, integers=lineage.integers or lineage.data)
     if after and before is None:
+        if lineage.integers and _chosen(source):
+            return lineage  # zeros and ones: a choice is no value, and only what is multiplied by it may stand for one
         if lineage.integers and call.by.kind != OURS:
             call.report(
                 call.role(), f"values pass through {name(source.dtype)}", observed=name(source.dtype),
@@ -82,6 +84,14 @@ def _loses(call: Call, source: Tensor, target: Tensor, lineage: Lineage, after: 
         return True
     finite = own.isfinite() & narrowed.isfinite()
     return not torch.equal(own[finite], narrowed[finite].to(own.dtype))
+
+
+def _chosen(source: Tensor) -> bool:
+    """Whether integers are rows of zeros with a one, as the choice of an entry is written."""
+    values = readable(source)
+    if values is None or values.dim() < 2 or values.shape[-1] < 2:
+        return False
+    return bool((values.sum(-1) == 1).all()) and bool((values.abs().sum(-1) == 1).all())
 
 
 def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -> None:

@@ -33,6 +33,8 @@ from .regions import BACKWARD, FORWARD, UPDATE
 # operators that take values out of a table by integers, and those that turn floating values into such integers
 _LOOKUPS = frozenset(("index", "index_select", "gather", "embedding", "take"))
 _CODES = frozenset(("bucketize", "searchsorted", "argmin"))
+# operators whose integers say where a value goes
+_PLACES = frozenset(("scatter_add", "scatter_reduce", "index_add", "index_reduce"))
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
 # draws of values and counts of them, which may stand for the values
 _STATISTICS = frozenset(("bernoulli", "histc", "histogram"))
@@ -54,8 +56,7 @@ class Judge(Call):
         if self.op.kind == ops.CREATE:
             return self._created()
         self._unknown(known)
-        lineages = [lineage or NOTHING for _, lineage in known]
-        made = joined(lineages)
+        made = joined(self._beside_activations([lineage or NOTHING for _, lineage in known]))
         dtype = self.dtype()
         if self.op.kind == ops.OPAQUE:
             self._opaque(dtype)
@@ -72,7 +73,9 @@ class Judge(Call):
             self._bits(made)
         if self.op.name in _CODES:
             made = replace(made, integers=made.integers or made.data)
-        if self.op.name in _LOOKUPS and dtype is not None:
+        elif self.op.name == "bincount":
+            made = replace(made, integers=False)  # how often each was met
+        if dtype is not None and (self.op.name in _LOOKUPS or self.op.kind == ops.PRODUCT or self.op.name == "mul"):
             made = self._lookup(made)
         if self.op.name in _CHOICES and self.region == FORWARD and len(self.step.regions.stack) > 1:
             self.step.routers |= made.products
@@ -83,6 +86,14 @@ class Judge(Call):
         if self.by.kind == USER and self.region in (FORWARD, BACKWARD) and made.from_ & WEIGHT:
             self._stands_for_values(made)
         self._remember(made)
+
+    def _beside_activations(self, lineages: list[Lineage]) -> list[Lineage]:
+        """Takes no loss from a weight or table that was narrowed to `compute` to join activations, as an attention's learned sink does."""
+        if self.region != FORWARD or self.op.kind != ops.EXACT or not any(lineage.activation for lineage in lineages):
+            return lineages
+        declared = ("rounded", self.step.compute)
+        kept = [tuple(mark for mark in lineage.marks if (mark.kind, mark.dtype) != declared) for lineage in lineages]
+        return [lineage if lineage.activation else replace(lineage, marks=marks) for lineage, marks in zip(lineages, kept)]
 
     def _stands_for_values(self, made: Lineage) -> None:
         """Reports, as unobserved, what a program made of activations or weights that may stand for them with fewer bits."""
@@ -113,7 +124,8 @@ class Judge(Call):
             return made
         shift, rounds = shifted(self.op.name, self.args, self.kwargs, made, self.step.lineages)
         if self.by.kind not in (OURS, ENGINE, PRACTICE):
-            if self.op.kind == ops.ARITHMETIC and (whole := quantised_operands(self.inputs, self.step.lineages)):
+            computes = self.op.kind == ops.ARITHMETIC and self.op.name not in _PLACES
+            if computes and (whole := quantised_operands(self.inputs, self.step.lineages)):
                 self._on_a_grid(f"values pass through {name(whole[0].dtype)} in {self.op.name}", "quantised and widened again")
                 made = replace(made, integers=False)
             if rounds and made.data:
@@ -241,7 +253,10 @@ class Judge(Call):
             )  # fmt: skip
 
     def _lookup(self, made: Lineage) -> Lineage:
-        """A table that is read at integers which were made of floating values may stand for those values, rounded."""
+        """A table that is read at integers which were made of floating values may stand for those values, rounded.
+
+        A product with a row of zeros and a one reads it too.
+        """
         if made.integers and self.by.kind != OURS:
             self.unobserved(
                 f"values from a table in {self.module or self.region}",
