@@ -179,7 +179,7 @@ def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
     diffusers' FP32LayerNorm, answer in their input's dtype, which the model chose: some modulate the fp32 output and narrow the result
     themselves."""
     answers_as_asked = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
-    return (is_norm(module) and not answers_as_asked) or isinstance(module, nn.Embedding)
+    return (is_norm(module) and not answers_as_asked) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -286,6 +286,21 @@ def test_sparse_nested_and_meta_tensors_are_looked_at_like_others():
         assert not seen.unobserved
 
 
+class Bagged(torch.nn.Module):
+    """Embeddings of words, each the sum of a bag of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(96, 32, mode="sum")
+
+    def forward(self, ids):
+        return self.bag(ids.reshape(-1, 1)).view(*ids.shape, -1)
+
+
+def test_a_bag_of_embeddings_leaves_in_compute_as_embeddings_do():
+    assert [finding.message for finding in watched_step(set_up(tiny(embed=Bagged), PRESETS["bf16-mixed"]), 1).violations] == []
+
+
 class OfOneDnn(MLP):
     def forward(self, x):
         return super().forward(x + x.detach().to_mkldnn().to_dense())
