@@ -38,6 +38,7 @@ def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: 
         frame.to_json("frame.json", orient=form)
     with pytest.raises(UsageError, match=rf"frame\.json:1: one table of {len(rows)} rows, written as .*prompt, completion, id") as caught:
         opened("frame.json")
+    assert caught.value.fix is not None
     exec(caught.value.fix, {"pandas": pandas, "json": json})
     assert [(row.prompt, row.completion) for row in opened("rows.jsonl").examples()] == [(r["prompt"], r["completion"]) for r in rows]
 
@@ -53,7 +54,7 @@ def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: 
 def test_other_columns_are_found_too(row: Any, columns: Any) -> None:
     for form in ("auto", "messages"):
         with pytest.raises(UsageError, match=r"x\.json:1: one table of"):
-            detect(Record("x.json", 1, row), form, columns)  # type: ignore[arg-type]  # a parameter of two literals
+            detect(Record("x.json", 1, row), form, columns)
 
 
 @pytest.mark.parametrize(
