@@ -177,6 +177,12 @@ def test_a_column_of_several_lines_is_named_with_or_without_them() -> None:
         assert read(row, columns=columns).prompt == "a"
         assert ignored_keys(row, "prompt_completion", columns) == ["id"]
     kept = {"What do you ask?\n(be short)": "c", **row}  # JSON's own key, as it is
+    composed, apart = "Antwort (gepr\u00fcft)", "Antwort (gepru\u0308ft)"
+    for theirs, ours in ((composed, apart), (apart, composed)):
+        named = {"Frage": "a", theirs: "b", "Note": "2,5"}
+        columns = {"prompt": "Frage", "completion": ours}
+        assert read(named, columns=columns).completion == "b"
+        assert ignored_keys(named, "prompt_completion", columns) == ["Note"]
     assert read(kept, columns={"prompt": "What do you ask?\n(be short)", "completion": "answer"}).prompt == "c"
     with pytest.raises(UsageError, match=r"data\.columns\.prompt: What do you ask\? \(be short\)$"):
         read(row, columns={"prompt": "what do you ask?", "completion": "answer"})

@@ -266,6 +266,17 @@ def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
     assert len(loaded.facts["notes"]) == 2
 
 
+def test_row_that_is_cut_before_it_is_tokenised_says_why_it_is_dropped(write: Any, load: Any) -> None:
+    rows = [chat("word " * 20_000, "yes"), chat("a", "b")]
+    rows.append(chat("word " * 20_000, "yes"))
+    rows[2]["messages"][1]["weight"] = 0
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
+    assert {(d["why"], d["rows"], d["first"]) for d in loaded.facts["train"]["dropped"]} == {
+        ("no answer left within data.max_length 48", 1, "chats.jsonl:1"),
+        ("all of its answers are marked as not learnt", 1, "chats.jsonl:3"),
+    }
+
+
 def test_cut_rows_are_counted_on_the_side_they_are_on(write: Any, load: Any) -> None:
     rows = [chat(f"hi {i}", "yes " * (90 if i % 2 else 1)) for i in range(40)]
     loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.25)
@@ -515,4 +526,35 @@ def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: A
     rows[2]["messages"][1]["reasoning_content"] = "because"
     rows[3]["messages"][1]["reasoning_content"] = "a 3"
     loaded = load(train=write("x.jsonl", rows))
+    assert "1 row has reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]
+
+
+_THINKS = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.reasoning_content and loop.last %}{{ 'Thought: ' + m.reasoning_content + '\n' }}{% endif %}
+{%- set said = m.content.split(END)[-1] if m.role == 'assistant' and END in m.content and not loop.last else m.content %}
+{{- m.role + ': ' + said + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</seed:think>")])
+def test_thoughts_in_answers_that_a_template_leaves_out_are_counted(write: Any, load: Any, begin: str, end: str) -> None:
+    def talk(*thoughts: str) -> Any:
+        turns = [turn for t in thoughts for turn in chat("q", f"{begin}\n{t}\n{end}\n\nso" if t else "so")["messages"]]
+        return {"messages": turns}
+
+    template = write("t.jinja", _THINKS.replace("END", f"'{end}'"))
+    rows = [talk("only"), talk("", "last"), talk("first", "last"), talk("same", "same"), talk("same", "")]
+    rows[0]["messages"][0]["content"] = f"what is {end}?"
+    loaded = load(train=write("x.jsonl", rows), chat_template=template, eval_split=0.0)
+    assert "3 rows have reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]
+
+
+def test_reasoning_beside_an_answer_is_looked_for_in_its_own_turn(write: Any, load: Any) -> None:
+    rows = [{"messages": [*chat("q", "a")["messages"], *chat("because", "b")["messages"]]} for _ in range(3)]
+    rows[0]["messages"][1]["reasoning_content"] = "because"  # the next question's words, not written as a thought
+    rows[1]["messages"][3]["reasoning_content"] = "because"  # the last turn's, which is written
+    rows[2]["messages"][1] |= {"reasoning_content": "because", "content": "because of a"}  # the answer holds it as well
+    loaded = load(train=write("x.jsonl", rows), chat_template=write("t.jinja", _THINKS.replace("END", "'</x>'")), eval_split=0.0)
     assert "1 row has reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]

@@ -15,6 +15,7 @@ from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
 from isotype.data.bad_rows import BadRow
 from isotype.data.formats import Example
+from isotype.data.hub import note_unread_splits
 from isotype.data.source import Source
 from isotype.data.sources import source
 from isotype.errors import UsageError
@@ -154,15 +155,20 @@ def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.Mo
     saved.save_to_disk("saved")
     whole = found("saved")
     assert asked(whole) == [row["prompt"] for row in ROWS[:5]]
-    assert whole.notes == ["saved: split train is read, not test; to read another: {name: saved, split: test}"]
     other = found([{"name": "saved", "split": "test"}])
     assert asked(other) == [row["prompt"] for row in ROWS[5:]]
-    assert other.notes == []
+    note_unread_splits([whole, found("saved")])
+    assert whole.notes == ["saved: split train is read, not test; to evaluate on another: data.eval: [{name: saved, split: test}]"]
+    for beside in (other, found("saved/test"), found([{"name": "hf:saved", "split": "test"}])):
+        whole = found("saved")
+        note_unread_splits([whole, beside])
+        assert whole.notes == beside.notes == []
     with pytest.raises(UsageError, match=r"split: has no effect: saved/test is no dataset of the hub \(hf:NAME\), nor a folder"):
         found([{"name": "saved/test", "split": "test"}])
     assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]
-    with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test"):
+    with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test") as caught:
         found([{"name": "hf:saved", "split": "dev"}])
+    assert caught.value.fix == "name one, in data.train or data.eval: [{name: hf:saved, split: train}]"
     far = pa.array([3 * 10**17], pa.int64()).cast(pa.timestamp("us"))
     datasets.Dataset(pa.table({"text": ["a"], "made": far})).save_to_disk("far")
     with pytest.raises(UsageError, match="far, row 1: date value out of range") as caught:

@@ -46,7 +46,7 @@ class Tally:
     tools_unseen: int = 0
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
     reasoning_unseen: int = 0
-    """Rows with a `reasoning_content` (or `thinking`) that the template left out."""
+    """Rows with reasoning that the template left out, of the content or beside it."""
     placeholders: Counter[str] = field(default_factory=Counter)
     """Rows by an answer that tables write where there is none (`n/a`)."""
     turns_unseen: Counter[str] = field(default_factory=Counter)
@@ -147,10 +147,15 @@ class Encoder:
             batch, rendered = [], []
             for example in taken:
                 try:
-                    rendered.append(self._shortened(self.render(example, tally)))
-                    batch.append(example)
+                    whole = self.render(example, tally)
                 except UsageError as error:
                     tally.bad.add(BadRow.of(error, example.place))
+                    continue
+                if not whole.spans:
+                    tally.drop("all of its answers are marked as not learnt", whole.place)
+                    continue
+                rendered.append(self._shortened(whole))
+                batch.append(example)
             if not batch:
                 continue
             encoded = self._encoded([r.text for r in rendered], [self._edges(r) for r in rendered])
@@ -172,12 +177,12 @@ class Encoder:
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-                tally.reasoning_unseen += any(unread_reasoning(m, text) for m in messages)
                 assert self._written is not None
                 left_out = self._written.left_out(messages, example.tools, text, example.place)
                 tally.turns_unseen.update(left_out.roles)
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools
+                tally.reasoning_unseen += left_out.reasoning
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
@@ -289,9 +294,6 @@ class Encoder:
         cut = len(ids) > self.max_length
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
         cut = cut or r.shortened
-        if not r.spans:
-            tally.drop("all of its answers are marked as not learnt", r.place)
-            return None
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
@@ -356,12 +358,6 @@ def placeholders(example: Example) -> set[str]:
     answers = [m.get("content") for m in example.messages or () if m["role"] == "assistant"] + [example.completion]
     words = (answer.strip() for answer in answers if isinstance(answer, str) and len(answer) < 32)
     return {word for word in words if word.casefold() in _NO_VALUE}
-
-
-def unread_reasoning(message: Message, text: str) -> bool:
-    """Whether an assistant's reasoning, which data write beside the content, is not in the text that the template made."""
-    said = message.get("reasoning_content") or message.get("thinking")
-    return isinstance(said, str) and bool(said.strip()) and said.strip() not in text
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:

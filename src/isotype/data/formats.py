@@ -17,6 +17,7 @@ from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
+from .data_frames import refuse_data_frame
 from .read import Record, column_name
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -68,6 +69,7 @@ class Example:
 
 def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns = None) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why."""
+    refuse_data_frame(record, {(columns or {}).get(key, key) for form in FORMATS.values() for key in form.keys})
     row = renamed(record, columns)
     if asked != "auto":
         _require(row, asked, record.place)
@@ -107,7 +109,8 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     if record.wrong:
         raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
-        raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}")
+        fix = 'name the values of each row: pandas writes them so with orient="records"' if isinstance(record.value, list) else None
+        raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix)
     if not columns:
         return record.value
     columns = _as_in(record.value, columns)
@@ -123,8 +126,11 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
 
 
 def _as_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, str]:
-    """`data.columns` with the row's own keys: a table's have one line, also where the file and the setting have several."""
-    return {ours: theirs if theirs in row or (one := column_name(theirs)) not in row else one for ours, theirs in columns.items()}
+    """`data.columns` with the row's own keys. A name is also found as `column_name` writes it: in one line, its letters composed."""
+    if all(theirs in row for theirs in columns.values()):
+        return columns
+    keys = {column_name(key): key for key in row if isinstance(key, str)}
+    return {ours: theirs if theirs in row else keys.get(column_name(theirs), theirs) for ours, theirs in columns.items()}
 
 
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:

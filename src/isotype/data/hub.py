@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
 from .bad_rows import BadRow
 from .formats import Example
+from .named_splits import TRAINED
 from .progress import Meter
 from .read import Record
 from .source import Source
@@ -21,9 +22,14 @@ from .tables import without_nulls_inside
 
 @dataclass
 class HubSource(Source):
-    """`hf:org/name`, `hf:./folder`, or a folder of `save_to_disk`. `streaming`: rows come over the network as they are needed."""
+    """`hf:org/name`, `hf:./folder`, or a folder of `save_to_disk`.
+
+    streaming  rows come over the network as they are needed
+    others     a saved folder's other splits
+    """
 
     streaming: bool = False
+    others: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows: Any = _load(self)
@@ -66,6 +72,30 @@ class HubSource(Source):
             raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}", fix=fix) from error
 
 
+def note_unread_splits(sources: Sequence[Source]) -> None:
+    """Notes of saved folders whose split `train` is read which of their splits nothing reads, and the setting that does.
+
+    sources  all of the run's, of both sides
+    """
+    saved = [one for one in sources if isinstance(one, HubSource) and one.others]
+    read = {_folder(one.name, one.spec.split) for one in sources if isinstance(one, HubSource)}
+    noted = set()
+    for one in saved:
+        others = [split for split in one.others if _folder(one.name, split) not in read]
+        if others and one.spec.split == "train" and one.name not in noted:
+            noted.add(one.name)
+            one.notes.append(
+                f"{one.name}: split train is read, not {', '.join(others)}; "
+                f"to evaluate on another: data.eval: [{{name: {one.name}, split: {others[0]}}}]"
+            )
+
+
+def _folder(name: str, split: str) -> Path:
+    """Where a saved folder has a split: in a folder of that name, or in itself where it has one alone."""
+    saved = Path(name.removeprefix(HUB)).expanduser()
+    return (saved / split if (saved / SPLITS).is_file() else saved).resolve()
+
+
 def _load(source: HubSource) -> Any:
     """The split of a dataset. Turns every error of the library into a UsageError of one line."""
     import datasets
@@ -81,13 +111,10 @@ def _load(source: HubSource) -> Any:
             found = datasets.load_from_disk(str(saved))
             if isinstance(found, datasets.DatasetDict):
                 if spec.split not in found:
-                    raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}")
-                others = [split for split in found if split != spec.split]
-                if others and spec.split == "train":
-                    source.notes.append(
-                        f"{spec.name}: split {spec.split} is read, not {', '.join(others)}; "
-                        f"to read another: {{name: {spec.name}, split: {others[0]}}}"
-                    )
+                    meant = next((split for split in found if split.casefold() in TRAINED), next(iter(found)))
+                    fix = f"name one, in data.train or data.eval: [{{name: {spec.name}, split: {meant}}}]"
+                    raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}", fix=fix)
+                source.others = [split for split in found if split != spec.split]
                 found = found[spec.split]
             return found.to_iterable_dataset() if source.streaming else found
         return datasets.load_dataset(

@@ -23,6 +23,7 @@ from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, FEW, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
+from .hub import note_unread_splits
 from .pack import pack
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
@@ -52,6 +53,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     eval_sources = [source(spec, needs_answer=answers) for spec in source_specs(data, "eval")]
     read_once(sources)
     read_once(eval_sources)
+    note_unread_splits(sources + eval_sources)
     encoder = encoder_for(data, tokenizer, sources + eval_sources)
     if data.stream:
         from .stream import load_stream

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from unicodedata import normalize
 
 from ..errors import UsageError
 from ..near_file import near_file
@@ -70,8 +71,8 @@ def ending(path: Path) -> str:
 
 
 def column_name(cell: str) -> str:
-    """A column's name as a row has it: in one line, where a spreadsheet wraps it."""
-    return _LINE_ENDS.sub(" ", cell.strip())
+    """A column's name as a row has it: in one line, where a spreadsheet wraps it, and its letters composed (ü as one character)."""
+    return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
 
 def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False) -> Path:

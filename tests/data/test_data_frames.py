@@ -1,0 +1,74 @@
+"""A data frame that pandas wrote as JSON is named, and the call in the message makes a file of rows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.config.sources import source_specs
+from isotype.data.formats import detect
+from isotype.data.read import Record
+from isotype.data.sources import source
+from isotype.errors import UsageError
+
+ROWS = [{"prompt": f"0{i}", "completion": f"2026-11-{i + 10}", "id": i} for i in range(12)]
+FORMS = ("columns", "every second row", "split", "index", "table", "list")
+
+
+def opened(name: str, **section: Any) -> Any:
+    (spec,) = source_specs(DataSection(train=name, **section), "train")
+    return source(spec, needs_answer=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    frame, rows = pandas.DataFrame(ROWS), ROWS
+    if form == "list":
+        Path("frame.json").write_text(json.dumps(frame.to_dict("list")))
+    elif form == "every second row":
+        rows = ROWS[::2]
+        frame.iloc[::2].to_json("frame.json", indent=1)
+    else:
+        frame.to_json("frame.json", orient=form)
+    with pytest.raises(UsageError, match=rf"frame\.json:1: one table of {len(rows)} rows, written as .*prompt, completion, id") as caught:
+        opened("frame.json")
+    assert caught.value.fix is not None
+    exec(caught.value.fix, {"pandas": pandas, "json": json})
+    assert [(row.prompt, row.completion) for row in opened("rows.jsonl").examples()] == [(r["prompt"], r["completion"]) for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": {"0": [{"role": "user", "content": "a"}]}}, None),
+        ({"Frage": {"a": "x", "b": "y"}, "Antwort": {"a": "1", "b": None}}, {"prompt": "Frage", "completion": "Antwort"}),
+        ({"text": {"3": "a text"}}, None),
+    ],
+)
+def test_other_columns_are_found_too(row: Any, columns: Any) -> None:
+    for form in ("auto", "messages"):
+        with pytest.raises(UsageError, match=r"x\.json:1: one table of"):
+            detect(Record("x.json", 1, row), form, columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"translation": {"en": "a", "de": "b"}}, "only a row's own keys are read"),
+        ({"prompt": "a", "completion": ["b", "c"]}, None),
+        ({"messages": [{"role": "user", "content": "a"}], "meta": {"0": 1}}, None),
+        ({"data": [{"prompt": "a"}], "version": 1}, "data is a list of objects"),
+    ],
+)
+def test_rows_are_no_tables(row: Any, said: str | None) -> None:
+    if said is None:
+        detect(Record("x.json", 1, row), "auto", None)
+        return
+    with pytest.raises(UsageError, match=said):
+        detect(Record("x.json", 1, row), "auto", None)
