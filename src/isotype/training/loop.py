@@ -431,10 +431,10 @@ class Loop:
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
             if lost and checkpoint.step:
-                said = f"{lost}: what was observed of the steps 1 to {checkpoint.step} is lost"
+                said = f"{lost}: what was observed of {_steps(1, checkpoint.step)} is lost"
                 self.console.say(f"warning   {self.folder.path / PRECISION} {said}")
             if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
-                self.console.say(f"warning   {self.metrics.file} has no line of the steps {last + 1} to {checkpoint.step}: they are lost")
+                self.console.say(f"warning   {self.metrics.file} lacks the lines of {_steps(last + 1, checkpoint.step)}")
         return processes
 
     def with_last_good(self, error: IsotypeError) -> RunError:
@@ -442,3 +442,7 @@ class Loop:
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {last}" if first == last else f"the steps {first} to {last}"

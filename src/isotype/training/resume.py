@@ -67,7 +67,8 @@ def restore(loop: Loop, console: RunConsole) -> None:
         went_on(loop.folder, step)
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
-        console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
+        said = f"saved by {_processes(wrote)}, goes on with {_processes(world.size)}"
+        console.say(f"resume    {said}: the same rows; dropout, where the model has any, draws differently")
     console.say(f"resume    from step {step}{_ended(loop)}")
 
 
