@@ -169,7 +169,7 @@ class AdapterSection(Section):
     rslora: bool = False
     """Rank-stabilised scale."""
     modules_to_save: list[str] = []
-    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`)."""
+    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them unquantised."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
 

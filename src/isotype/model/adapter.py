@@ -16,6 +16,7 @@ from ..errors import UsageError
 from ..precision.precision import Precision
 from .adapter_names import lost_when_loaded
 from .added_tokens import token_modules
+from .unquantised import refuse_quantised, saved_in_full
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -51,6 +52,7 @@ def attach_adapter(
     if new_tokens:
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
+    refuse_quantised(model, in_full, "adapter.modules_to_save")
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -87,6 +89,7 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
 
     try:
         settings = PeftConfig.from_pretrained(str(folder))
+        refuse_quantised(model, saved_in_full(folder), f"adapter.start_from: {folder}")
         settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
         wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
@@ -182,6 +185,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     base = settings.base_model_name_or_path
     if base is not None and not isinstance(base, str):
         raise UsageError(f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name", fix=again)
+    refuse_quantised(model, saved_in_full(folder), where)
     fix = f"take the base model it was trained on ({base})" if base else "take the base model it was trained on"
     try:
         # low_cpu_mem_usage would leave what the file lacks on the meta device

@@ -18,6 +18,7 @@ from ..precision.quantised_base import check_share
 from .adapter import attach_adapter
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
+from .unquantised import trained_in_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,15 +39,15 @@ def build_model(
     notes = base_notes(source, precision)
     base = load_base(
         source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
-        embedding=config.model.embedding,
+        embedding=config.model.embedding, in_full=trained_in_full(config.adapter),
     )  # fmt: skip
-    if precision.base == "nf4":
-        check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
     model: nn.Module = (
         base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
     )
+    if precision.base == "nf4":
+        check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     if is_kept_on_host(config.model.embedding, device.type):
         refuse_trained_embedding(model)
         notes.append("model.embedding: host: the weight of the input embedding lies in pinned host memory")

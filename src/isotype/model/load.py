@@ -36,9 +36,10 @@ from .in_file import declare, depends_on_dtype, dtype_of_files
 from .rotary_tables import forget_longer_batches
 from .trainable_architecture import refuse_other_objectives
 from .unfilled_buffers import fill_buffers, unfilled_memory_shows
+from .unquantised import kept_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -125,7 +126,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, embedding: str = "device",
+    part: Part | None = None, notes: list[str] | None = None, embedding: str = "device", in_full: Sequence[str] = (),
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
@@ -133,6 +134,7 @@ def load_base(
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
     embedding  `model.embedding`
+    in_full  `trained_in_full`: nf4 leaves these modules as they are
     """
     where = loaded_on(device, part)
     options = attention_choice.attention_options(attention, device)
@@ -147,7 +149,7 @@ def load_base(
             return in_files
     if quantises:
         if not quantised_before:
-            options["quantization_config"] = _nf4(precision)
+            options["quantization_config"] = _nf4(precision, _kept_whole(source, in_full) if in_full else None)
         options["device_map"] = {"": where}
     model = _load(source, attention, options, notes)
     if is_kept_on_host(embedding, where.type):
@@ -224,7 +226,15 @@ def require_bitsandbytes() -> None:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
 
 
-def _nf4(precision: Precision) -> Any:
+def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str]:
+    with _explained(source.name, "model", source.revision), torch.device("meta"):
+        trust = source.trust_remote_code
+        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=trust)
+        return kept_whole(AutoModelForCausalLM.from_config(architecture, trust_remote_code=trust), in_full)
+
+
+def _nf4(precision: Precision, kept: list[str] | None) -> Any:
+    """kept  `kept_whole`; None for what transformers keeps"""
     require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
@@ -234,6 +244,7 @@ def _nf4(precision: Precision) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=to_torch(precision.compute),
         bnb_4bit_quant_storage=torch.uint8,
+        llm_int8_skip_modules=kept,
     )
 
 

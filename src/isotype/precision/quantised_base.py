@@ -101,7 +101,8 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
     """(share of the frozen matrices' elements that are not quantised, the largest one's name). Embeddings and the head count as neither:
-    no QLoRA quantises them. Stacked experts, which bitsandbytes leaves as they are, are what this finds."""
+    no QLoRA quantises them; nor do the originals of what an adapter trains in full. Stacked experts, which bitsandbytes leaves as they
+    are, are what this finds."""
     apart = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
@@ -109,6 +110,8 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
     whole = packed = most = 0
     largest = ""
     for full, parameter in model.named_parameters():
+        if ".original_module." in full:
+            continue
         state = getattr(parameter, "quant_state", None)
         if state is not None:
             packed += state.shape.numel()

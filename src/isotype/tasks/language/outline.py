@@ -16,6 +16,7 @@ from ...model.adapter import attach_adapter
 from ...model.attention import AUTO, attention_options, explain
 from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import require_bitsandbytes
+from ...model.unquantised import kept_by_config, kept_whole, layers_to_quantise, trained_in_full
 from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
@@ -56,7 +57,12 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
             before = of_config(architecture)
-            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
+            kept = None if before is None else kept_by_config(architecture)
+            if kept is None:
+                kept = kept_whole(base, trained_in_full(config.adapter) if before is None else ())
+            quantise_outline(
+                base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
+            )
         model: nn.Module = (
             base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
         )

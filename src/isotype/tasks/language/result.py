@@ -13,6 +13,7 @@ from ...dtypes import to_torch
 from ...model.adapter import load_adapter
 from ...model.load import Source, load_base
 from ...model.saved_form import cast_once, embedding_and_head, refuse_untrue_config, write_config
+from ...model.unquantised import saved_in_full
 from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.part import Part
@@ -43,7 +44,7 @@ def load_result(
     if (folder / "adapter_config.json").is_file():
         base = load_base(
             source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
-            embedding=config.embedding,
+            embedding=config.embedding, in_full=saved_in_full(folder),
         )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:

@@ -11,14 +11,8 @@ from torch import Tensor, nn
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
-def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True, layers: Collection[nn.Module] | None = None) -> None:
-    """Replaces linear layers by nf4 layers on the meta device; with `double` their scales are quantised too.
-
-    layers  which ones; by default every one except the head
-    """
-    if layers is None:
-        head = model.get_output_embeddings()
-        layers = {module for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
+def quantise_outline(model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double: bool = True) -> None:
+    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double` their scales are quantised too."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
