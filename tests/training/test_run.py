@@ -99,11 +99,20 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     assert plain.peft_config["default"].r == 4
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16-pure"])
-def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, preset):
-    assert train(configured(adapter={"kind": "none"}, precision={"preset": preset})) == 0
+@pytest.mark.parametrize(
+    ("precision", "text", "dtype"),
+    [
+        ({"preset": "bf16-mixed", "save": "model fp32"}, "bf16-mixed save=fp32", torch.float32),  # the roles of bf16-lora
+        ({"preset": "bf16-pure"}, "bf16-pure", torch.bfloat16),
+    ],
+)
+def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, capsys, precision, text, dtype):
+    assert train(configured(adapter={"kind": "none"}, precision=precision)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
-    assert model.dtype == (torch.float32 if preset == "fp32" else torch.bfloat16)
+    assert model.dtype == dtype
+    records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
+    assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {text}
+    assert f"precision {text}  (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Attachment:
 
     def lines(self) -> list[str]:
         trainer = type(self.trainer).__name__
-        shown = [f"isotype attached to {trainer}: precision {self.precision} ({self.resolved.why_preset})"]
+        shown = [f"isotype attached to {trainer}: precision {self.resolved.text} ({self.resolved.why_preset})"]
         shown += [f"  claimed by  {claim}" for claim in self.claims]
         for name, manifest in self.manifests.items():
             shown += [f"  {name}: {line}" if i == 0 else f"    {line}" for i, line in enumerate(str(manifest).splitlines())]
@@ -61,7 +61,7 @@ class Attachment:
         """For the record and --json."""
         return {
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
-            "precision": str(self.precision),
+            "precision": self.resolved.text,
             "declared": self.resolved.as_json(),
             "claims": [{"owner": c.owner, "value": c.value, "now": c.now} for c in self.claims],
             "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},

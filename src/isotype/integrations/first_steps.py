@@ -128,7 +128,7 @@ class FirstSteps:
             record["violations"] = record.get("violations", []) + beside["violations"]
             record["places"] = record.get("places", {}) | beside["unobserved"]
         return {
-            "precision": str(resolved.precision),
+            "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.as_json(),
             **as_written(record),

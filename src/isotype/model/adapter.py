@@ -1,4 +1,4 @@
-"""Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain PEFT folder with precision.json."""
+"""Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain PEFT folder."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
-    """A plain PEFT folder in `save_adapter`'s dtype, and `precision.json`, since adapter files carry no precision metadata."""
+    """A plain PEFT folder in `save_adapter`'s dtype."""
     dtype = to_torch(precision.save_adapter)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {name: t.to(dtype) if name in trained else t for name, t in model.state_dict().items()}
@@ -238,7 +238,6 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
             if isinstance(value, set):  # of names, written in an order that differs from process to process
                 setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
-    (folder / "precision.json").write_text(precision.as_file())
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:

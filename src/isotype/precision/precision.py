@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -147,10 +146,6 @@ class Precision:
 
     def as_json(self) -> Mapping[str, Any]:
         return dict(self.items())
-
-    def as_file(self) -> str:
-        """The `precision.json` that lies beside saved weights, since their own files carry no precision."""
-        return json.dumps({"precision": str(self), "roles": self.as_json()}, indent=1) + "\n"
 
 
 def _word(role: str, value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -38,6 +39,15 @@ class Resolved:
     reasons: Mapping[str, str]
     warnings: tuple[Finding, ...] = ()
     why_preset: str = ""
+
+    @property
+    def text(self) -> str:
+        """The short text form, as the preset that was chosen: two presets may differ in what another role changed."""
+        return self.precision.text(self.preset)
+
+    def as_file(self) -> str:
+        """The `precision.json` that lies beside saved weights, since their own files carry no precision."""
+        return json.dumps({"precision": self.text, "roles": self.precision.as_json()}, indent=1) + "\n"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(role, value, reason) in the order of the design's table; rounding and loss scaling where they are not the plain ones."""

@@ -33,7 +33,7 @@ class PrecisionRecord:
         self._observed = noted(self._observed, seen)
         if self.writes:
             declared = {
-                "precision": self.resolved.precision.text(self.resolved.preset),
+                "precision": self.resolved.text,
                 "preset": self.resolved.preset,
                 "declared": {**self.resolved.as_json(), **self._branch},
             }

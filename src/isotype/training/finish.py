@@ -101,6 +101,7 @@ def _save(loop: Loop, target: Path, sharding: Sharding | None, world: World) -> 
     def fill(folder: Path) -> None:
         with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
             loop.task.save(loop.model, folder, precision)
+        (folder / "precision.json").write_text(loop.resolved.as_file())
 
     world.first_does(lambda: write_folder(target, fill), patiently=True)
     if world.first:

@@ -385,7 +385,7 @@ class Loop:
             **random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
-            "precision": str(self.resolved.precision),
+            "precision": self.resolved.text,
         }
 
         averages = self.ema.tensors() if self.ema else {}

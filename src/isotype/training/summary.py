@@ -33,7 +33,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("device", f"{hardware.name}, torch {torch.__version__}"),
         *_processes_row(world, prepared, config.parallel.kind),
         ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
-        ("precision", f"{p}  ({resolved.why_preset})"),
+        ("precision", f"{resolved.text}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...dtypes import name
 from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
@@ -58,6 +59,8 @@ class Arithmetic(TorchDispatchMode):
             self.lineages.set(weight, Lineage(WEIGHT))
         for buffer in model.buffers():
             self.lineages.set(buffer, Lineage(BUFFER))
+            if name(buffer.dtype) == self.step.compute != "fp32":
+                self.step.kept.follow(buffer)
         for module in model.modules():
             for _, table in kept_in_attributes(module):
                 self.lineages.set(table, Lineage(BUFFER))
@@ -100,8 +103,10 @@ class Arithmetic(TorchDispatchMode):
         judge = Judge(self.step, op, func, args, kwargs, inputs, outputs)
         try:
             judge.judge()
-        except (RuntimeError, TypeError) as error:  # of a tensor whose kind lacks an operator that the look needs; the program goes on
-            judge.unobserved(f"{op.name} in {judge.module or judge.region}", f"looking at its tensors failed: {str(error).splitlines()[0]}")
+            self.step.kept.see(op, func, args, kwargs, inputs, outputs, self.lineages)
+        except Exception as error:  # such as a tensor whose kind lacks an operator that the look needs; the program goes on
+            first = "".join(str(error).splitlines()[:1])
+            judge.unobserved(f"{op.name} in {judge.module or judge.region}", f"looking at its tensors failed: {first}")
 
 
 class _BesideCompiler(Arithmetic):

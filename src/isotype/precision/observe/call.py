@@ -11,6 +11,7 @@ from ...dtypes import name
 from ..precision import Precision
 from . import operators as ops
 from .callers import ENGINE, Caller, caller
+from .kept_values import KeptValues
 from .lineage import Lineages, wide
 from .observation import FIX, Observation
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
@@ -30,6 +31,7 @@ class JudgedStep:
         self.seen, self.precision, self.regions, self.role, self.lora_branch = seen, precision, regions, role, lora_branch
         self.compute: str = getattr(precision, role)
         self.lineages = Lineages()
+        self.kept = KeptValues()
         self.given = Lineages()  # tensors of a batch: made before the step, and not all of them for the model
         self.pending: dict[int, tuple[str, str, Caller, str]] = {}  # products outside compute until their use is known
         self.routers: set[int] = set()

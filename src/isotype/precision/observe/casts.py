@@ -82,6 +82,7 @@ def _loses(call: Call, source: Tensor, target: Tensor, lineage: Lineage, after: 
     own, narrowed = readable(source), readable(target)
     if own is None or narrowed is None:
         return True
+    own = own.expand_as(narrowed)  # a copy may repeat its source
     finite = own.isfinite() & narrowed.isfinite()
     return not torch.equal(own[finite], narrowed[finite].to(own.dtype))
 

@@ -106,14 +106,15 @@ class Observer:
         """Checks floating buffers, which have no role of their own: a table or a running mean must be fp32, a mask may have any dtype.
 
         Tables that a family of transformers keeps in the model's file (MiniMax's decays) are loaded in the dtype of its weights. A buffer
-        that a family's own forward assigns (CTRL's positions) is a value of the forward, whose operators are judged.
+        that a family's own forward assigns (CTRL's positions), or that the observed step wrote before it read it (a cache of keys and
+        values), is a value of the forward, whose operators are judged.
         """
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
             word, first = name(buffer.dtype), self._buffers.setdefault(full, buffer.dtype)
             observation.dtypes["buffers"][word] += 1
-            if word == self.precision.compute and _assigned_in_forward(self.model, full):
+            if word == self.precision.compute and (_assigned_in_forward(self.model, full) or self._holds_values(buffer)):
                 continue
             if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
                 made_so = buffer.dtype == first
@@ -130,6 +131,9 @@ class Observer:
                     "compute", f"buffer {full} is stored in {word}", symbol=full, observed=word, rule=TABLES, cause=_AT_FIRST,
                     fix="leave the .to() out, or load the model in fp32: precision.base: fp32, in full fine-tuning bf16-mixed",
                 )  # fmt: skip
+
+    def _holds_values(self, buffer: Tensor) -> bool:
+        return self._watching is not None and self._watching[0].step.kept.holds_values(buffer)
 
     def _words(self) -> set[str]:
         p = self.precision

@@ -47,7 +47,6 @@ def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
     model.save_config(folder)
     tensors = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu() for name, t in model.state_dict().items()}
     save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
-    (folder / "precision.json").write_text(precision.as_file())
 
 
 def load_result(

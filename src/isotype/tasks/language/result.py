@@ -29,7 +29,6 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     write_config(folder, dtype, tied=tied)
     if names:
         refuse_untrue_config(folder, *names)
-    (folder / "precision.json").write_text(precision.as_file())
 
 
 def load_result(
