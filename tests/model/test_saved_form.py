@@ -18,7 +18,7 @@ from isotype.model.saved_form import cast_once, digests, refuse_difference, refu
 from isotype.runs.untrusted import CONSENT
 from isotype.tasks.choose import train
 from isotype.training.quiet import quiet_libraries
-from tests.models import lora
+from tests.models import lora, tiny
 
 TOKENS = torch.arange(3, 20)[None]
 
@@ -69,6 +69,18 @@ def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_b
     merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
     assert config_of(tmp_path / "merged")["tie_word_embeddings"] is False
     torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merged_head_of_several_layers_keeps_what_it_shares_within_itself(workshop, tmp_path):
+    """RoBERTa's head has one bias under two names, which are tied only while the head is the embedding."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    tiny("roberta", vocab_size=len(AutoTokenizer.from_pretrained(base)), is_decoder=True, tie_word_embeddings=True).save_pretrained(base)
+    expected = adapter_on(base, tmp_path / "adapter", target_modules=["query"], modules_to_save=["lm_head"])
+    merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()(input_ids=TOKENS).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_merge_shows_no_advice_to_whoever_makes_an_adapter(tied_base, tmp_path):

@@ -19,7 +19,7 @@ from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.load import Source
-from ..model.saved_form import digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
+from ..model.saved_form import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
@@ -73,7 +73,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
             del plain.config.quantization_config
         names = embedding_and_head(plain)
         tied = _tie(state, *names) if names else None
-        plain.save_pretrained(folder, state_dict=dict(state))
+        # where the head is not the embedding nothing is tied again when the folder is loaded, not the head's bias either
+        plain.save_pretrained(folder, state_dict=apart(state) if tied is False else dict(state))
         write_config(folder, to_torch(dtype), tied=tied)
         if names:
             refuse_untrue_config(folder, *names)

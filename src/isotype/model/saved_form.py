@@ -34,6 +34,16 @@ def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
     return result
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, of which none shares memory with another, so that each is stored under its own name."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return result
+
+
 def embedding_and_head(model: Any) -> tuple[str, str] | None:
     """Names of the embedding's and the head's weight; None where the model has not both."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
