@@ -95,6 +95,18 @@ def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, monkeypatch, 
     assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")
 
 
+@pytest.mark.parametrize("block", [1, 64])
+def test_rows_that_share_a_line_have_places_of_their_own(tmp_path, monkeypatch, block):
+    file = tmp_path / "a.json"
+    monkeypatch.setattr(read, "BLOCK", block)
+    file.write_text('[{"a": 1}, {"a": 2},\n{"a": 3}, {"a": 4}]')
+    places = ["a.json:1", "a.json:1, row 2", "a.json:2", "a.json:2, row 4"]
+    assert [record.place for record in read_json(file, "a.json")] == places
+    assert [record.place for record in read_json(file, "a.json", skip=1)] == places[1:]
+    file.write_text('{\n"a": 1} {"a": 2}\n{"a": 3}')
+    assert [record.place for record in read_json(file, "a.json")] == ["a.json:1", "a.json:2", "a.json:3"]
+
+
 @pytest.mark.parametrize("block", [1, 3, 64])
 def test_objects_written_over_several_lines_are_rows(tmp_path, monkeypatch, block):
     rows = [{"a": 1, "b": [{"c": "x\n"}]}, {"a": 2}]

@@ -68,7 +68,7 @@ def test_the_files_of_runs_are_no_data(folder: Path, name: str) -> None:
             (folder / run / file).write_text('{"step": 1}\n')
     one = found(name)
     assert one.identity() == names
-    assert f"{name}: the files of runs are not read (a, refused)" in one.notes
+    assert f"{name}: the files of runs are not read (runs/a, runs/refused)" in one.notes
     with pytest.raises(UsageError, match=r"runs/a/metrics\.jsonl:1: no known format"):  # asked for by its name
         found("runs/a/*.jsonl")
 
@@ -113,6 +113,21 @@ def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path)
         found("set/d.parquet")
     with pytest.raises(UsageError, match=r"set/e\.jsonl: the file is empty"):
         found("set/e.jsonl")
+
+
+def test_blank_texts_beside_others_are_passed_over_and_told_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"a/0.txt": "one", "b/0.txt": " \n\n", "b/1.txt": "", "b/2.txt": "\n\n  two", "b/0.bin": "x", "c/0.bin": "x"}
+    for name, text in texts.items():
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_text(text)
+    for name in ("set", "set/*/*"):
+        one = found(name)
+        assert ["".join(pieces) for _, pieces in one.texts()] == ["one", "\n\n  two"]
+        assert f"{name}: 2 of 4 files hold no rows (b/0.txt, b/1.txt)" in one.notes
+        assert f"{name}: 2 of 6 files are not read (b/0.bin, c/0.bin)" in one.notes
+    with pytest.raises(UsageError, match=r"none of its 2 files holds a row"):
+        found("set/b/[01].txt")
 
 
 def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:

@@ -146,6 +146,13 @@ def test_dates_that_python_cannot_hold_are_numbers_and_others_dates(tmp_path: Pa
     assert (last["far"], last["day"], last["zone"], last["known"].year) == (3 * 10**17, 2**30, 0, 1970)
 
 
+def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
+    columns = [pa.array(["asked"]), pa.array(["one"]), pa.array(["other"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "completion", "completion"]), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"^a\.parquet: the column 'completion' is there twice"):
+        next(read_parquet(tmp_path / "a.parquet", "a.parquet"))
+
+
 def test_broken_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = Non
     if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
         yield from _lines(path, name, skip, meter)
         return
+    before = 0  # the line of the row before
     for i, record in enumerate(_array(path, name, meter) if first[:1] == "[" else _objects(path, name, meter)):
         if i >= skip:
-            yield record
+            yield replace(record, row=i + 1) if record.line == before else record
+        before = record.line
 
 
 def _first_line(path: Path, name: str) -> str:

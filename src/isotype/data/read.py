@@ -59,10 +59,14 @@ class Record:
     """Why the row could not be read; its value is None then."""
     remark: str | None = None
     """What the notes say about a row that is used as it is."""
+    row: int | None = None
+    """The row's number, from 1, where another one begins before it in its line."""
 
     @property
     def place(self) -> str:
-        return f"{self.file}:{self.line}" if self.unit == "line" else f"{self.file}, {self.unit} {self.line}"
+        if self.unit != "line":
+            return f"{self.file}, {self.unit} {self.line}"
+        return f"{self.file}:{self.line}" + (f", row {self.row}" if self.row else "")
 
 
 def ending(path: Path) -> str:

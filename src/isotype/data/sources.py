@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,11 @@ class File:
     def size(self) -> int:
         return self.path.stat().st_size
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is without a byte, or a text without a character but white space."""
+        return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
+
     def records(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
         kind = ending(self.path)
         read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
@@ -83,14 +89,14 @@ class FileSource(Source):
             self.files = [file for file in self.files if file not in empty]
             if not self.files:
                 raise NoRows(f"{self.name}: none of its {of} files holds a row")
-            named = ", ".join(_some({file.path for file in empty}))
+            named = ", ".join(_some({file.path for file in empty}, _folder([*self.files, *empty])))
             self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
 
     def _takes_format(self, file: File) -> bool:
         """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty."""
         alone = len(self.files) == 1
         try:
-            if not alone and file.size == 0:
+            if not alone and file.is_blank:
                 return False
             if file.is_text:
                 if self.spec.format not in ("auto", "text"):
@@ -230,8 +236,8 @@ def read_once(found: Sequence[Source]) -> None:
         kept = [(file, form) for file, form in zip(one.files, one.forms) if file.path not in again]
         if not kept:
             raise UsageError(f"{one.name}: other sources of the list read all its files ({others})", fix="name each file once")
+        these = ", ".join(_some(set(again), _folder(one.files)))
         one.files, one.forms = [file for file, _ in kept], [form for _, form in kept]
-        these = ", ".join(_some(set(again)))
         read = counted(len(again), "file is read", "files are read")
         one.notes.append(f"{one.name}: {read} with another source, {others}, and once ({these})")
 
@@ -266,7 +272,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
     if left_out:
-        these = ", ".join(_some(set(matched) - set(known)))
+        these = ", ".join(_some(set(matched) - set(known), below))
         notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
     notes += note_splits(name, known, below)
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
@@ -290,10 +296,16 @@ def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Pat
     again = len(files) - len(kept)
     notes = [f"{name}: links between folders lead to {counted(again, 'file')} a second time; each is read once"] if again else []
     if runs:
-        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs)))})")
+        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
     return [path for path in files if path in kept and path.is_file()], notes
 
 
-def _some(paths: set[Path], most: int = 3) -> list[str]:
-    names = sorted(p.name for p in paths)
+def _folder(files: Sequence[File]) -> Path:
+    """The nearest folder in which all the files are."""
+    return Path(os.path.commonpath([file.path.parent for file in files]))
+
+
+def _some(paths: set[Path], below: Path, most: int = 3) -> list[str]:
+    """A few of the paths, as they are below a folder."""
+    names = sorted(str(p.relative_to(below)) if p.is_relative_to(below) else str(p) for p in paths)
     return names[:most] + (["..."] if len(names) > most else [])

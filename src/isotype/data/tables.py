@@ -9,7 +9,7 @@ import csv
 import re
 import shlex
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,8 @@ def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = 
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            if doubled := _doubled(file.schema_arrow.names):  # a row would hold the last one's value
+                raise UsageError(f"{name}: the column {doubled!r} is there twice")
             rows = max(1, file.metadata.num_rows)
             before = 0
             for group in range(file.metadata.num_row_groups):
@@ -220,7 +222,10 @@ def _with_line_ends(name: str) -> str:
 
 
 def _header(names: list[str], file: str) -> list[str]:
-    doubled = [name for name, n in Counter(names).items() if n > 1 and name]
-    if doubled:
-        raise UsageError(f"{file}:1: the column {doubled[0]!r} is named twice")
+    if doubled := _doubled([name for name in names if name]):
+        raise UsageError(f"{file}:1: the column {doubled!r} is named twice")
     return names
+
+
+def _doubled(names: Sequence[str]) -> str | None:
+    return next((name for name, n in Counter(names).items() if n > 1), None)
