@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
+from isotype.cli.merge import merge as merge_command
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
 
 
@@ -250,6 +252,22 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
         ask("merge", run, "--out", tmp_path)
     with pytest.raises(UsageError, match="is a file"):
         ask("merge", run, "--out", tmp_path / "words")
+
+
+@pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
+def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, capsys, placed, left):
+    """Interrupted before the merged folder is put in place, and after."""
+    out = tmp_path / "merged"
+
+    def interrupted(*given):
+        if placed:
+            write_folder(out, lambda folder: None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge_command(tmp_path / "run", out)
+    assert capsys.readouterr() == ("", f"interrupted: {out} {left}\n")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

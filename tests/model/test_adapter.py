@@ -157,3 +157,14 @@ def test_the_settings_of_a_saved_adapter_are_in_the_same_order_in_every_process(
         assert names["target_modules"] == sorted(names["target_modules"])
         assert names["exclude_modules"] == sorted(names["exclude_modules"])
     assert len(written["target_modules"]) > 3
+
+
+def test_all_linear_of_jamba_leaves_out_the_layer_whose_weight_it_multiplies():
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4}
+    model = attach_adapter(tiny("jamba", **sizes), AdapterSection(r=2), seed=0)
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert "dt_proj" not in adapted
+    assert {"in_proj", "x_proj", "out_proj", "q_proj", "gate_proj"} <= adapted
+    ids = torch.arange(3, 20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)

@@ -93,6 +93,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
 
 @pytest.mark.parametrize(("number", "fix"), [
     (errno.ENOSPC, "free space, then resume"), (errno.EDQUOT, "free space, then resume"), (errno.EROFS, "make it writable, then resume"),
+    (errno.EFBIG, "raise the limit on the size of a file (ulimit -f), then resume"), (errno.EMFILE, "raise the limit on open files"),
+    (errno.EIO, "check the disk for faults"),
     (errno.EACCES, "make it writable, then resume"), (errno.ENOENT, "another program removed or renamed a folder of the run"),
 ])  # fmt: skip
 def test_the_remedy_fits_what_the_system_said(tmp_path, monkeypatch, number, fix):

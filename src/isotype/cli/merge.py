@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..counted import counted
+from ..runs.checkpoint.atomic_folder import SEAL
 from .app import RUNS
+
+if TYPE_CHECKING:
+    from ..inference.merge import Merged
 
 NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
 
@@ -40,7 +45,6 @@ def merge(
     """
     from ..dtypes import parse
     from ..errors import UsageError
-    from ..training.quiet import quiet_libraries
 
     if dtype is not None:
         try:
@@ -49,21 +53,14 @@ def merge(
             raise UsageError(f"--dtype: {error}") from None
         if dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
-    quiet_libraries()
-    from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run, refuse_filled
-
     out = out or run / "merged"
-    refuse_filled(out)  # before a model is loaded, which may take minutes
-    if kind_of_run(run) == DIFFUSION:
-        from ..inference.merge_denoiser import merge_denoiser
-
-        merged = merge_denoiser(run, out, dtype=dtype)
-    else:
-        from ..inference.loaded import load_run
-        from ..inference.merge import merge as merge_run
-
-        merged = merge_run(load_run(run), out, dtype=dtype)
+    try:
+        merged = _merged(run, out, dtype)
+    except KeyboardInterrupt:
+        # `out` was empty before
+        left = "was written" if (out / SEAL).is_file() else "was not written, and the same command starts again"
+        print(f"interrupted: {out} {left}", file=sys.stderr)
+        raise
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
@@ -72,3 +69,21 @@ def merge(
     print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
     rows = counted(merged.rows, "row")
     print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {rows}")
+
+
+def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
+    from ..training.quiet import quiet_libraries
+
+    quiet_libraries()
+    from ..config.kind import DIFFUSION
+    from ..runs.folder import kind_of_run, refuse_filled
+
+    refuse_filled(out)  # before a model is loaded, which may take minutes
+    if kind_of_run(run) == DIFFUSION:
+        from ..inference.merge_denoiser import merge_denoiser
+
+        return merge_denoiser(run, out, dtype=dtype)
+    from ..inference.loaded import load_run
+    from ..inference.merge import merge as merge_run
+
+    return merge_run(load_run(run), out, dtype=dtype)

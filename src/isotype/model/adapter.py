@@ -97,17 +97,23 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise UsageError(f"adapter.start_from: {folder}: {str(error).splitlines()[0]}") from None
 
 
-# a Mamba mixer passes the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
-# (PEFT refuses the first two)
-_NEVER_CALLED = ("out_proj", "conv1d", "x_proj", "dt_proj")
-_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+# a Mamba mixer passes the weights of these to its kernel or multiplies them itself, and never calls the layers: adapters on them would
+# get no gradient (PEFT refuses the first two, in all families but Jamba). A quantised Jamba calls its dt_proj; an adapter there would have
+# no effect on the base that is not quantised
+_NEVER_CALLED = dict.fromkeys(
+    ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), frozenset(("out_proj", "conv1d", "x_proj", "dt_proj"))
+) | {"jamba": frozenset(("dt_proj",))}
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers that can have an adapter, without the head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
+    return sorted(names - _never_called(model))
+
+
+def _never_called(model: PreTrainedModel) -> frozenset[str]:
+    return _NEVER_CALLED.get(getattr(model.config, "model_type", ""), frozenset())
 
 
 def _other_products(model: nn.Module) -> list[str]:
@@ -138,7 +144,7 @@ def _gives_rows(linear: nn.Linear) -> bool:
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
     """The target modules for PEFT. With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list."""
-    if section.targets == "all-linear" and getattr(model.config, "model_type", None) in _MAMBA:
+    if section.targets == "all-linear" and _never_called(model):
         return linear_names(model)
     return section.targets
 

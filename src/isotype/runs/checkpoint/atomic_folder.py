@@ -17,6 +17,14 @@ from ...errors import RunError
 
 SEAL = "DONE"
 _OS_ERROR = re.compile(r"\(os error \d+\)")
+# what helps where a folder that can be written is not the matter
+_HELPS = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EIO: "check the disk for faults",
+}
 
 
 def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[[Path], None] | None = None) -> None:
@@ -103,8 +111,7 @@ def writable_again(reason: str) -> str:
     """What helps against a failed write, by the message of the operating system."""
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
-    full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
-    return "free space" if full else "make it writable"
+    return next((does for number, does in _HELPS.items() if os.strerror(number) in reason), "make it writable")
 
 
 def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
