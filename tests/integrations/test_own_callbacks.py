@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 from isotype.integrations import attach
@@ -150,3 +151,44 @@ def test_what_a_callback_keeps_or_writes_once_is_unobserved(models, tmp_path):
     assert record["violations"] == []
     assert "weights that FromElsewhere.on_step_end writes" in record["unobserved"]
     assert "weights or states that FromElsewhere.on_train_end writes" in record["unobserved"]
+
+
+class Rate(TrainerCallback):
+    """Adds to the learning rate, in one dtype."""
+
+    def __init__(self, dtype, form):
+        self.dtype, self.form = dtype, form
+
+    def on_step_begin(self, args, state, control, optimizer=None, **given):
+        for group in optimizer.param_groups:
+            group["lr"] = self.form(torch.as_tensor(group["lr"]).to(self.dtype) + torch.tensor(3.3e-5, dtype=self.dtype))
+
+
+def settings_record(models, folder, dtype, form):
+    trainer = TRAINERS["Trainer"](Setting(models, form="full", more={"output_dir": str(folder)}))
+    trainer.add_callback(Rate(dtype, form))
+    attach(trainer, "fp32", quiet=True, preflight=False)
+    trainer.train()
+    return json.loads((folder / "isotype" / "precision.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:isotype. error DT003")
+@pytest.mark.parametrize("form", [float, Tensor.clone, Tensor.float], ids=["number", "tensor", "widened"])
+def test_a_learning_rate_that_a_callback_rounds_is_named(models, tmp_path, form):
+    record = settings_record(models, tmp_path / "narrow", torch.bfloat16, form)
+    if form is Tensor.clone:
+        assert [(v["place"]["symbol"], v["observed"]) for v in record["violations"]] == [("Rate.on_step_begin", "bf16")]
+    else:
+        assert record["violations"] == []
+        assert "no more bits than bf16" in record["unobserved"]["the optimizer's lr that Rate.on_step_begin sets"]
+    honest = settings_record(models, tmp_path / "wide", torch.float32, form)
+    assert honest["violations"] == []
+    assert set(honest["unobserved"]) == {"norms", "reduce"}
+
+
+def test_a_buffer_of_few_values_is_looked_at_without_being_judged(models, tmp_path):
+    trainer = TRAINERS["Trainer"](Setting(models, form="full", bf16=True, more={"output_dir": str(tmp_path)}))
+    trainer.model.model.norm.register_buffer("levels", torch.tensor([-1.0, 0.0, 1.0], dtype=torch.bfloat16))
+    attach(trainer, "bf16-mixed", quiet=True, preflight=False)
+    trainer.train()
+    assert json.loads((tmp_path / "isotype" / "precision.json").read_text())["violations"] == []

@@ -88,6 +88,7 @@ def test_a_folder_saved_in_nf4_is_trained_on_under_the_declared_precision(saved,
     observed = json.loads((tmp_path / "run" / "precision.json").read_text())
     assert observed["violations"] == []
     assert observed["observed"]["base"] == {"nf4": 14, "bf16": 7}
+    assert observed["declared"]["base"] == {"value": "nf4", "reason": "preset nf4-lora", "rest": "bf16"}
 
 
 @pytest.mark.parametrize(("name", "preset"), [("library defaults", "nf4-lora"), ("int8", "nf4-lora"), ("nf4", "fp32")])

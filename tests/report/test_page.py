@@ -159,3 +159,10 @@ def test_the_training_loss_on_top_is_the_one_that_its_curve_ends_at(tmp_path: Pa
     line = next(series for series in loss_plot(made).series if series.look == "line")
     assert line.name.startswith(tile.label)
     assert (tile.value, tile.note) == (plain(line.points[-1][1]), f"from {plain(line.points[0][1])} at step 1")
+
+
+def test_a_quantised_base_is_shown_with_the_dtype_of_the_rest(tmp_path):
+    declared = {"base": {"value": "nf4", "reason": "preset nf4-lora", "rest": "bf16"}}
+    made = record(tmp_path, precision={"declared": declared, "observed": {"base": {"nf4": 35, "bf16": 12}}})
+    row = precision(made)["rows"][0]
+    assert (row["declared"], row["observed"]) == ("nf4 (rest bf16)", "35 nf4, 12 bf16")

@@ -2,6 +2,7 @@
 
 A callback runs between the parts of a step, or between steps, where the observed step does not look. After each one its writes are
 found as they are in a run of Isotype's own; one that wrote is followed from its next call on, and in the observed step each one is.
+What it sets of the optimizer's settings, as the learning rate, is looked at after each call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..training.snapshot import Snapshot
 from .attachment import Attachment
 from .first_steps import FirstSteps
 from .methods import Methods
+from .optimizer_settings import OptimizerSettings
 
 # the weights are no training's yet
 _BEFORE = frozenset(("on_init_end", "on_train_begin"))
@@ -58,6 +60,7 @@ class OwnCallbacks:
         trainer, key, by = self.attached.trainer, (id(callback), event), f"{type(callback).__name__}.{event}"
         model, optimizer = trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         before = len(self.seen.violations), dict(self.seen.unobserved)
+        settings = OptimizerSettings(optimizer)
         unseen = f"weights or states that {by} writes"
         if key in self._write or self.steps.seen_now:
             with self.steps.observer.set_apart(), WrittenBack(self.seen, model, optimizer, self.attached.precision, by):
@@ -70,6 +73,7 @@ class OwnCallbacks:
             if snapshot.changed() is not None:
                 self._write.add(key)
                 self.seen.unobserved[unseen] = "its first call was not followed, and there was no other"
+        settings.judge(self.seen, self.attached.precision.optimizer, by)
         if (len(self.seen.violations), self.seen.unobserved) != before:
             self.found()
         return control

@@ -62,7 +62,11 @@ class Resolved:
         return [(role, value, self.reasons[role]) for role, value in shown.items()]
 
     def as_json(self) -> dict[str, dict[str, str]]:
-        return {role: {"value": value, "reason": self.reasons[role]} for role, value in self.precision.items()}
+        """Each role's value and reason; of a 4-bit base also `rest`, the dtype of the frozen weights that are not in 4 bits."""
+        declared = {role: {"value": value, "reason": self.reasons[role]} for role, value in self.precision.items()}
+        if self.precision.base == "nf4":
+            declared["base"]["rest"] = self.precision.unquantised
+        return declared
 
 
 def choose_preset(device: Device, *, adapter: str) -> tuple[str, str]:

@@ -73,6 +73,8 @@ def precision(record: RunRecord) -> dict[str, Any]:
     for role in [r for r in ROLES if r in declared or r in observed] + [r for r in {**declared, **observed} if r not in ROLES]:
         setting = declared.get(role)
         value, reason = (setting.get("value"), setting.get("reason")) if isinstance(setting, dict) else (setting, None)
+        if isinstance(setting, dict) and isinstance(setting.get("rest"), str):
+            value = f"{value} (rest {setting['rest']})"
         seen = observed.get(role)
         words = [f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}" for dtype, n in seen.items()] if isinstance(seen, dict) else []
         if seen is not None and not isinstance(seen, dict):

@@ -219,7 +219,11 @@ class Observer:
         def before_update(*_: Any) -> None:
             # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
             if "grads" not in observation.total:
-                self.look(observation, gradient=gradient)
+                arithmetic.paused = True  # the look's own operators are not the update's
+                try:
+                    self.look(observation, gradient=gradient)
+                finally:
+                    arithmetic.paused = False
 
         with ExitStack() as stack:
             stack.enter_context(regions.followed())
