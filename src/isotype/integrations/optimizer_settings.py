@@ -23,7 +23,7 @@ _MEANT = 6
 class OptimizerSettings:
     """The settings of an optimizer before a callback."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
         self._before = dict(_settings(optimizer))
 
@@ -42,9 +42,9 @@ class OptimizerSettings:
                 seen.unobserved.setdefault(f"the optimizer's {key} that {by} sets", why)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, str], tuple[float, str]]]:
+def _settings(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[tuple[int, str], tuple[float, str]]]:
     """((group, setting), (its value, the dtype of a tensor)); settings of several numbers, as betas, are as many settings."""
-    for group, settings in enumerate(optimizer.param_groups):
+    for group, settings in enumerate(optimizer.param_groups if optimizer is not None else []):  # an evaluation without training has none
         for key, setting in settings.items():
             several = isinstance(setting, (tuple, list)) and key != "params"
             for at, value in enumerate(setting if several else [setting]):
