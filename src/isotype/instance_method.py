@@ -33,7 +33,7 @@ class InstanceMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = getattr(type(self.instance), self.name)
-        return (self.function if own is self.over else own)(self.instance, *args, **kwargs)
+        return (self.function if own is self.over or self.has(own) else own)(self.instance, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
         made = memo[id(self)] = object.__new__(type(self))
@@ -56,7 +56,12 @@ class InstanceMethod:
     @property
     def stands(self) -> bool:
         """Whether a call runs the function: the class has the method that it had."""
-        return getattr(type(self.instance), self.name) is self.over
+        return self.has(getattr(type(self.instance), self.name))
+
+    def has(self, own: Any) -> bool:
+        """Whether this method of the class is the one it had, or transformers' wrapper of it: FSDP2 gives each unit a class of its own, whose
+        forward a decoder layer of transformers wraps once more for gradient checkpointing."""
+        return own is self.over or (self.over is not None and _within_checkpointing(own) is _within_checkpointing(self.over))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -97,6 +102,12 @@ class InstanceMethod:
         self.function = there.__func__
         if self.before is None:
             self.over = None
+
+
+def _within_checkpointing(method: Any) -> Any:
+    while getattr(method, "__globals__", {}).get("__name__") == "transformers.modeling_layers" and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
 
 
 class MadeMethod(InstanceMethod):

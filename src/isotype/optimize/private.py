@@ -58,12 +58,12 @@ class RebuiltMethod(MadeMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = getattr(type(self.instance), self.name)
         # a compiled graph reads the copy: what was traced stays
-        stands = own is self.over if torch.compiler.is_compiling() else self.stands
+        stands = self.has(own) if torch.compiler.is_compiling() else self.stands
         return (self.function if stands else own)(self.instance, *args, **kwargs)
 
     @property
     def stands(self) -> bool:
-        if getattr(type(self.instance), self.name) is not self.over:
+        if not self.has(getattr(type(self.instance), self.name)):
             return False
         values = getattr(self.over, "__globals__", {})
         for one, value in self.called:  # noqa: SIM110  # asked at every call: no generator
