@@ -60,3 +60,16 @@ def test_what_is_patched_after_optimize_runs(monkeypatch, of, name, adapted):
         same(plain, restored)
     for one in (model, restored, *made):
         same(plain, one)
+
+
+def test_the_class_that_fsdp_makes_of_a_layer_has_the_layers_own_forward():
+    """FSDP2 makes a subclass of each unit's class; transformers wraps the forward that a subclass of a decoder layer inherits."""
+    model = tiny("llama")
+    optimize(model)
+    layer = model.model.layers[0]
+    method = vars(layer)["forward"]
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (llama.LlamaDecoderLayer,), {})
+    assert type(layer).forward is not llama.LlamaDecoderLayer.forward
+    assert method.stands
+    layer.__class__ = type("Patched", (llama.LlamaDecoderLayer,), {"forward": scaled(llama.LlamaDecoderLayer.forward)})
+    assert not method.stands
