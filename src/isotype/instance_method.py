@@ -59,8 +59,10 @@ class InstanceMethod:
         return self.has(getattr(type(self.instance), self.name))
 
     def has(self, own: Any) -> bool:
-        """Whether this method of the class is the one it had, or transformers' wrapper of it: FSDP2 gives each unit a class of its own, whose
-        forward a decoder layer of transformers wraps once more for gradient checkpointing."""
+        """Whether this method of the class is the one it had, or transformers' wrapper of it.
+
+        FSDP2 gives each unit a class of its own, and transformers wraps the forward that a subclass of its decoder layers inherits.
+        """
         return own is self.over or (self.over is not None and _within_checkpointing(own) is _within_checkpointing(self.over))
 
     @property
