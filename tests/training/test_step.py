@@ -58,6 +58,20 @@ def test_accumulation_is_normalised_by_tokens():
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure"])
+def test_an_embedding_with_sparse_gradients_learns_as_one_without(preset):
+    """nn.Embedding(sparse=True), as a remote-code model may have it, over two micro-batches, clipped."""
+    learnt = []
+    for sparse in (False, True):
+        s = stepper(preset)
+        s.model.get_input_embeddings().sparse = sparse
+        for step in (1, 2):
+            s(batches(4, 4), step=step, learning_rate=1e-2, watch_changes=step == 1)
+        learnt.append({name: p.detach().clone() for name, p in s.model.named_parameters()})
+    for name, weight in learnt[0].items():
+        torch.testing.assert_close(learnt[1][name], weight, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_loss_is_transformers_own():
     s = stepper()
     batch = batches(8)[0]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
-from ..ops.backend import reference_runs
+from ..ops.backend import reference_runs, results_are_kept
 from ..ops.recompute import hooks_read_here, is_recomputed
 from ..placement import Placement
 from . import siblings
@@ -71,7 +71,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
-    if args or kwargs or not x.dtype.is_floating_point or reference_runs():
+    if args or kwargs or not x.dtype.is_floating_point or reference_runs() or results_are_kept():
         return _peft_forward(self, x, *args, **kwargs)
     call = call_now(self, x)
     if call is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.backend import reference_runs
+from ..ops.backend import reference_runs, results_are_kept
 from ..ops.gated import Gated
 from .attach import is_fused, projections, shared_dtypes
 from .call import Call, bare_call_of, call_now, dropout_mask
@@ -35,7 +35,7 @@ def why_not_one(layers: list[Any]) -> str | None:
 
 def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
     """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
-    if not x.dtype.is_floating_point or reference_runs():
+    if not x.dtype.is_floating_point or reference_runs() or results_are_kept():
         return None
     calls = _calls(layers, x)
     if calls is None:

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
@@ -120,6 +122,20 @@ def reference_runs() -> bool:
         return False
     # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+# selective checkpointing's forward, which keeps results, and its recompute, which takes them
+_KEEPERS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+def results_are_kept() -> bool:
+    """Whether selective checkpointing (`create_selective_checkpoint_contexts`) keeps operators' results now.
+
+    None of them may be added onto in place: the recompute would add a second time, and PyTorch refuses it.
+    """
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _KEEPERS) for mode in _get_current_dispatch_mode_stack())
 
 
 def differentiated_again() -> bool:

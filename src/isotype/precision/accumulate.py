@@ -28,6 +28,11 @@ class Summed(Protocol):
         """The dtypes of what was summed since the last call."""
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    """Of an embedding with `sparse=True`, whose gradient has the rows that were looked up: neither clipping nor AdamW takes it."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 class GradientAccumulator:
     """Holds the gradient of every trainable parameter in `dtype`; of a sharded one, this process's rows.
 
@@ -55,7 +60,7 @@ class GradientAccumulator:
 
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
-        gradient = parameter.grad if self.summed is None else self.summed.take(parameter)
+        gradient = _dense(parameter.grad) if self.summed is None else self.summed.take(parameter)
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
             self._buffers[id(parameter)] = gradient.to(self.dtype)
@@ -67,7 +72,10 @@ class GradientAccumulator:
         """The accumulated gradient in `dtype`, of a sharded parameter its own rows, or None where backward did not reach."""
         if parameter.dtype != self.dtype:
             return self._buffers.get(id(parameter))
-        return None if parameter.grad is None else own_part(parameter.grad)
+        if parameter.grad is None:
+            return None
+        parameter.grad = _dense(parameter.grad)
+        return own_part(parameter.grad)
 
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]
