@@ -1,5 +1,6 @@
 """What one does with a run, through the command line, in this process."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.cli.merge import merge as merge_command
-from isotype.errors import UsageError
+from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.runs.checkpoint import atomic_folder
 from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
 
@@ -243,6 +245,16 @@ def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
     assert merged.noise > 1e-3
     with pytest.raises(UsageError, match="not empty"):
         merge(load_run(run), tmp_path / "merged")
+
+
+def test_a_merge_onto_a_full_disk_leaves_nothing_and_says_to_merge_again(run, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic_folder, "_sync", full)
+    with pytest.raises(RunError, match=r"CK001 .*merged: No space left(.|\n)*then merge again"):
+        merge(load_run(run), tmp_path / "merged")
+    assert not [p for p in tmp_path.iterdir() if "merged" in p.name]
 
 
 def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         merged_loss = _loss(merged_model, run, rows)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
-    write_folder(out, fill, check=compare)
+    write_folder(out, fill, check=compare, then="merge again")
     return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows))
 
 

@@ -79,7 +79,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         merged_loss = _loss(task, merged, batch, precision)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
-    write_folder(out, fill, check=compare)
+    write_folder(out, fill, check=compare, then="merge again")
     return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, ROWS)
 
 

@@ -16,7 +16,8 @@ from ..ops.backend import reference_runs, results_are_kept
 from ..ops.recompute import hooks_read_here, is_recomputed
 from ..placement import Placement
 from . import siblings
-from .call import Call, call_now, dropout_mask, wants_fp32_branch
+from .call import Call, call_now, wants_fp32_branch
+from .dropout import dropout_mask
 from .dtypes import LoraDtypes
 from .group import Projection, lora_group
 from .linear import lora_linear
@@ -129,7 +130,7 @@ def shared_dtypes(x: Tensor, calls: list[Call]) -> LoraDtypes | None:
 
 def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
     """The calls' tensors, each with its dropout drawn in the order in which PEFT's layers would draw them."""
-    return [call.projection(dropout_mask(x, call.dropout) if call.dropout else None) for call in calls]
+    return [call.projection(dropout_mask(x, call.dropout).reshape(-1, x.shape[-1]) if call.dropout else None) for call in calls]
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

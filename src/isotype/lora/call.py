@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.autocast import autocast_dtype
+from .dropout import dropped_scale
 from .dtypes import LoraDtypes, decide
 from .group import Projection
 from .plain import plain_now, plain_parts, why_not_fused
@@ -127,18 +128,3 @@ def wants_fp32_branch(layer: nn.Module, wanted: bool) -> None:
     vars(layer).pop(_BRANCH, None)
     if wanted:
         vars(layer)[_BRANCH] = True
-
-
-def dropout_mask(x: Tensor, p: float) -> Tensor | None:
-    """bool[T K] of what a dropout keeps of x, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask; None for p = 0.
-
-    PyTorch draws in the order in which x lies in memory: the mask of a transposed x is transposed too.
-    """
-    if p == 0.0:
-        return None
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p).reshape(-1, x.shape[-1])
-
-
-def dropped_scale(scale: float, p: float) -> float:
-    """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
-    return scale / (1.0 - p) if p < 1.0 else 0.0

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..ops.backend import reference_runs, results_are_kept
 from ..ops.gated import Gated
 from .attach import is_fused, projections, shared_dtypes
-from .call import Call, bare_call_of, call_now, dropout_mask
+from .call import Call, bare_call_of, call_now
+from .dropout import dropout_mask
 from .mlp import lora_mlp
 from .plain import bare_reason, has_hooks, is_lora, why_not_fused
 
@@ -49,6 +50,7 @@ def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
     if down.dropout:
         # the product that is dropped from is not made yet: of it only the shape and the device count
         keep = dropout_mask(torch.empty((*x.shape[:-1], down.features), dtype=torch.bool, device=x.device), down.dropout)
+        keep = keep.reshape(-1, down.features)
     return lora_mlp(x, made, down.projection(keep), kind, dtypes)
 
 

@@ -22,6 +22,7 @@ from ..ops.backend import refuse_second_derivative
 from ..ops.recompute import output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from . import wide_branch
+from .dropout import dropout_mask, dropped_scale
 from .dtypes import LoraDtypes, decide
 from .inside import before_or_inside
 from .narrow import narrow
@@ -199,8 +200,6 @@ def lora_linear(
     dtypes = decide(x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32)
     keep = None
     if dropout > 0.0:
-        # drawn as PEFT's dropout draws it, in the order in which x lies in memory, so that on a CPU a seed gives the same mask
-        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout)
-        scale = scale / (1.0 - dropout) if dropout < 1.0 else 0.0
+        keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
     out: Tensor = applied(LoraLinear, x, weight, bias, a, b, keep, scale, quant_state, dtypes)
     return out

@@ -27,13 +27,14 @@ _HELPS = {
 }
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[[Path], None] | None = None) -> None:
+def write_folder(target: Path, fill: Callable[[Path], None], *, check: Callable[[Path], None] | None = None, then: str = "resume") -> None:
     """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was there.
 
     check  looks at the finished folder; where it raises, or the program is killed in it, `target` is unchanged
+    then   what the user does once the folder can be written
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed and `target` is unchanged
     """
-    with _aside_of(target) as aside:
+    with _aside_of(target, then=then) as aside:
         _new(aside)
         fill(aside)
         seal(aside)
@@ -70,7 +71,7 @@ def write_folder_together(target: Path, fill: Callable[[Path], Sequence[Path]], 
 
 
 @contextmanager
-def _aside_of(target: Path, *, removing: bool = True) -> Iterator[Path]:
+def _aside_of(target: Path, *, removing: bool = True, then: str = "resume") -> Iterator[Path]:
     """The temporary folder beside `target`, removed when something fails."""
     aside = target.parent / f".{target.name}.partial"
     try:
@@ -81,7 +82,7 @@ def _aside_of(target: Path, *, removing: bool = True) -> Iterator[Path]:
         reason = refused(error)
         if reason is None:
             raise
-        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=f"{writable_again(reason)}, then resume") from error
+        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=f"{writable_again(reason)}, then {then}") from error
 
 
 def _new(folder: Path) -> None:
