@@ -10,7 +10,6 @@ guards     non-finite numbers stop the run; what the trainer's logs say besides
 logits     logits of a trainer's own loss are deferred
 evaluation loss weighted by tokens where it is their mean, and a full evaluation in low precision that leaves the model as it was
 preflight  Isotype's checks on the trainer's rows and arguments, with trainer_rows and trainer_subject
-own_state  puts back what the preflight changed in the program's own objects
 first_steps what ran in the first step, and in which dtypes in the second
 record     output_dir/isotype/
 callback, axolotl, swift   ways in for tools that build their trainers themselves

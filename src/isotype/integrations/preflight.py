@@ -16,13 +16,13 @@ from ..precision.apply import inner_model
 from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
 from ..tasks.language.checks.positions import beyond_the_positions
 from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
+from ..training.own_state import own_state_restored
 from ..training.preflight.check import Check, Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from ..training.preflight.updates import vanishing_updates
 from ..training.undisturbed import random_state_restored
 from .attachment import Attachment, models_of
 from .methods import Methods
-from .own_state import own_state_restored
 from .trainer_rows import TrainerRows
 from .trainer_subject import subject_of, tokenizer_of
 from .trainer_words import in_trainers_words

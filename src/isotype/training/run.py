@@ -39,6 +39,7 @@ from .loop import Loop
 from .memory.advice import less_memory
 from .milestones import Milestones
 from .own_code import Objective, Own, compare_objectives
+from .own_state import modules_of_own_code, own_state_restored
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
@@ -217,7 +218,10 @@ def _run(
     )  # fmt: skip
     with world.exchanging():
         compile_ahead(subject)
-        checked = preflight(subject, skips, world=world)
+        # of a sharded model the rows move between tensors while it runs
+        modules = [] if prepared.sharding is not None else modules_of_own_code(prepared.model)
+        with own_state_restored([*modules, own.objective], without=prepared.model.buffers()):
+            checked = preflight(subject, skips, world=world)
     if resuming:
         world.first_does(lambda: refuse_fewer_steps(loop))
     if changes is not None:

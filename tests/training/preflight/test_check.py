@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+import sys
 
 import pytest
 import torch
 from tests.models import FAMILIES, SIZES
 from tests.training.test_run import same_result
+from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from isotype import pages
@@ -16,6 +19,7 @@ from isotype.cli.app import build_app
 from isotype.errors import PreflightError
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
+from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training import run
 from isotype.training.preflight.check import CHECKS, PHASES, Outcome, preflight
 from isotype.training.preflight.codes import CODES
@@ -44,6 +48,59 @@ def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_pa
     monkeypatch.setattr(run, "preflight", lambda subject, skips, *, world: Outcome())
     assert train(configured("without", **settings)) == 0
     assert not (tmp_path / "without/preflight.json").exists()
+    same_result(tmp_path / "with", tmp_path / "without")
+
+
+COUNTS = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+calls = []
+
+class CountingConfig(LlamaConfig):
+    model_type = "counting_llama"
+
+class Counting(LlamaForCausalLM):
+    config_class = CountingConfig
+    steps = 0
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if not self.training:
+            return output
+        calls.append(len(calls))
+        Counting.steps += 1
+        self.own = getattr(self, "own", 0) + 1
+        output.logits = output.logits * (1 + 0.1 * self.own + 0.01 * len(calls) + 0.001 * Counting.steps)
+        return output
+"""
+
+
+def test_what_a_models_own_code_counts_is_as_without_preflight(configured, workshop, tmp_path, monkeypatch):
+    """In an attribute, a list of its module and its class; and an objective's own counter."""
+    base = tmp_path / "counting"
+    shutil.copytree(workshop.base, base)
+    (base / "modeling_counting.py").write_text(COUNTS)
+    names = {"AutoConfig": "modeling_counting.CountingConfig", "AutoModelForCausalLM": "modeling_counting.Counting"}
+    settings = json.loads((base / "config.json").read_text()) | {"model_type": "counting_llama", "auto_map": names}
+    (base / "config.json").write_text(json.dumps(settings))
+
+    class Weighted:
+        calls = 0
+
+        def __call__(self, model, batch):
+            self.calls += 1
+            return batch_loss_sum(model, batch, dtype="fp32") * (1 + 0.1 * self.calls)
+
+    before = run.preflight
+    for name, check in (("with", before), ("without", lambda subject, skips, *, world: Outcome())):
+        monkeypatch.setattr(run, "preflight", check)
+        # a fresh copy of the code's module: what it counts is of this run alone
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / f"modules_{name}"))
+        monkeypatch.syspath_prepend(str(tmp_path / f"modules_{name}"))
+        for loaded in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            monkeypatch.delitem(sys.modules, loaded)
+        model = {"name": str(base), "trust_remote_code": True}
+        assert train(configured(name, model=model, adapter={"kind": "none"}), objective=Weighted()) == 0
     same_result(tmp_path / "with", tmp_path / "without")
 
 

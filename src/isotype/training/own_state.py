@@ -1,4 +1,4 @@
-"""Restores the state of a program's own objects: what its dataset, collator, loss and modules change when the preflight calls them.
+"""Restores the state of a program's own objects: what its dataset, collator, loss and modules change when a preflight calls them.
 
 Counters, lists, caches, generators of random numbers and small tensors are put back, also in a function's closure, its module's
 variables and class attributes. An iterator cannot be put back: it is reported before it is read.
@@ -134,6 +134,11 @@ class OwnState:
     def _tensor(self, tensor: Tensor) -> None:
         if type(tensor) is Tensor and tensor.numel() <= _LARGE and not tensor.is_inference() and not tensor.is_meta:
             self._puts.append(functools.partial(_restore_tensor, tensor, tensor._version, tensor.detach().clone()))
+
+
+def modules_of_own_code(model: nn.Module) -> list[nn.Module]:
+    """Those whose class none of the libraries wrote, as a model's that brings its own code."""
+    return [module for module in model.modules() if _own(type(module))]
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from enum import IntEnum
 import numpy as np
 import pytest
 import torch
+from tests.integrations.trainers import Encoded
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from isotype.integrations import attach
-from isotype.integrations.own_state import OwnState
-from tests.integrations.trainers import Encoded
+from isotype.training.own_state import OwnState
 
 CALLS = 0
 
