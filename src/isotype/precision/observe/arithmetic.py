@@ -19,6 +19,7 @@ from .call import JudgedStep
 from .function_caches import cached_tables
 from .judge import Judge
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, plain_tensors
+from .made_narrow import kept_in_attribute
 from .observation import Observation
 from .regions import Regions
 
@@ -61,9 +62,9 @@ class Arithmetic(TorchDispatchMode):
             self.lineages.set(buffer, Lineage(BUFFER))
             if name(buffer.dtype) == self.step.compute != "fp32":
                 self.step.kept.follow(buffer)
-        for module in model.modules():
-            for _, table in kept_in_attributes(module):
-                self.lineages.set(table, Lineage(BUFFER))
+        for path, module in model.named_modules():
+            for attribute, table in kept_in_attributes(module):
+                self.lineages.set(table, kept_in_attribute(self.step, module, f"{path}.{attribute}".lstrip("."), table))
         for table in cached_tables(model):
             self.lineages.set(table, Lineage(BUFFER))
         for tensor in plain_tensors([dict(s) for s in optimizer.state.values()] if optimizer is not None else [], []):

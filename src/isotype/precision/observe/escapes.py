@@ -1,4 +1,7 @@
-"""Detects values that leave PyTorch as a NumPy array, a list or an address. Their later use cannot be observed, and the record says so."""
+"""Detects values that leave PyTorch as a NumPy array, a list or an address, and Python's numbers that become tensors.
+
+The later use of what leaves cannot be observed, and the record says so.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,25 @@ _WAYS = {
 }  # fmt: skip
 
 
+# functions that make a tensor of Python's numbers
+_ENTRIES = ("tensor", "as_tensor", "asarray", "new_tensor")
 _ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
 # PyTorch makes them of other operators: the place between two sorted values is floored and becomes an integer
 _QUANTILES = ("quantile", "nanquantile")
 
 
 class Escapes(TorchFunctionMode):
-    """Calls `said(way, tensor, caller)` for each tensor whose values leave.
+    """Calls `said(way, tensor, caller)` for each tensor whose values leave, and `entered` with each call that made one of numbers.
 
     attention  gets the dtype of the query of each attention of PyTorch while it runs: its inside may be made of wide products
     quantiles  gets an entry for each quantile while it runs
     """
 
-    def __init__(self, said: Callable[[str, Tensor, Caller], None], attention: list[torch.dtype], quantiles: list[str]) -> None:
+    def __init__(
+        self, said: Callable[[str, Tensor, Caller], None], entered: Callable[..., None], attention: list[torch.dtype], quantiles: list[str]
+    ) -> None:
         super().__init__()
-        self.said, self.attention, self.quantiles = said, attention, quantiles
+        self.said, self.entered, self.attention, self.quantiles = said, entered, attention, quantiles
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ATTENTION and args and isinstance(args[0], Tensor):
@@ -48,6 +55,12 @@ class Escapes(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self.quantiles.pop()
+        if called in _ENTRIES:
+            made = func(*args, **(kwargs or {}))
+            if type(made) is Tensor and not made.is_meta:
+                with torch._C.DisableTorchFunction():
+                    self.entered(func, args, kwargs or {}, made, caller())
+            return made
         way = _WAYS.get(called)
         if way is not None and args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():

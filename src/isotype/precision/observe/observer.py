@@ -26,6 +26,7 @@ from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
 from .lineage import NOTHING, readable
+from .made_narrow import judge_entered
 from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
 from .rounded_tables import rounded_tables
@@ -216,6 +217,14 @@ class Observer:
                 why = f"{name(tensor.dtype)}{list(tensor.shape)} at {by.place.rsplit('/', 1)[-1]}; what is done to them there is not seen"
                 observation.unobserved.setdefault(f"values leave through {way} in {where}", why)
 
+        def entered(func: Any, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
+            if not arithmetic.paused:
+                arithmetic.paused = True  # the look's own operators
+                try:
+                    judge_entered(arithmetic.step, func, args, kwargs, made, by)
+                finally:
+                    arithmetic.paused = False
+
         def before_update(*_: Any) -> None:
             # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
             if "grads" not in observation.total:
@@ -235,7 +244,7 @@ class Observer:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
-            stack.enter_context(Escapes(escaped, arithmetic.step.attention_calls, arithmetic.step.quantiles))
+            stack.enter_context(Escapes(escaped, entered, arithmetic.step.attention_calls, arithmetic.step.quantiles))
             stack.enter_context(arithmetic)
             self._watching = arithmetic, optimizer
             stack.callback(setattr, self, "_watching", None)
