@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .callers import OURS, PRACTICE, Caller, caller
+from .made_narrow import ENTRIES
 
 _WAYS = {
     "numpy": "NumPy", "__array__": "NumPy", "tolist": "a Python list", "__dlpack__": "DLPack", "data_ptr": "an address",
@@ -20,8 +21,6 @@ _WAYS = {
 }  # fmt: skip
 
 
-# functions that make a tensor of Python's numbers
-_ENTRIES = ("tensor", "as_tensor", "asarray", "new_tensor")
 _ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
 # PyTorch makes them of other operators: the place between two sorted values is floored and becomes an integer
 _QUANTILES = ("quantile", "nanquantile")
@@ -32,13 +31,19 @@ class Escapes(TorchFunctionMode):
 
     attention  gets the dtype of the query of each attention of PyTorch while it runs: its inside may be made of wide products
     quantiles  gets an entry for each quantile while it runs
+    entries    gets an entry for each call that makes a tensor of numbers while it runs
     """
 
     def __init__(
-        self, said: Callable[[str, Tensor, Caller], None], entered: Callable[..., None], attention: list[torch.dtype], quantiles: list[str]
+        self,
+        said: Callable[[str, Tensor, Caller], None],
+        entered: Callable[..., None],
+        attention: list[torch.dtype],
+        quantiles: list[str],
+        entries: list[str],
     ) -> None:
         super().__init__()
-        self.said, self.entered, self.attention, self.quantiles = said, entered, attention, quantiles
+        self.said, self.entered, self.attention, self.quantiles, self.entries = said, entered, attention, quantiles, entries
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ATTENTION and args and isinstance(args[0], Tensor):
@@ -55,12 +60,17 @@ class Escapes(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self.quantiles.pop()
-        if called in _ENTRIES:
-            made = func(*args, **(kwargs or {}))
+        if called in ENTRIES:
+            self.entries.append(called)
+            try:
+                out = func(*args, **(kwargs or {}))
+            finally:
+                self.entries.pop()
+            made = args[0] if out is None else out
             if type(made) is Tensor and not made.is_meta:
                 with torch._C.DisableTorchFunction():
-                    self.entered(func, args, kwargs or {}, made, caller())
-            return made
+                    self.entered(called, args, kwargs or {}, made, caller())
+            return out
         way = _WAYS.get(called)
         if way is not None and args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():

@@ -22,6 +22,9 @@ from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 from .rounded_tables import LIBRARIES
 
 _RAMPS = frozenset(("arange", "range", "linspace", "logspace"))
+# functions that make a tensor of Python's numbers, or write one into it, and which argument is the numbers
+_GIVEN = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setitem__": 2}
+ENTRIES = frozenset(_GIVEN)
 _BOUND = 1e4
 # bits of the fraction of a kept number that may be meant so
 _MEANT = {"bf16": 4, "fp16": 6}
@@ -36,31 +39,30 @@ def judge_numbers(call: Call, made: Lineage) -> Lineage:
     if not is_foreign(call.step, call.region, dtype, table=ramp):
         return made
     if call.op.name in ("fill", "zero") and _covers_its_storage(call.outputs[0]):
-        made = replace(made, marks=())
+        value = call.step.lineages.of(call.args[1]) if isinstance(call.args[-1], Tensor) and call.op.name == "fill" else None
+        made = replace(made, marks=value.marks if value is not None else ())
     rounded = _rounded_ramp(call) if ramp else any(_rounds(number, dtype) and _holds(call, number) for number in _numbers(call))
     return with_mark(made, MADE, call.op.name, dtype, call.module, call.by) if rounded else made
 
 
-def judge_entered(step: JudgedStep, func: Any, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
-    """Marks a tensor that `torch.tensor` and its relatives made of Python's numbers."""
-    at = 1 if func.__name__ == "new_tensor" else 0
-    given = args[at] if len(args) > at else kwargs.get("data", kwargs.get("obj"))
-    region = step.regions.now()
-    if isinstance(given, Tensor) or _of_a_library(by) or not is_foreign(step, region, made.dtype, table=made.numel() > 1):
+def judge_entered(step: JudgedStep, called: str, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
+    """Marks a tensor that `torch.tensor` and its relatives made of Python's numbers, or into which such a number was written."""
+    given = args[_GIVEN[called]] if len(args) > _GIVEN[called] else kwargs.get("data", kwargs.get("obj"))
+    if isinstance(given, Tensor) or _of_a_library(by) or not is_foreign(step, step.regions.now(), made.dtype, table=made.numel() > 1):
         return
     known = step.lineages.of(made)
     if known is None and made.numel() > 1:
         return  # it holds values of the model that became numbers, which is said
-    exact, own = torch.tensor(given, dtype=torch.float32), made.detach().cpu().float()
-    lineage = replace(known or Lineage(BUFFER), marks=())
-    if bool((exact.isfinite() & (exact.abs() < _BOUND) & (exact != own)).any()):
-        lineage = with_mark(lineage, MADE, func.__name__, made.dtype, step.regions.module, by)
-    step.lineages.set(made, lineage)
+    exact = torch.tensor(given, dtype=torch.float32)
+    lost = exact.isfinite() & (exact.abs() < _BOUND) & (exact != exact.to(made.dtype).float())
+    if bool(lost.any()):
+        step.lineages.set(made, with_mark(known or Lineage(BUFFER), MADE, called.strip("_"), made.dtype, step.regions.module, by))
 
 
 def kept_number(call: Call, tensor: Tensor) -> Lineage:
     """The record of numbers that no operator of the step made."""
-    if _of_a_library(call.by) or not is_foreign(call.step, call.region, tensor.dtype) or not looks_rounded(tensor):
+    foreign = is_foreign(call.step, call.region, tensor.dtype) and not _of_a_library(call.by)
+    if call.step.entries or not foreign or not looks_rounded(tensor):
         return Lineage(BUFFER)
     return with_mark(Lineage(BUFFER), KEPT, call.op.name, tensor.dtype, call.module, call.by)
 

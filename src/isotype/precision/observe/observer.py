@@ -200,6 +200,7 @@ class Observer:
                 why = f"its fp32 values have no more bits than {word}; it was made before the observed step"
                 observation.unobserved[f"how the table {table} was made"] = why
         arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
+        judged = arithmetic.step
         arithmetic.know(self.model, optimizer)
         for other in self._read_only:
             arithmetic.know(other, None)
@@ -217,11 +218,11 @@ class Observer:
                 why = f"{name(tensor.dtype)}{list(tensor.shape)} at {by.place.rsplit('/', 1)[-1]}; what is done to them there is not seen"
                 observation.unobserved.setdefault(f"values leave through {way} in {where}", why)
 
-        def entered(func: Any, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
+        def entered(called: str, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
             if not arithmetic.paused:
                 arithmetic.paused = True  # the look's own operators
                 try:
-                    judge_entered(arithmetic.step, func, args, kwargs, made, by)
+                    judge_entered(judged, called, args, kwargs, made, by)
                 finally:
                     arithmetic.paused = False
 
@@ -244,7 +245,7 @@ class Observer:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
-            stack.enter_context(Escapes(escaped, entered, arithmetic.step.attention_calls, arithmetic.step.quantiles))
+            stack.enter_context(Escapes(escaped, entered, judged.attention_calls, judged.quantiles, judged.entries))
             stack.enter_context(arithmetic)
             self._watching = arithmetic, optimizer
             stack.callback(setattr, self, "_watching", None)
