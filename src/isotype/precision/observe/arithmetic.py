@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dtypes import name
+from ..own_optimizer import kept_beside_states
 from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
@@ -67,8 +68,10 @@ class Arithmetic(TorchDispatchMode):
                 self.lineages.set(table, kept_in_attribute(self.step, module, f"{path}.{attribute}".lstrip("."), table))
         for table in cached_tables(model):
             self.lineages.set(table, Lineage(BUFFER))
-        for tensor in plain_tensors([dict(s) for s in optimizer.state.values()] if optimizer is not None else [], []):
-            self.lineages.set(tensor, Lineage(STATE))
+        if optimizer is not None:
+            kept = [tensor for _, tensor in kept_beside_states(optimizer)]
+            for tensor in plain_tensors([dict(s) for s in optimizer.state.values()], kept):
+                self.lineages.set(tensor, Lineage(STATE))
 
     def know_inputs(self, given: Any) -> None:
         """Registers the inputs of the model."""

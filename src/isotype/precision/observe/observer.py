@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
 from ..keep_in_fp32 import modules_kept_in_fp32
+from ..own_optimizer import kept_beside_states, plain_optimizer
 from ..precision import Precision
 from .arithmetic import Arithmetic, arithmetic_mode
 from .callers import Caller
@@ -36,6 +37,7 @@ Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
 _IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
 _AT_FIRST = "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the one in which the model is loaded"
+_KEPT = "the optimizer keeps it in that dtype in an attribute of its own"
 _FEW = 8  # distinct values of a buffer that is a mask, not a table
 
 
@@ -258,6 +260,15 @@ class Observer:
                 # an fp16 overflow skips the update
                 self.look(observation, gradient=lambda p: None)
             self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+            self._look_beside_states(observation, optimizer)
+
+    def _look_beside_states(self, observation: Observation, optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer of a program's own keeps in attributes: states too, in the declared dtype or fp32."""
+        by = type(plain_optimizer(optimizer)).__name__
+        for attribute, tensor in kept_beside_states(optimizer):
+            if tensor.is_floating_point():
+                what = f"{attribute} of {by}"
+                observation.note("optimizer", what, name(tensor.dtype), self.precision.optimizer, allowed=("fp32",), cause=_KEPT)
 
     def _look_at_product_setting(self, observation: Observation, role: str) -> None:
         """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype shows."""
