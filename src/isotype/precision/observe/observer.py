@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
@@ -246,7 +247,10 @@ class Observer:
                 hook = observing(self._output_hook(observation, module_name or type(inner).__name__, role))
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
-                stack.callback(optimizer.register_step_pre_hook(before_update).remove)
+                # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer inside it does
+                hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+                register = optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
+                stack.callback(register(before_update).remove)
             stack.enter_context(Escapes(escaped, entered, judged.attention_calls, judged.quantiles, judged.entries))
             stack.enter_context(arithmetic)
             self._watching = arithmetic, optimizer
