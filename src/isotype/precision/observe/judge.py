@@ -8,7 +8,7 @@ off.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 
-`products`, `casts` and `narrow` hold the rules of these kinds of operators.
+`products`, `casts` and `narrow` hold the rules of these kinds of operators, `made_narrow` those of numbers that operators write of their own.
 """
 
 from __future__ import annotations
