@@ -6,6 +6,7 @@ attributes, an optimizer that it wraps, or closures.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -80,7 +81,16 @@ def _tensors(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _of_a_library(made: Any) -> bool:
-    module = getattr(made, "__module__", None) or getattr(type(made), "__module__", None) or ""
+    """Whether a class, or a function and everything that it wraps, is of a library: `functools.wraps` copies the name of the module."""
+    while isinstance(made, functools.partial):
+        made = made.func
+    while (function := getattr(made, "__func__", made)) is not None and hasattr(function, "__globals__"):
+        if not f"{function.__globals__.get('__name__', '')}.".startswith(_LIBRARIES):
+            return False
+        made = getattr(function, "__wrapped__", None)
+    if made is None:
+        return True
+    module = getattr(made, "__module__", None) or type(made).__module__
     return f"{module}.".startswith(_LIBRARIES)
 
 

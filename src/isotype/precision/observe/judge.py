@@ -8,7 +8,7 @@ off.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 
-`products`, `casts` and `narrow` hold the rules of these kinds of operators, `made_narrow` those of numbers that operators write of their own.
+`products`, `casts` and `narrow` hold the rules of these kinds of operators, `made_narrow` those of numbers that operators write.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Judge(Call):
 
     def _of_a_number(self, tensor: Tensor) -> Lineage | None:
         """The record of a single number that is kept outside modules, where it was rounded."""
-        if tensor.numel() != 1 or self.op.name in ("lift_fresh", "lift"):
+        if tensor.numel() != 1 or self.op.name in ("lift_fresh", "lift") or self.step.given.of(tensor) is not None:
             return None
         return kept if (kept := kept_number(self, tensor)).marks else None
 

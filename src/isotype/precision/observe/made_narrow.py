@@ -33,7 +33,7 @@ _SAMPLE = 4096
 
 def judge_numbers(call: Call, made: Lineage) -> Lineage:
     """The record of a result, with a mark where the operator's own numbers were rounded."""
-    if call.op.kind not in (ops.CREATE, ops.EXACT) or not call.outputs or _of_a_library(call.by):
+    if call.op.kind not in (ops.CREATE, ops.EXACT) or not call.outputs or _of_a_library(call.by) or readable(call.outputs[0]) is None:
         return made
     dtype, ramp = call.outputs[0].dtype, call.op.name in _RAMPS
     if not is_foreign(call.step, call.region, dtype, table=ramp):
@@ -48,7 +48,8 @@ def judge_numbers(call: Call, made: Lineage) -> Lineage:
 def judge_entered(step: JudgedStep, called: str, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
     """Marks a tensor that `torch.tensor` and its relatives made of Python's numbers, or into which such a number was written."""
     given = args[_GIVEN[called]] if len(args) > _GIVEN[called] else kwargs.get("data", kwargs.get("obj"))
-    if isinstance(given, Tensor) or _of_a_library(by) or not is_foreign(step, step.regions.now(), made.dtype, table=made.numel() > 1):
+    several = not isinstance(given, int | float | complex) and made.numel() > 1
+    if isinstance(given, Tensor) or _of_a_library(by) or not is_foreign(step, step.regions.now(), made.dtype, table=several):
         return
     known = step.lineages.of(made)
     if known is None and made.numel() > 1:

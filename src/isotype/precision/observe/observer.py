@@ -226,6 +226,11 @@ class Observer:
                 arithmetic.paused = True  # the look's own operators
                 try:
                     judge_entered(judged, called, args, kwargs, made, by)
+                except Exception as error:  # such as data that is no number of fp32; the program goes on
+                    first = "".join(str(error).splitlines()[:1])
+                    observation.unobserved.setdefault(
+                        f"{called} in {regions.module or regions.now()}", f"looking at its data failed: {first}"
+                    )
                 finally:
                     arithmetic.paused = False
 
