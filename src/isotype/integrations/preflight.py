@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import PreflightError
 from ..precision.apply import inner_model
+from ..precision.own_optimizer import own_hooks
 from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
 from ..tasks.language.checks.positions import beyond_the_positions
 from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
@@ -78,6 +79,8 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
         return "fp16: the gradient scaler would count the rehearsed step"
     if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
         return "the trainer makes its rows by generation in its first step"
+    if (hook := own_hooks(trainer.model.parameters())) is not None:
+        return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
     return "" if rows.largest else rows.why_no_tokens
 
 
@@ -93,9 +96,10 @@ def _undisturbed(trainer: Any) -> Iterator[bool]:
     called = [trainer.train_dataset, *evaluated, trainer.data_collator, getattr(trainer, "compute_loss_func", None)]
     modules = [module for model in models_of(trainer).values() for module in model.modules()]
     tensors = [tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+    hooks = [hook for tensor in tensors for hook in (tensor._backward_hooks or {}).values()]
     others = [trainer, trainer.state, trainer.control, *trainer.callback_handler.callbacks, *modules]
     methods = Methods(trainer)
-    with random_state_restored(), own_state_restored(others, without=tensors), own_state_restored(called) as state:
+    with random_state_restored(), own_state_restored(others, without=tensors), own_state_restored([*called, *hooks]) as state:
         methods.wrap("log", lambda *_, **__: None)
         try:
             yield not state.iterators

@@ -10,6 +10,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import generating
 from tests.models import SIZES, lora, quantised
 
+from .made_narrow import MAKERS, PLACES, dropout, forward_before, in_place_of
 from .run import BATCH, set_up, watched_step
 from .tiny import MLP, Attention, tiny
 
@@ -441,3 +442,83 @@ def test_a_hook_that_rounds_the_logits_is_seen_and_does_what_it_does_to_plain_on
         losses.append(run.stepper.loss_sum(run.model, BATCH).item())
     assert [bool(found) for found in messages] == [told, told], messages
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if preset != "fp32" else 2e-5)
+
+
+# the dtype in which each preset computes, and one that it has not
+TWINS = [
+    ("bf16-mixed", torch.bfloat16, torch.float16),
+    ("fp32", torch.float32, torch.bfloat16),
+    ("fp16-mixed", torch.float16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("preset", "declared", "other"), TWINS, ids=[twin[0] for twin in TWINS])
+@pytest.mark.parametrize("name", MAKERS)
+def test_numbers_made_in_compute_and_exact_numbers_give_no_violation(name, preset, declared, other):
+    ramp = name in ("linspace", "arange")
+    for dtype, number in ((torch.float32 if ramp else declared, 1 / 0.9), (other, 0.5), (other, 1), (other, -0.75)):
+        seen = watched_step(set_up(tiny(mlp=dropout(MAKERS[name], dtype, number)), PRESETS[preset]), 1)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+@pytest.mark.parametrize(("preset", "declared", "other"), TWINS, ids=[twin[0] for twin in TWINS])
+@pytest.mark.parametrize("made", PLACES, ids=lambda made: made.__name__)
+def test_numbers_kept_in_compute_and_exact_numbers_give_no_violation(made, preset, declared, other):
+    for dtype, number in ((declared, 1 / 0.9), (other, 0.5)):
+        if made.__name__ == "Copied" and dtype is other:
+            continue  # a cast to or from a dtype that no role has is told, whatever the values
+        run = set_up(in_place_of(made, dtype, number)(), PRESETS[preset])
+        forward_before(run)
+        seen = watched_step(run, 1)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+class MasksAndCounts(MLP):
+    """Masks and counts in a narrow dtype, whose bounds are no values."""
+
+    dtype = torch.bfloat16
+
+    def forward(self, x):
+        y = super().forward(x)
+        bound = torch.full(y.shape[-2:], float("-inf"), dtype=self.dtype).triu(1 + y.shape[-1])
+        lowest = torch.full(y.shape, torch.finfo(self.dtype).min, dtype=self.dtype)
+        large = torch.full(y.shape, -1e4, dtype=self.dtype)
+        y = torch.maximum(torch.maximum(y + bound, lowest), large)
+        kept = torch.ones(y.shape, dtype=self.dtype).masked_fill(torch.rand(y.shape) < 0.1, 0.0)
+        signs = torch.where(torch.rand(y.shape) < 0.5, torch.full_like(kept, -1), torch.ones_like(kept))
+        whole = torch.full(y.shape, 100, dtype=torch.int64) * torch.tensor([True])
+        return (y * kept * signs * (whole > 3) + torch.arange(8, dtype=self.dtype).repeat(y.shape[-1] // 8) * 2.0**-4).to(x.dtype)
+
+
+class Fp16MasksAndCounts(MasksAndCounts):
+    dtype = torch.float16
+
+
+@pytest.mark.parametrize(("preset", "made"), [("bf16-mixed", MasksAndCounts), ("fp16-mixed", Fp16MasksAndCounts)])
+def test_masks_and_counts_in_compute_give_no_violation(preset, made):
+    seen = watched_step(set_up(tiny(mlp=made), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class NarrowMasks(MasksAndCounts):
+    """Those that are filled, in a dtype that the run does not have."""
+
+    def forward(self, x):
+        y = MLP.forward(self, x)
+        bound = torch.full(y.shape[-2:], float("-inf"), dtype=self.dtype).triu(1 + y.shape[-1])
+        lowest = torch.full(y.shape, torch.finfo(self.dtype).min, dtype=self.dtype)
+        kept = torch.ones(y.shape, dtype=self.dtype).masked_fill(torch.rand(y.shape) < 0.1, 0.0)
+        return torch.maximum(y + bound, lowest) * kept + torch.arange(y.shape[-1], dtype=self.dtype) * torch.zeros(1)
+
+
+class Fp16Masks(NarrowMasks):
+    dtype = torch.float16
+
+
+@pytest.mark.parametrize("made", [NarrowMasks, Fp16Masks])
+def test_masks_in_a_narrow_dtype_are_exact(made):
+    seen = watched_step(set_up(tiny(mlp=made), PRESETS["fp32"]), 1)
+    assert [finding.message for finding in seen.violations] == []

@@ -5,11 +5,11 @@ import pytest
 from isotype.finding import Finding
 from isotype.precision import PRESETS
 
-from . import arithmetic, coarse, gradients, layouts, set_aside, storage, time_and_regions
+from . import arithmetic, coarse, gradients, layouts, made_narrow, set_aside, storage, time_and_regions
 from .program import PROGRAMS, Program
 from .run import observed
 
-assert all((arithmetic, coarse, gradients, layouts, set_aside, storage, time_and_regions))
+assert all((arithmetic, coarse, gradients, layouts, made_narrow, set_aside, storage, time_and_regions))
 # what happens there happens outside PyTorch's operators, or in the values of a table: a line is all that can be said
 ONLY_SAID = {
     "ThroughNumpy", "WrittenByNumpy", "hook_through_numpy", "compiled_module", "CompiledMLP", "OutOfSight", "CustomOp", "FilledElsewhere",
@@ -39,3 +39,13 @@ def assert_true_of(program: Program, finding: Finding) -> None:
     assert word != finding.observed
     unchanged = program.prepare is Program.prepare and program.before_step is Program.before_step
     assert not (unchanged and "after the precision was put on" in str(finding.cause))
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("name", ["full", "tensor", "assigned", "linspace", "KeptInAnAttribute", "ScaledNorm", "InAFunction"])
+def test_a_rounded_number_is_reported_once_with_module_and_line(name, preset):
+    (violation,) = [finding for look in observed(PROGRAMS[f"{name}_in_{preset}"]) for finding in look.violations]
+    assert violation.code == "DT003"
+    assert {"ScaledNorm": "layers.1.norm1", "InAFunction": "backward"}.get(name, "layers.1.mlp") in violation.message
+    assert violation.place.file == made_narrow.__file__
+    assert violation.place.line

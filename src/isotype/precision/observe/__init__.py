@@ -3,6 +3,7 @@ other steps a cheap check detects changes of the model.
 
 observer      `Observer`: parameters, gradients, states, outputs, files, and the observed steps
 arithmetic    the dispatch mode that judges every operator of forward, backward, recomputation and update by its role
+made_narrow   numbers that were rounded when they were made
 lineage       what each value was computed from, and which precision it lost
 callers       the code that called an operator
 escapes       values that leave PyTorch

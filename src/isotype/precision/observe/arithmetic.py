@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dtypes import name
+from ..own_optimizer import kept_beside_states
 from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
@@ -19,6 +20,7 @@ from .call import JudgedStep
 from .function_caches import cached_tables
 from .judge import Judge
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, plain_tensors
+from .made_narrow import kept_in_attribute
 from .observation import Observation
 from .regions import Regions
 
@@ -61,13 +63,15 @@ class Arithmetic(TorchDispatchMode):
             self.lineages.set(buffer, Lineage(BUFFER))
             if name(buffer.dtype) == self.step.compute != "fp32":
                 self.step.kept.follow(buffer)
-        for module in model.modules():
-            for _, table in kept_in_attributes(module):
-                self.lineages.set(table, Lineage(BUFFER))
+        for path, module in model.named_modules():
+            for attribute, table in kept_in_attributes(module):
+                self.lineages.set(table, kept_in_attribute(self.step, module, f"{path}.{attribute}".lstrip("."), table))
         for table in cached_tables(model):
             self.lineages.set(table, Lineage(BUFFER))
-        for tensor in plain_tensors([dict(s) for s in optimizer.state.values()] if optimizer is not None else [], []):
-            self.lineages.set(tensor, Lineage(STATE))
+        if optimizer is not None:
+            kept = [tensor for _, tensor in kept_beside_states(optimizer)]
+            for tensor in plain_tensors([dict(s) for s in optimizer.state.values()], kept):
+                self.lineages.set(tensor, Lineage(STATE))
 
     def know_inputs(self, given: Any) -> None:
         """Registers the inputs of the model."""

@@ -38,6 +38,7 @@ class JudgedStep:
         self.wide_forward = False
         self.attention_calls: list[torch.dtype] = []
         self.quantiles: list[str] = []  # that run now
+        self.entries: list[str] = []  # functions that run now and make a tensor of Python's numbers
         self.numbers_left = False  # whether a value of the model became a Python number
         self.own_numbers: set[str] = set()  # places that make tensors of other numbers
         words = {precision.base, precision.trainable, precision.unquantised, precision.compute, precision.generate, "fp32"}

@@ -11,7 +11,7 @@ from ...dtypes import itemsize, name
 from ..apply import is_norm
 from .call import SMALL, Call, float_word, short_name
 from .callers import ENGINE, OURS, PRACTICE
-from .lineage import NOTHING, Lineage, Mark, readable
+from .lineage import KEPT, MADE, NOTHING, Lineage, Mark, readable
 from .regions import BACKWARD, FORWARD, GRADIENTS, UPDATE
 
 
@@ -48,7 +48,7 @@ def judge_widened_operands(call: Call, known: list[tuple[Tensor, Lineage | None]
     """Judges operands that the arithmetic widens without a cast."""
     for tensor, lineage in known:
         word = float_word(tensor.dtype)
-        if lineage is not None and lineage.marks and word and itemsize(word) < itemsize(dtype):
+        if lineage is not None and lineage.marks and word and word != dtype and itemsize(word) <= itemsize(dtype):
             _report_hidden_loss(call, lineage, word, dtype)
 
 
@@ -97,12 +97,18 @@ def _chosen(source: Tensor) -> bool:
 
 def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -> None:
     """Reports that a value with a recorded loss is widened: from here on its dtype hides the loss."""
-    if call.region == FORWARD and (call.by.kind == OURS or call.step.regions.inside(is_norm) is not None):
-        return  # a norm's own sums are judged by `norms`
+    if call.region == FORWARD and call.by.kind == OURS:
+        return
+    in_norm = call.region == FORWARD and call.step.regions.inside(is_norm) is not None
     for mark in lineage.marks:
+        number = mark.kind in (MADE, KEPT)
+        if in_norm and not number:
+            continue  # a norm's own sums are judged by `norms`
+        if number and call.region == BACKWARD and call.by.kind == ENGINE:
+            continue  # as in the forward, where it is told
         if mark.kind == "reduced" and not mark.anywhere and mark.module != call.module:
             continue
-        if itemsize(mark.dtype) >= itemsize(after):
+        if itemsize(mark.dtype) >= itemsize(after) and not (number and mark.dtype == before):
             continue  # a dtype that holds what was kept hides nothing: fp64 rounded to fp32, then bf16, then fp32
         if call.region == BACKWARD and call.by.kind in (ENGINE, OURS) and mark.module and mark.dtype == call.step.compute:
             continue  # backward multiplies gradients by a weight or table that the forward narrowed to `compute`, as it was declared
@@ -110,9 +116,12 @@ def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -
             "rounded": "values were rounded to",
             "reduced": f"{mark.operator} was computed in",
             "table": f"{mark.operator} was computed in",
+            MADE: f"numbers of {mark.operator} were rounded to",
+            KEPT: "numbers are kept in",
         }
+        used = "widened to" if itemsize(mark.dtype) < itemsize(after) else "used in"
         role = call.role()
         call.report(
-            role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and widened to {after}", observed=f"{mark.dtype}, widened to {after}",
+            role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and {used} {after}", observed=f"{mark.dtype}, {used} {after}",
             declared=getattr(call.step.precision, role), cause="the wider dtype hides what was lost",
         )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Detects values that leave PyTorch as a NumPy array, a list or an address. Their later use cannot be observed, and the record says so."""
+"""Detects values that leave PyTorch as a NumPy array, a list or an address, and Python's numbers that become tensors.
+
+The later use of what leaves cannot be observed, and the record says so.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .callers import OURS, PRACTICE, Caller, caller
+from .made_narrow import ENTRIES
 
 _WAYS = {
     "numpy": "NumPy", "__array__": "NumPy", "tolist": "a Python list", "__dlpack__": "DLPack", "data_ptr": "an address",
@@ -23,15 +27,23 @@ _QUANTILES = ("quantile", "nanquantile")
 
 
 class Escapes(TorchFunctionMode):
-    """Calls `said(way, tensor, caller)` for each tensor whose values leave.
+    """Calls `said(way, tensor, caller)` for each tensor whose values leave, and `entered` with each call that made one of numbers.
 
     attention  gets the dtype of the query of each attention of PyTorch while it runs: its inside may be made of wide products
     quantiles  gets an entry for each quantile while it runs
+    entries    gets an entry for each call that makes a tensor of numbers while it runs
     """
 
-    def __init__(self, said: Callable[[str, Tensor, Caller], None], attention: list[torch.dtype], quantiles: list[str]) -> None:
+    def __init__(
+        self,
+        said: Callable[[str, Tensor, Caller], None],
+        entered: Callable[..., None],
+        attention: list[torch.dtype],
+        quantiles: list[str],
+        entries: list[str],
+    ) -> None:
         super().__init__()
-        self.said, self.attention, self.quantiles = said, attention, quantiles
+        self.said, self.entered, self.attention, self.quantiles, self.entries = said, entered, attention, quantiles, entries
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ATTENTION and args and isinstance(args[0], Tensor):
@@ -48,6 +60,17 @@ class Escapes(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self.quantiles.pop()
+        if called in ENTRIES:
+            self.entries.append(called)
+            try:
+                out = func(*args, **(kwargs or {}))
+            finally:
+                self.entries.pop()
+            made = args[0] if out is None else out
+            if type(made) is Tensor and not made.is_meta:
+                with torch._C.DisableTorchFunction():
+                    self.entered(called, args, kwargs or {}, made, caller())
+            return out
         way = _WAYS.get(called)
         if way is not None and args and isinstance(args[0], Tensor):
             with torch._C.DisableTorchFunction():

@@ -8,7 +8,7 @@ off.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 
-`products`, `casts` and `narrow` hold the rules of these kinds of operators.
+`products`, `casts` and `narrow` hold the rules of these kinds of operators, `made_narrow` those of numbers that operators write.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .casts import judge_cast, judge_narrow_write, judge_widened_operands
 from .disguises import quantised_operands, shifted
 from .few_bits import few_bits, few_signed_levels
 from .lineage import BUFFER, NOTHING, WEIGHT, Lineage, joined, plain_tensors
+from .made_narrow import judge_numbers, kept_number
 from .narrow import judge_arithmetic
 from .products import judge_product
 from .regions import BACKWARD, FORWARD, UPDATE
@@ -50,7 +51,7 @@ class Judge(Call):
                 f"compiled region in {self.module or 'no module'}",
                 "runs operator by operator while it is observed; what the compiled code of the other steps does is not seen",
             )
-        known = [(t, self.step.lineages.of(t)) for t in self.inputs]
+        known = [(t, self.step.lineages.of(t) or self._of_a_number(t)) for t in self.inputs]
         if self.step.quantiles:
             return self._remember(joined([lineage or NOTHING for _, lineage in known]))
         if self.op.kind == ops.CREATE:
@@ -68,7 +69,7 @@ class Judge(Call):
                 made = judge_cast(self, made)
             else:
                 judge_widened_operands(self, known, dtype)
-                made = judge_narrow_write(self, dtype, judge_arithmetic(self, dtype, made))
+                made = judge_numbers(self, judge_narrow_write(self, dtype, judge_arithmetic(self, dtype, made)))
         elif self.op.kind == ops.BITS or (made.bits and (self.op.kind == ops.ARITHMETIC or any(self.op.writes))):
             self._bits(made)
         if self.op.name in _CODES:
@@ -155,8 +156,9 @@ class Judge(Call):
 
     def _created(self) -> None:
         written = self.op.name not in ops.UNWRITTEN or self.by.kind in (OURS, ENGINE)
+        made = judge_numbers(self, Lineage(written=written))
         for tensor in self.outputs:
-            self.step.lineages.set(tensor, Lineage(written=written))
+            self.step.lineages.set(tensor, made)
 
     def _unknown(self, known: list[tuple[Tensor, Lineage | None]]) -> None:
         """Reports floating values that no observed operator made, and memory that no observed operator wrote."""
@@ -166,7 +168,7 @@ class Judge(Call):
             if self.by.kind == PRACTICE or self._of_own_numbers():
                 for tensor, lineage in known:
                     if lineage is None:
-                        self.step.lineages.set(tensor, Lineage(BUFFER))
+                        self.step.lineages.set(tensor, kept_number(self, tensor))
             return
         if self.op.name == "_local_scalar_dense" and self.by.kind == USER:
             self.step.numbers_left = self.step.numbers_left or any(lineage is None or lineage.data for _, lineage in known)
@@ -185,6 +187,12 @@ class Judge(Call):
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {short_name(self.by.file)}:{self.by.line} is read and was written by no "
                     "operator: a kernel that is called by address, or another library",
                 )
+
+    def _of_a_number(self, tensor: Tensor) -> Lineage | None:
+        """The record of a single number that is kept outside modules, where it was rounded."""
+        if tensor.numel() != 1 or self.op.name in ("lift_fresh", "lift") or self.step.given.of(tensor) is not None:
+            return None
+        return kept if (kept := kept_number(self, tensor)).marks else None
 
     def _of_own_numbers(self) -> bool:
         """Whether a tensor is made of numbers that are a program's own, as ALiBi's slopes: no value of the model became a number before.

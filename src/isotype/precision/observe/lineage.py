@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 INPUT, WEIGHT, BUFFER, STATE, GRADIENT, FLOAT_INPUT = 1, 2, 4, 8, 16, 32
+MADE, KEPT = "made", "kept"  # kinds of marks of numbers
 
 
 class Mark(NamedTuple):
     """A loss of precision: the narrow dtype, the operator, its module and its line.
 
-    kind  rounded (a cast from a wider dtype), reduced (a sum), table (arithmetic on no activation)
+    kind  rounded (a cast from a wider dtype), reduced (a sum), table (arithmetic on no activation),
+          made (numbers that an operator writes), kept (numbers that were made before the step)
     """
 
     kind: str

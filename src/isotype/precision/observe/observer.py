@@ -16,16 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
 from ..keep_in_fp32 import modules_kept_in_fp32
+from ..own_optimizer import kept_beside_states, plain_optimizer
 from ..precision import Precision
 from .arithmetic import Arithmetic, arithmetic_mode
 from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
 from .lineage import NOTHING, readable
+from .made_narrow import judge_entered
 from .observation import CHANGED, TABLES, UNSEEN, Observation
 from .regions import Call, Regions, observing
 from .rounded_tables import rounded_tables
@@ -35,6 +38,7 @@ Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
 _IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
 _AT_FIRST = "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the one in which the model is loaded"
+_KEPT = "the optimizer keeps it in that dtype in an attribute of its own"
 _FEW = 8  # distinct values of a buffer that is a mask, not a table
 
 
@@ -199,6 +203,7 @@ class Observer:
                 why = f"its fp32 values have no more bits than {word}; it was made before the observed step"
                 observation.unobserved[f"how the table {table} was made"] = why
         arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
+        judged = arithmetic.step
         arithmetic.know(self.model, optimizer)
         for other in self._read_only:
             arithmetic.know(other, None)
@@ -215,6 +220,19 @@ class Observer:
                 where = regions.module or regions.now()
                 why = f"{name(tensor.dtype)}{list(tensor.shape)} at {by.place.rsplit('/', 1)[-1]}; what is done to them there is not seen"
                 observation.unobserved.setdefault(f"values leave through {way} in {where}", why)
+
+        def entered(called: str, args: Any, kwargs: Any, made: Tensor, by: Caller) -> None:
+            if not arithmetic.paused:
+                arithmetic.paused = True  # the look's own operators
+                try:
+                    judge_entered(judged, called, args, kwargs, made, by)
+                except Exception as error:  # such as data that is no number of fp32; the program goes on
+                    first = "".join(str(error).splitlines()[:1])
+                    observation.unobserved.setdefault(
+                        f"{called} in {regions.module or regions.now()}", f"looking at its data failed: {first}"
+                    )
+                finally:
+                    arithmetic.paused = False
 
         def before_update(*_: Any) -> None:
             # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
@@ -234,8 +252,11 @@ class Observer:
                 hook = observing(self._output_hook(observation, module_name or type(inner).__name__, role))
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
-                stack.callback(optimizer.register_step_pre_hook(before_update).remove)
-            stack.enter_context(Escapes(escaped, arithmetic.step.attention_calls, arithmetic.step.quantiles))
+                # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer inside it does
+                hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+                register = optimizer.register_step_pre_hook if hooked else register_optimizer_step_pre_hook
+                stack.callback(register(before_update).remove)
+            stack.enter_context(Escapes(escaped, entered, judged.attention_calls, judged.quantiles, judged.entries))
             stack.enter_context(arithmetic)
             self._watching = arithmetic, optimizer
             stack.callback(setattr, self, "_watching", None)
@@ -248,6 +269,15 @@ class Observer:
                 # an fp16 overflow skips the update
                 self.look(observation, gradient=lambda p: None)
             self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+            self._look_beside_states(observation, optimizer)
+
+    def _look_beside_states(self, observation: Observation, optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer of a program's own keeps in attributes: states too, in the declared dtype or fp32."""
+        by = type(plain_optimizer(optimizer)).__name__
+        for attribute, tensor in kept_beside_states(optimizer):
+            if tensor.is_floating_point():
+                what = f"{attribute} of {by}"
+                observation.note("optimizer", what, name(tensor.dtype), self.precision.optimizer, allowed=("fp32",), cause=_KEPT)
 
     def _look_at_product_setting(self, observation: Observation, role: str) -> None:
         """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype shows."""

@@ -1,5 +1,7 @@
 """PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then restores the state.
 
+The update of an optimizer of a program's own is left out: it may keep state outside `optimizer.state`, which could not be put back.
+
 It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator, so that the weights of a run with
 preflight are bit-identical to those without. At learning rate 0 AdamW changes no weight, not even with stochastic rounding: the value is
 exact.
@@ -26,6 +28,7 @@ from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
+from ...precision.own_optimizer import own_update
 from ...precision.own_part import own_part
 from ..undisturbed import random_state_restored
 from .subject import CheckedRun, Subject
@@ -38,13 +41,10 @@ _OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__
 
 @contextmanager
 def undone(prepared: CheckedRun) -> Iterator[None]:
-    """Restores, on exit, all state that a step, an evaluation or a generation changes."""
+    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in stepper.optimizer.param_groups]
-    # a trainer that trains once more, or was given an optimizer, has states already
-    states, stepper.optimizer.state = stepper.optimizer.state, defaultdict(dict)
     scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
     with random_state_restored():
         try:
@@ -52,9 +52,6 @@ def undone(prepared: CheckedRun) -> Iterator[None]:
         finally:
             stepper.accumulator.zero()
             model.zero_grad(set_to_none=True)
-            stepper.optimizer.state = states
-            for group, before in zip(stepper.optimizer.param_groups, settings, strict=True):
-                group.update(before)
             if stepper.loss_scale and scale:
                 stepper.loss_scale.scale, stepper.loss_scale.quiet = scale
             with torch.no_grad():
@@ -65,6 +62,22 @@ def undone(prepared: CheckedRun) -> Iterator[None]:
             if prepared.device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(prepared.device)
+
+
+@contextmanager
+def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """An update in this block begins without states, at learning rate 0; the optimizer's states and settings are restored on exit."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    # a trainer that trains once more, or was given an optimizer, has states already
+    states, optimizer.state = optimizer.state, defaultdict(dict)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        optimizer.state = states
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
 
 
 def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
@@ -89,10 +102,12 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        for group in stepper.optimizer.param_groups:
-            group["lr"] = 0.0
+        if (own := own_update(stepper.optimizer)) is not None:
+            yield _not_rehearsed(own)
+            return
         try:
-            stepper.optimizer.step()
+            with _update_undone(stepper.optimizer):
+                stepper.optimizer.step()
         except STEP_ERRORS as error:
             yield _failed("PF012", f"the update after {what}", error)
 
@@ -204,6 +219,13 @@ def _not_finite(subject: Subject[Any], what: str) -> Finding:
     return Finding(
         code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
         observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]), fix=error.fix,
+    )  # fmt: skip
+
+
+def _not_rehearsed(own: str) -> Finding:
+    return Finding(
+        code="PF012", severity=Severity.NOTE, place=Place(symbol=own), message=f"the update by {own} is not rehearsed",
+        cause="code of your own may keep state that no rehearsal could put back", observed="whether it runs, and its memory, are not known",
     )  # fmt: skip
 
 
