@@ -67,7 +67,7 @@ def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):
 
 
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
-    (tmp_path / "prompts.txt").write_text("How much is 1 plus 2?\n\nHow much is 3 plus 2?\n")
+    (tmp_path / "prompts.txt").write_text("How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n")  # two lines
 
     def answers(*options):
         out = ask("sample", run, "--prompts", tmp_path / "prompts.txt", "--tokens", 8, "--json", *options)

@@ -51,7 +51,7 @@ def sample(
     if prompts is not None:
         from ..data.read import existing_file, read_text
 
-        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).split("\n") if line.strip()]
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run
 

@@ -42,8 +42,9 @@ def refuse_turn(row: Mapping[str, Any], place: str, *, is_text: bool = False) ->
     who = keys.get("role") or _first(keys, _WHO, but=said)
     conversation, number = _first(keys, _CONVERSATION, but=said), _first(keys, _NUMBER, but=said)
     of_a_chat = who is not None and _plain(who) not in ("author", "from")
+    named = who is not None and _role(row[who]) in _ROLES
     if is_text:
-        found = (conversation and (who or number)) or (of_a_chat and (number or _role(row[who]) in _ROLES))
+        found = (conversation and (who or number)) or (of_a_chat and (number or named))
     else:
         found = conversation or inside or (of_a_chat and (who == "role" or number)) or (who == "from" and said == "value")
     if not found:

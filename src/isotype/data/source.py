@@ -66,6 +66,10 @@ class Source:
         """Plain text files, each a name with its pieces."""
         return iter(())
 
+    def text_counts(self) -> dict[str, Any]:
+        """What data.json has of the plain texts, after they were read: `crlf`, file -> lines that end in CR LF."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """The entry of a source in data.json before it is read."""
         forms = sorted(self.formats)
