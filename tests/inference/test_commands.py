@@ -13,6 +13,7 @@ from isotype.cli.merge import merge as merge_command
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.interrupted import line
 from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
 
@@ -255,7 +256,7 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
-def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, capsys, placed, left):
+def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed, left):
     """Interrupted before the merged folder is put in place, and after."""
     out = tmp_path / "merged"
 
@@ -265,9 +266,10 @@ def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, capsys,
         raise KeyboardInterrupt
 
     monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
+    monkeypatch.setattr("isotype.interrupted._inside", [])
     with pytest.raises(KeyboardInterrupt):
         merge_command(tmp_path / "run", out)
-    assert capsys.readouterr() == ("", f"interrupted: {out} {left}\n")
+    assert line(["merge"]) == f"interrupted: {out} {left}"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
