@@ -1,4 +1,4 @@
-"""The one line that a command ended by Ctrl-C says, at whatever moment: what it leaves behind. Imports nothing, since imports are such moments.
+"""The one line that a command ended by Ctrl-C says, at whatever moment: what it leaves behind. Imports nothing: imports are such moments.
 
 A command that writes something tells it with `leaving`, around the code that writes; of the others, `_LEFT` says what holds at any time.
 """
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _BEGUN = "nothing was begun, and the same command starts again"
 _RUN = "the run is as it was"
 _LEFT = {
-    "train": _BEGUN, "plan": _BEGUN, "quickstart": _BEGUN, "merge": _BEGUN, "eval": _RUN, "sample": _RUN, "chat": _RUN, "diff": "both runs are as they were",
+    "train": _BEGUN, "plan": _BEGUN, "quickstart": _BEGUN, "merge": _BEGUN, "eval": _RUN, "sample": _RUN, "chat": _RUN,
+    "diff": "both runs are as they were",
 }  # fmt: skip
 _inside: list[leaving] = []
 

@@ -53,7 +53,8 @@ def test_an_interrupted_import_is_no_traceback(interrupted, module):
     ("command", "left"),
     [("eval run", "; the run is as it was"), ("sample run", "; the run is as it was"), ("chat run", "; the run is as it was"),
      ("diff one two", "; both runs are as they were"), ("plan x.yaml", "; nothing was begun, and the same command starts again"),
-     ("report run", ""), ("doctor", ""), ("lint x.py", ""), ("kernels x.py", ""), ("conform x.py", ""), ("trace x.py", ""), ("explain LT001", "")],
+     ("report run", ""), ("doctor", ""), ("lint x.py", ""), ("kernels x.py", ""), ("conform x.py", ""), ("trace x.py", ""),
+     ("explain LT001", "")],
 )  # fmt: skip
 def test_every_command_says_that_it_was_interrupted(interrupted, command, left):
     ended = interrupted("isotype.cli.train", "-m", "isotype", *command.split())
