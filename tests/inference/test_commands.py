@@ -272,6 +272,29 @@ def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed,
     assert line(["merge"]) == f"interrupted: {out} {left}"
 
 
+def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path):
+    """Without a dtype of its own a LoRA branch is computed in that of `compute`."""
+    for name, branch in (("one", "compute"), ("two", "fp32")):
+        settings = {"model": {"lora_branch": branch}, "precision": {"preset": "bf16-lora"}, "run": {"folder": str(tmp_path / name)}}
+        assert train(configured(**settings)) == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    seen = [json.loads((run / "precision.json").read_text())["observed"] for run in (one, two)]
+    found = json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"]
+    assert found["declared"] == {"lora_branch": ["bf16", "fp32"]}
+    dtypes = [{role: sorted(counts) for role, counts in roles.items()} for roles in seen]
+    differ = {role for role in dtypes[0].keys() | dtypes[1].keys() if dtypes[0].get(role) != dtypes[1].get(role)}
+    assert "lora_branch" in differ
+    assert found["observed"] == {role: [dtypes[0].get(role), dtypes[1].get(role)] for role in differ}
+    shown = [line.split() for line in ask("diff", one, two).splitlines()]
+    assert ["declared", "lora_branch", "bf16", "fp32"] in shown
+    assert ["observed", "lora_branch", "not", "observed", "fp32"] in shown
+    assert json.loads(ask("diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
+    assert "declared and observed dtypes are the same" in ask("diff", one, one)
+    (two / "precision.json").unlink()
+    assert f"no precision was recorded in {two}: it is not compared" in ask("diff", one, two)
+    assert json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"] is None
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()  # beside nothing: what stands beside tmp_path is other tests', whose runs may be spelt nearly so
     with pytest.raises(UsageError, match="isotype ls"):
