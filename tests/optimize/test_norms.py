@@ -8,7 +8,9 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNorm, Zamba2RMSN
 from isotype.optimize.norms import is_ours, place
 
 
-@pytest.mark.parametrize("norm", [Zamba2RMSNormGated(16, group_size=16), MambaRMSNormGated(16)], ids=lambda norm: type(norm).__name__)
+@pytest.mark.parametrize(
+    "norm", [Zamba2RMSNormGated(16, group_size=16), MambaRMSNormGated(16, group_size=16)], ids=lambda norm: type(norm).__name__
+)
 def test_a_gated_norm_is_left_alone(norm):
     """Without its gate, which a model always gives, it is an RMSNorm."""
     placed = place("norm", norm, None)

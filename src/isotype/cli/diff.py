@@ -55,7 +55,7 @@ def diff(
         print(json.dumps({"settings": settings, "precision": precision or None, "results": results_of}))
         return
     rows = [(c.key, write_value(c.old), write_value(c.new)) for c in changes]
-    rows += [(f"{of} {role}", *map(_in_words, pair)) for of, roles in precision.items() for role, pair in roles.items()]
+    rows += [(f"{of} {role}", _in_words(a), _in_words(b)) for of, roles in precision.items() for role, (a, b) in roles.items()]
     width = max(len(key) for key in (*(key for key, *_ in rows), "trained_seconds")) + 2
     rows += [(key, _shown(results[0][key]), _shown(results[1][key])) for key in results[0]]
     column = max(len(text) for text in (str(first), str(second), *(value for _, *values in rows for value in values)))
