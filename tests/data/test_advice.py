@@ -256,7 +256,7 @@ def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:
     said = error_of(tmp_path, families, "x.jsonl", lines({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}))
     assert "contents is a list of turns: write it as messages" in said
     turns = lines({"text": "q", "role": "prompter", "parent_id": None}, {"text": "a", "role": "assistant", "parent_id": "1"})
-    assert "join the turns of each conversation" in error_of(tmp_path, families, "y.jsonl", turns)
+    assert "put the turns of each conversation together" in error_of(tmp_path, families, "y.jsonl", turns)
     found = load_data(DataSection(train=str(tmp_path / "y.jsonl"), format="text", eval_split=0), families.of("chatml"), seed=0)
     assert len(found.train) == 2
 

@@ -14,6 +14,7 @@ from isotype.cli.merge import merge as merge_command
 from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.interrupted import line
 from isotype.runs.checkpoint import atomic_folder
 from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
@@ -69,7 +70,7 @@ def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):
 
 
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
-    (tmp_path / "prompts.txt").write_text("How much is 1 plus 2?\n\nHow much is 3 plus 2?\n")
+    (tmp_path / "prompts.txt").write_text("How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n")  # two lines
 
     def answers(*options):
         out = ask("sample", run, "--prompts", tmp_path / "prompts.txt", "--tokens", 8, "--json", *options)
@@ -267,7 +268,7 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
-def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, capsys, placed, left):
+def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed, left):
     """Interrupted before the merged folder is put in place, and after."""
     out = tmp_path / "merged"
 
@@ -277,9 +278,33 @@ def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, capsys,
         raise KeyboardInterrupt
 
     monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
+    monkeypatch.setattr("isotype.interrupted._inside", [])
     with pytest.raises(KeyboardInterrupt):
         merge_command(tmp_path / "run", out)
-    assert capsys.readouterr() == ("", f"interrupted: {out} {left}\n")
+    assert line(["merge"]) == f"interrupted: {out} {left}"
+
+
+def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path):
+    """Without a dtype of its own a LoRA branch is computed in that of `compute`."""
+    for name, branch in (("one", "compute"), ("two", "fp32")):
+        settings = {"model": {"lora_branch": branch}, "precision": {"preset": "bf16-lora"}, "run": {"folder": str(tmp_path / name)}}
+        assert train(configured(**settings)) == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    seen = [json.loads((run / "precision.json").read_text())["observed"] for run in (one, two)]
+    found = json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"]
+    assert found["declared"] == {"lora_branch": ["bf16", "fp32"]}
+    dtypes = [{role: sorted(counts) for role, counts in roles.items()} for roles in seen]
+    differ = {role for role in dtypes[0].keys() | dtypes[1].keys() if dtypes[0].get(role) != dtypes[1].get(role)}
+    assert "lora_branch" in differ
+    assert found["observed"] == {role: [dtypes[0].get(role), dtypes[1].get(role)] for role in differ}
+    shown = [line.split() for line in ask("diff", one, two).splitlines()]
+    assert ["declared", "lora_branch", "bf16", "fp32"] in shown
+    assert ["observed", "lora_branch", "not", "observed", "fp32"] in shown
+    assert json.loads(ask("diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
+    assert "declared and observed dtypes are the same" in ask("diff", one, one)
+    (two / "precision.json").unlink()
+    assert f"no precision was recorded in {two}: it is not compared" in ask("diff", one, two)
+    assert json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"] is None
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

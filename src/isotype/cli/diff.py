@@ -20,7 +20,9 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another run's folder.")],
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Compare two runs key by key, and their losses.
+    """Compare two runs key by key: their settings, the precision that each declared and what was observed of it, and their losses.
+
+    A dtype is of the tensors observed in that role; how many there were depends on steps and lengths, and is not compared.
 
     Examples:
 
@@ -29,6 +31,7 @@ def diff(
     from ..config.compare import compare
     from ..config.load import load
     from ..config.yaml_text import write_value
+    from ..report.precision_differences import precision_differences
     from ..report.record import read_run
     from ..runs.folder import require_run
 
@@ -44,12 +47,16 @@ def diff(
         }
         for r in records
     ]
+    missing = [str(run) for run, record in zip((first, second), records) if not record.precision.get("declared")]
+    precision = {} if missing else precision_differences(records[0].precision, records[1].precision)
     if json_output:
         settings = {c.key: [c.old, c.new] for c in changes}
-        print(json.dumps({"settings": settings, "results": {str(first): results[0], str(second): results[1]}}))
+        results_of = {str(first): results[0], str(second): results[1]}
+        print(json.dumps({"settings": settings, "precision": precision or None, "results": results_of}))
         return
-    width = max([len(c.key) for c in changes] + [len("trained_seconds")]) + 2
     rows = [(c.key, write_value(c.old), write_value(c.new)) for c in changes]
+    rows += [(f"{of} {role}", _in_words(a), _in_words(b)) for of, roles in precision.items() for role, (a, b) in roles.items()]
+    width = max(len(key) for key in (*(key for key, *_ in rows), "trained_seconds")) + 2
     rows += [(key, _shown(results[0][key]), _shown(results[1][key])) for key in results[0]]
     column = max(len(text) for text in (str(first), str(second), *(value for _, *values in rows for value in values)))
     print(f"{'':{width}}{first!s:>{column}}  {second!s:>{column}}")
@@ -57,6 +64,14 @@ def diff(
         print(f"{key:{width}}{one_value:>{column}}  {two_value:>{column}}".rstrip())
     if not changes:
         print("every setting is the same")
+    if missing:
+        print(f"no precision was recorded in {' and '.join(dict.fromkeys(missing))}: it is not compared")
+    elif not any(precision.values()):
+        print("declared and observed dtypes are the same")
+
+
+def _in_words(value: str | list[str] | None) -> str:
+    return " ".join(value) if isinstance(value, list) else value or "not observed"
 
 
 def _shown(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..environment.waiting import wait_passively
+from ..interrupted import leaving
 from .app import ENGINE
 
 
@@ -34,10 +35,14 @@ def quickstart(
         isotype quickstart --diffusion
     """
     wait_passively(always=True)
-    if diffusion:
-        from ..quickstart_pictures import quickstart_pictures
+    folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
+    with leaving(f"isotype quickstart{' --diffusion' if diffusion else ''} --folder {folder} goes on where it stopped"):
+        if diffusion:
+            from ..quickstart_pictures import quickstart_pictures
 
-        raise typer.Exit(quickstart_pictures(folder or Path("quickstart-diffusion"), json_output=json_output))
-    from ..quickstart import quickstart as start
+            status = quickstart_pictures(folder, json_output=json_output)
+        else:
+            from ..quickstart import quickstart as start
 
-    raise typer.Exit(start(folder or Path("quickstart"), json_output=json_output))
+            status = start(folder, json_output=json_output)
+    raise typer.Exit(status)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..counted import counted
 from ..errors import UsageError
+from ..interrupted import leaving
 from .app import RUNS
 
 
@@ -51,7 +54,7 @@ def sample(
     if prompts is not None:
         from ..data.read import existing_file, read_text
 
-        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).split("\n") if line.strip()]
     from ..config.kind import DIFFUSION
     from ..runs.folder import kind_of_run
 
@@ -105,19 +108,25 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed)
     folder = run / "drawn"
-    folder.mkdir(exist_ok=True)
-    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
-    made = []
-    for number, picture in enumerate(pictures, start=first):
-        file = folder / f"{number}.png"
-        file.write_bytes(picture.png)
-        made.append({"prompt": picture.prompt, "file": str(file)})
+    made: list[dict[str, str]] = []
+    with leaving(lambda: f"{counted(len(made), 'picture')} of {len(pictures)} are in {folder}"):
+        _write(pictures, folder, made)
     if json_output:
         print(json.dumps({"run": str(run), "taken": taken, "samples": made}))
         return
     print(f"{run} ({taken})")
     for one in made:
         print(f"\n> {one['prompt']}\n{one['file']}")
+
+
+def _write(pictures: Sequence[Any], folder: Path, made: list[dict[str, str]]) -> None:
+    """Writes each picture and adds it to `made`."""
+    folder.mkdir(exist_ok=True)
+    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
+    for number, picture in enumerate(pictures, start=first):
+        file = folder / f"{number}.png"
+        file.write_bytes(picture.png)
+        made.append({"prompt": picture.prompt, "file": str(file)})
 
 
 def _chats(run: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
+from ..interrupted import leaving
 from .app import ENGINE
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def train(
     from ..entry.start import start
     from ..training.console import RunConsole
 
-    raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
+    with leaving("a run that was begun goes on with isotype train --resume FOLDER"):
+        raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
 
 
 def plan(

@@ -20,6 +20,7 @@ from .tokens import TokenRows
 _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
 _MOST_KEYS = 10  # named in notes, of a source
+_MOST_FILES = 3
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -173,6 +174,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
             said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
+            if crlf := file.get("crlf"):
+                said.append(f"{file['path']}: {_crlf(crlf, several='files' in file)}")
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length
@@ -237,6 +240,14 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     if special:
         said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
     return said
+
+
+def _crlf(files: dict[str, int], *, several: bool) -> str:
+    """What is said of the lines that end in CR LF, by file."""
+    lines, names = sum(files.values()), ", ".join([*files][:_MOST_FILES]) + (", ..." if len(files) > _MOST_FILES else "")
+    of = f" of {counted(len(files), 'file')} ({names})" if several else ""
+    ends = f"{counted(lines, 'line')}{of} {'ends' if lines == 1 else 'end'} in CR LF"
+    return f"{ends}, which is learnt: write LF in the file where that is wanted"
 
 
 def have(rows: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
 from .data_frames import refuse_data_frame
 from .read import Record, column_name
+from .single_turns import refuse_turn
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Columns = Mapping[str, str] | None
@@ -50,7 +51,6 @@ _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_pr
 _TURN = {"role", "author", "from", "parts"}
 _QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
 _ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each"
-_ROLES = {"user", "assistant", "system", "human", "gpt", "prompter", "bot", "model", "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,13 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
         names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
     if not found:
+        refuse_turn(row, record.place)
         raise RowError(f"{record.place}: {_unknown(row)}")
-    if asked == "auto" and found == ["text"] and row.get("role") in _ROLES:
-        raise UsageError(
-            f"{record.place}: the row has text and role ({row['role']}): a turn of a conversation, and a row is a whole one",
-            fix="join the turns of each conversation into messages; data.format: text learns every turn as a text of its own",
-        )
+    if found == ["text"]:
+        try:
+            refuse_turn(row, record.place, is_text=True)
+        except RowError as error:  # of the whole file: other rows of it are turns too
+            raise UsageError(error.message, fix=error.fix) from None
     keys = [_as_read(key, (columns or {}).get(key, key)) for key in FORMATS[found[0]].keys]
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
@@ -245,6 +246,8 @@ def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
     other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
         raise RowError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
+    if name != "text":
+        refuse_turn(row, place)
     raise RowError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
 
 
@@ -275,7 +278,7 @@ def _unknown(row: Mapping[str, Any]) -> str:
     named = [key for key in row if key not in known and key not in of_rows and key not in objects]
     for form in FORMATS.values():
         for key in form.keys:
-            if close := difflib.get_close_matches(key, named, n=1, cutoff=0.75):
+            if close := _near(key, named, row):
                 return f"{close[0]}: unknown key, did you mean {key}?"
     for form in FORMATS.values():
         for key, missing in zip(form.keys, form.keys[::-1]):
@@ -291,6 +294,13 @@ def _unknown(row: Mapping[str, Any]) -> str:
     if len(objects) == 1:
         return f"no known format in the keys; {_one_level_up(objects[0], row)}"
     return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"
+
+
+def _near(key: str, among: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """The key that is written most like one of a format, if its value can be what the format has there: `message` is no `messages`."""
+    turns = key in ("messages", "conversations")
+    can_be = [other for other in among if not turns or isinstance(row[other], list) or str(row[other]).lstrip().startswith("[")]
+    return difflib.get_close_matches(key, can_be, n=1, cutoff=0.75)
 
 
 def _many_answers(row: Mapping[str, Any], asked: str, key: str) -> str:
@@ -319,7 +329,7 @@ def _listed(row: Mapping[str, Any]) -> str:
 
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(key, list(row), n=1, cutoff=0.75)
+    close = _near(key, list(row), row)
     if close and (several := _several(row[close[0]])):
         return f", but {close[0]!r}, {several}, and {_ONE_ANSWER}"
     return f", but {close[0]!r}: did you mean {key}?" if close else ""

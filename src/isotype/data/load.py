@@ -195,7 +195,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         read += 1
     read += len(waiting)
     of_source = one.counts() | ({"more": True} if one.more else {})
-    of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read)
+    of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read) | one.text_counts()
     own_mask = compare_with_own_mask(encoder, compared)
     return {"tally": tally.as_json(), "read": read, "own_mask": own_mask} | of_source
 
@@ -256,7 +256,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "remarks", "cache", "of_about", "more") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "remarks", "cache", "crlf", "of_about", "more") if key in block.facts}
         windows = int((block.example < 0).sum())
         read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})

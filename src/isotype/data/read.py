@@ -26,6 +26,11 @@ from .progress import Meter
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
+# programs' sources, read as text where a name or pattern ends so: a folder of data may hold the script that made it
+CODE_ENDINGS = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js", ".jsx",
+    ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".sh", ".jl", ".r", ".m", ".cs", ".hs", ".ml", ".zig", ".tex", ".css",
+)  # fmt: skip
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
@@ -79,10 +84,11 @@ def column_name(cell: str) -> str:
     return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
 
-def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False) -> Path:
+def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False, otherwise: str | None = None) -> Path:
     """The path of a readable, regular file with one of the endings, or an error that says what is there instead.
 
-    empty   a file without a byte is accepted too
+    empty      a file without a byte is accepted too
+    otherwise  what to do with a file of another ending where its ending does not say it
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -108,7 +114,7 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
         raise UsageError(f"{name}: not a regular file", fix=fix)
     if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):
         said = f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}"
-        raise UsageError(said, fix=converted_by(path))
+        raise UsageError(said, fix=converted_by(path) or otherwise)
     try:
         with path.open("rb") as file:
             if not file.read(1) and not empty:

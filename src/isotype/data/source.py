@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from ..config.sources import SourceSpec
@@ -14,6 +14,7 @@ from .formats import Example, FormatName, detect, example, ignored_keys
 from .named_splits import SPLITS, TRAINED
 from .progress import Meter
 from .read import NoRows, Record
+from .single_turns import refuse_parts
 
 NO_ROWS = "the file holds no rows"
 _SPLIT_KEYS = {"split", "subset", "partition", "fold", "set"}
@@ -65,6 +66,10 @@ class Source:
         """Plain text files, each a name with its pieces."""
         return iter(())
 
+    def text_counts(self) -> dict[str, Any]:
+        """What data.json has of the plain texts, after they were read: `crlf`, file -> lines that end in CR LF."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """The entry of a source in data.json before it is read."""
         forms = sorted(self.formats)
@@ -106,12 +111,16 @@ class Source:
     def looked_at(self, records: Iterator[Record], name: str) -> None:
         """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
         first_error: RowError | None = None
-        for record in islice(records, _LOOKED_AT):
+        first = islice(records, _LOOKED_AT)
+        for record in first:
             try:
                 self.forms.append(detect(record, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
-                return
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
+                continue
+            if self.spec.format == "auto" and self.forms[-1][0] == "text":
+                refuse_parts((one, one.value) for one in chain([record], first) if isinstance(one.value, dict))
+            return
         raise first_error or NoRows(f"{name}: {NO_ROWS}")
 
 

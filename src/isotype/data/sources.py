@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,26 +25,31 @@ from .formats import Example
 from .json_rows import read_json
 from .named_splits import note_splits
 from .progress import Meter
-from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
+from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .run_files import without_runs
 from .source import Source
 from .tables import read_csv, read_parquet
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
+_AS_TEXT = "data.format: text, if it is to be learnt as plain text"
 # what `datasets` writes beside its data
 _SAVED, _BESIDE_SAVED = ("state.json", "dataset_dict.json"), {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 
 
 @dataclass
 class File:
-    """One file of a source, and what its rows are."""
+    """One file of a source, and what its rows are.
+
+    crlf  lines that end in CR LF, of a text, counted while reading
+    """
 
     path: Path
     name: str
+    crlf: int = 0
 
     @property
     def is_text(self) -> bool:
-        return ending(self.path) in TEXT_ENDINGS
+        return ending(self.path) not in DATA_ENDINGS
 
     @cached_property
     def size(self) -> int:
@@ -60,11 +66,13 @@ class File:
         return read(self.path, self.name, skip=skip, meter=meter)
 
     def pieces(self, meter: Meter | None = None) -> Iterator[str]:
-        """A plain text in pieces, line ends as `\\n`."""
+        """A plain text in pieces, together every character of the file."""
         held: list[str] = []
         size, seen = 0, False
+        self.crlf = 0
         for _, line in text_lines(self.path, self.name, meter):
-            held.append(line[:-2] + "\n" if line.endswith("\r\n") else line)
+            held.append(line)
+            self.crlf += line.endswith("\r\n")
             size += len(line)
             seen = seen or not line.isspace()
             if size >= PIECE:
@@ -166,6 +174,10 @@ class FileSource(Source):
             if file.is_text:
                 yield file.name, file.pieces(meter)
 
+    def text_counts(self) -> dict[str, Any]:
+        crlf = {file.name: file.crlf for file in self.files if file.crlf}
+        return {"crlf": crlf} if crlf else {}
+
 
 @dataclass
 class StdlibSource(Source):
@@ -201,7 +213,7 @@ def _goes_on(records: Iterator[Record]) -> bool:
 def refuse_absent(spec: SourceSpec) -> None:
     """Checks a file, folder or glob before a row is read. Raises UsageError."""
     if spec.name != STDLIB and not spec.name.startswith(HUB) and not _is_saved(spec.name):
-        _files(spec.name)
+        _files(spec)
 
 
 def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> Source:
@@ -212,7 +224,7 @@ def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> 
         from .hub import HubSource
 
         return HubSource(spec, needs_answer, streaming=streaming)
-    files, notes = _files(spec.name)
+    files, notes = _files(spec)
     found = FileSource(spec, needs_answer, files=files)
     found.notes += notes
     return found
@@ -247,8 +259,11 @@ def _is_saved(name: str) -> bool:
     return any((Path(name).expanduser() / mark).is_file() for mark in _SAVED)
 
 
-def _files(name: str) -> tuple[list[File], list[str]]:
+def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
+    name = spec.name
     path = Path(name).expanduser()
+    named = ending(path)
+    endings = (*ENDINGS, named) if named in CODE_ENDINGS or (named and spec.format == "text") else ENDINGS
     if any(mark in name for mark in "*?[") and not path.exists():
         there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
         plain = takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts)
@@ -256,26 +271,38 @@ def _files(name: str) -> tuple[list[File], list[str]]:
         matched, notes = _reached(name, there, below=below)
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
-        known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
+        known = [p for p in matched if ending(p) in endings and p.name not in _BESIDE_SAVED]
         if not known:
-            raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
+            raise UsageError(
+                f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}", fix=_AS_TEXT if named else None
+            )
     elif path.is_dir():
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
         below = path
         matched, notes = _reached(name, there, below=below)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
-            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
+            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=_as_texts(path, matched))
         data = [p for p in known if ending(p) in DATA_ENDINGS]
         known = data or known  # a README beside the data is no data
     else:
-        return [File(existing_file(name), name)], []
+        return [File(existing_file(name, endings, otherwise=_AS_TEXT if named else None), name)], []
     left_out = len(matched) - len(known)
     if left_out:
         these = ", ".join(_some(set(matched) - set(known), below))
         notes.append(f"{name}: {left_out} of {counted(len(matched), 'file')} {'is' if left_out == 1 else 'are'} not read ({these})")
     notes += note_splits(name, known, below)
-    return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
+    return [File(existing_file(str(p), endings, empty=len(known) > 1), str(p)) for p in known], notes
+
+
+def _as_texts(folder: Path, files: Sequence[Path]) -> str | None:
+    """How the files of a folder are read as plain texts, by the ending that most of them have."""
+    endings = Counter(ending(file) for file in files if ending(file))
+    if not endings:
+        return None
+    most = endings.most_common(1)[0][0]
+    also = "" if most in CODE_ENDINGS else ", with data.format: text"
+    return f"if its {most} files are to be learnt as plain text: '{folder / '**' / '*'}{most}'{also}"
 
 
 def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:

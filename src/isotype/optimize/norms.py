@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -120,10 +121,19 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | 
     return remember(made, norm, hidden_states, self.weight) if s.remade else made
 
 
+def _further_inputs(module: nn.Module) -> list[str]:
+    """What a norm's forward is given by name besides its input, as a gated norm's `gate`."""
+    taken = signature(type(module).forward).parameters.values()
+    return [one.name for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)][2:]
+
+
 def place(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool = False) -> Placement:
     """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
     found = recognise(module)
     if found is None:
         return placement(PART, path, module, None, "its output is not RMSNorm's on a probe")
+    if beside := _further_inputs(module):
+        # the probe has none, and with a gate it is another function: the model's own code would run behind the name of the op
+        return placement(PART, path, module, None, f"its forward takes {beside[0]} beside its input")
     put(module, norm_forward, NormSettings(found.eps, found.unit_offset, out_dtype, remade))
     return placement(PART, path, module, "rms_norm", "1 + weight" if found.unit_offset else "")

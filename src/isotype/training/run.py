@@ -24,6 +24,7 @@ from ..distributed.world import World, join
 from ..environment.hardware import measured_matmul_peak
 from ..environment.out_of_memory import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..interrupted import leaving
 from ..precision.observe import Observer
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
@@ -116,6 +117,8 @@ def _train(
         refuse_code_of(loaded, resume)
     with (
         folder.held() if world.first else contextlib.nullcontext(),
+        # what is handled below says it itself
+        leaving(f"isotype train --resume {folder.path} goes on from the last checkpoint, if the run was begun"),
         Interrupt() as interrupt,
         console,
     ):

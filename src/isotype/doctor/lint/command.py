@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...finding import Finding
+from ...interrupted import leaving
 from .config import LintConfig, check_codes, find_pyproject, load
 from .files import python_files
 from .fix import apply_edits
@@ -113,12 +114,14 @@ def _mend(found: Sequence[Found], *, unsafe: bool) -> int:
         safety = all_rules()[item.finding.code].fix_safety if item.edit else FixSafety.NONE
         if item.edit and item.finding.place.file and (safety is FixSafety.SAFE or (unsafe and safety is FixSafety.UNSAFE)):
             edits[item.finding.place.file].append(item.edit)
-    made = 0
-    for file, wanted in edits.items():
-        changed, count = apply_edits(Path(file).read_bytes(), wanted)
-        if count:
-            Path(file).write_bytes(changed)
-            made += count
+    made = files = 0
+    with leaving(lambda: f"{files} of {len(edits)} files to be mended were written"):
+        for file, wanted in edits.items():
+            changed, count = apply_edits(Path(file).read_bytes(), wanted)
+            if count:
+                Path(file).write_bytes(changed)
+                made += count
+            files += 1
     return made
 
 
