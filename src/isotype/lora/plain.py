@@ -103,7 +103,7 @@ class Plain:
                     return False
             if self.base_forward is not None and "forward" not in base.__dict__:
                 return False
-            weight = base._parameters["weight"]
+            weight, _, _ = base._parameters["weight"], self.a._parameters["weight"], self.b._parameters["weight"]
         except KeyError:
             # a part was taken out, or became something else than a parameter
             return False
@@ -205,7 +205,10 @@ def bare_reason(layer: nn.Module) -> str | None:
 
 def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
-    weight = base.weight
+    # the attribute would make it: each reading of one under `spectral_norm` is a step of its power iteration
+    weight = base._parameters.get("weight")
+    if weight is None:
+        return "the weight is no parameter of the layer"
     if type(base) is nn.Linear:
         return None if type(weight) in _DENSE else f"the weight is a {type(weight).__name__}"
     return state_reason(base)
