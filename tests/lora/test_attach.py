@@ -162,6 +162,24 @@ def test_a_hook_on_the_layer_itself_still_runs_fused(calls):
     assert calls
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_scale_that_is_trained_is_given_its_gradient(called_before, calls):
+    gradients = []
+    for model in (adapted(), fused_copy(adapted())):
+        if called_before:
+            model(inputs())
+        scale = nn.Parameter(torch.tensor(0.75))
+        layer_of(model).scaling["default"] = scale
+        before = len(calls)
+        gradients.append(results(model, inputs()) | {"scale": scale.grad})
+        assert len(calls) == before
+        # one that is a tensor and not trained, as PEFT makes for hot swaps, is a number
+        scale.requires_grad_(False)
+        results(model, inputs())
+    assert len(calls) == before + 1
+    assert_same(gradients[1], gradients[0])
+
+
 def test_other_kinds_of_layers_are_not_fused():
     embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
     before = {id(module): dict(vars(module)) for module in embedding.modules()}

@@ -268,6 +268,83 @@ def test_what_changes_on_a_module_after_optimize_is_computed(change, trained_bef
     same_training(model, copied)
 
 
+class Doubled(nn.Module):
+    """Counts how often the weight is made."""
+
+    times = 0
+
+    def forward(self, weight):
+        Doubled.times += 1
+        return weight * 2
+
+
+PARTS = {
+    "norms": lambda path, module: "Norm" in type(module).__name__,
+    "A": lambda path, module: path.endswith(".lora_A.default"),
+    "B": lambda path, module: path.endswith(".lora_B.default"),
+    "base": lambda path, module: path.endswith(".base_layer"),
+    "head": lambda path, module: path.endswith("lm_head"),
+}
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize("part", PARTS)
+def test_weights_made_by_a_parametrization_after_optimize_are_used_and_made_as_often(part, trained_before):
+    """`spectral_norm` takes a step of its power iteration whenever its weight is read."""
+    made = []
+    for optimised in (False, True):
+        model = lora(tiny("llama"), init_lora_weights=False)
+        if optimised:
+            assert optimize(model).replaced
+        if trained_before:
+            loss_and_gradients(model, batch())
+        for path, module in list(model.named_modules()):
+            if PARTS[part](path, module):
+                nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+        Doubled.times = 0
+        loss, gradients = loss_and_gradients(model, batch())
+        made.append((loss, gradients, Doubled.times))
+    (want, theirs, times), (got, grads, our_times) = made
+    torch.testing.assert_close(got, want)
+    assert grads.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(grads[name], theirs[name], rtol=1e-4, atol=1e-6)
+    assert our_times == times
+
+
+class OwnTables(nn.Module):
+    """Trained angles; `scaled`: and a factor for each column, so that the halves of the tables differ."""
+
+    def __init__(self, old, scaled):
+        super().__init__()
+        self.inv_freq = nn.Parameter(old.inv_freq.detach().clone())
+        self.register_buffer("factor", 1 + 0.1 * torch.arange(2 * old.inv_freq.numel()) if scaled else torch.ones(()))
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("how", ["module", "hook"])
+def test_rotary_tables_of_another_form_or_with_a_gradient_after_optimize(how, scaled, trained):
+    model, mine = tiny("llama"), tiny("llama")
+    assert any(e.op == "rope" for e in optimize(mine).replaced)
+    for each in (model, mine):
+        tables = OwnTables(each.model.rotary_emb, scaled)
+        tables.requires_grad_(trained)
+        if how == "module":
+            each.model.rotary_emb = tables
+        else:
+            each.model.rotary_emb.register_forward_hook(
+                lambda module, args, kwargs, output, tables=tables: tables(args[0], kwargs.get("position_ids", args[-1])), with_kwargs=True
+            )
+            each.tables = tables
+    same_training(model, mine)
+
+
 def rounded_mlp(self, x):
     y = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
     return y + (torch.round(y.detach() * 1000) / 1000 - y).detach()

@@ -87,6 +87,7 @@ class Plain:
                 or layer.merged_adapters
                 or layer._active_adapter != self.active
                 or adapter in layer.lora_variant
+                or is_trained(layer.scaling[adapter])
                 or modules["lora_A"]._modules[adapter] is not self.a
                 or modules["lora_B"]._modules[adapter] is not self.b
                 or modules["lora_dropout"]._modules[adapter] is not self.dropout
@@ -103,7 +104,7 @@ class Plain:
                     return False
             if self.base_forward is not None and "forward" not in base.__dict__:
                 return False
-            weight = base._parameters["weight"]
+            weight, _, _ = base._parameters["weight"], self.a._parameters["weight"], self.b._parameters["weight"]
         except KeyError:
             # a part was taken out, or became something else than a parameter
             return False
@@ -158,6 +159,8 @@ def _look(layer: Any) -> str | None:
     adapter = active[0]
     if adapter in layer.lora_variant:
         return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
+    if is_trained(layer.scaling[adapter]):
+        return "the adapter's scale is trained"
     a, b, dropout, base = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None:
         return "the adapter's own layers are not plain nn.Linear"
@@ -171,6 +174,11 @@ def _look(layer: Any) -> str | None:
         if replaced(part):
             return f"another forward on {'the base layer' if part is base else 'a part of the adapter'}"
     return weight_reason(base)
+
+
+def is_trained(scale: Any) -> bool:
+    """Whether an adapter's scale is a tensor that is given a gradient: the fused ops take a number."""
+    return type(scale) is not float and isinstance(scale, Tensor) and scale.requires_grad
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -205,7 +213,10 @@ def bare_reason(layer: nn.Module) -> str | None:
 
 def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
-    weight = base.weight
+    # the attribute would make it: each reading of one under `spectral_norm` is a step of its power iteration
+    weight = base._parameters.get("weight")
+    if weight is None:
+        return "the weight is no parameter of the layer"
     if type(base) is nn.Linear:
         return None if type(weight) in _DENSE else f"the weight is a {type(weight).__name__}"
     return state_reason(base)

@@ -18,12 +18,13 @@ _NOTE = "_isotype_ahead"
 class Next:
     """The norm that reads a layer's output next.
 
+    model   the class whose forward calls the layer and then the norm
     hooks   the dictionaries of hooks at which the sum is made alone: the norm's, and those on what the next layer is given
     misses  results in a row that the norm was not asked for
     """
 
-    def __init__(self, norm: nn.Module, hooks: tuple[dict[int, Any], ...]) -> None:
-        self.norm, self.hooks, self.misses = norm, hooks, 0
+    def __init__(self, model: type[nn.Module], norm: nn.Module, hooks: tuple[dict[int, Any], ...]) -> None:
+        self.model, self.norm, self.hooks, self.misses = model, norm, hooks, 0
 
 
 class Ahead:

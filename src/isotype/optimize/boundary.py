@@ -2,14 +2,17 @@
 
 Known by the source of the model's own forward: a loop over its layers whose body is `x = layer(x, ...)` and nothing else, so that nothing
 else reads or writes what one layer hands to the next. Each layer still returns the sum, and each norm is still called where the model
-calls it. Not where a layer is recomputed or compiled, nor where a hook waits: on a module, for what it changes; on what autograd saves, as
-in a checkpoint around several layers; and an observer's, which has to see the norm's arithmetic inside the norm.
+calls it. Not where a layer is called by anything but that forward, as by a wrapper around the layer or a loop of the caller's own, which
+may write to the sum in ways that no tensor counts (`.data`, inference mode). Not where a layer is recomputed or compiled, nor where a hook
+waits: on a module, for what it changes; on what autograd saves, as in a checkpoint around several layers; and an observer's, which has to
+see the norm's arithmetic inside the norm.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs, saves
 from . import ahead, norms
 from .ahead import Next
@@ -26,6 +30,8 @@ from .ahead import Next
 _NEXT = "_isotype_next"
 # sums in a row whose norm was not asked for, as after layers were taken out: then no more are made
 MISSES = 8
+# what stands between a forward and that of a module it calls
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__, InstanceMethod.__call__.__code__}
 
 
 class Loop(NamedTuple):
@@ -108,9 +114,9 @@ def link(model: nn.Module, first_norm: Callable[[nn.Module], nn.Module | None]) 
         if loop is None or not isinstance(layers, nn.ModuleList):
             continue
         for layer, following in zip(layers, list(layers)[1:]):
-            _link(layer, first_norm(following), following)
+            _link(type(parent), layer, first_norm(following), following)
         if loop.norm is not None and len(layers):
-            _link(layers[-1], getattr(parent, loop.norm, None), None)
+            _link(type(parent), layers[-1], getattr(parent, loop.norm, None), None)
 
 
 def _wraps_its_class(parent: nn.Module) -> bool:
@@ -118,11 +124,12 @@ def _wraps_its_class(parent: nn.Module) -> bool:
     return (getattr(getattr(vars(parent)["forward"], "__func__", None), "__module__", None) or "").split(".")[0] == "isotype"
 
 
-def _link(layer: nn.Module, norm: nn.Module | None, following: nn.Module | None) -> None:
+def _link(model: type[nn.Module], layer: nn.Module, norm: nn.Module | None, following: nn.Module | None) -> None:
     if norm is None or not norms.is_ours(norm):
         return
     hooks = () if following is None else (following._forward_pre_hooks, following._backward_hooks, following._backward_pre_hooks)
-    vars(layer)[_NEXT] = Next(norm, (*hooks, norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks))
+    hooks = (*hooks, norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    vars(layer)[_NEXT] = Next(model, norm, hooks)
 
 
 def unlink(layer: nn.Module) -> None:
@@ -130,16 +137,29 @@ def unlink(layer: nn.Module) -> None:
 
 
 def next_of(layer: nn.Module) -> Next | None:
-    """The norm with which this layer's last sum is made now, or None."""
+    """The norm with which this layer's last sum is made now, or None. Asked by the layer's own forward."""
     found: Next | None = vars(layer).get(_NEXT)
     if found is None or found.misses >= MISSES or torch.compiler.is_compiling() or reference_runs() or every_module._has_any_global_hook():
         return None
-    if ahead.tensors_are_packed():
+    if ahead.tensors_are_packed() or not _called_by(found.model):
         return None
     for hooks in (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, *found.hooks):
         if hooks:
             return None
     return found if saves("the residual in the norm") and norms.is_ours(found.norm) else None
+
+
+def _called_by(model: type[nn.Module]) -> bool:
+    """Whether the forward of this class called the layer whose forward asks `next_of`, with nothing of anyone else's between."""
+    frame = sys._getframe(2).f_back
+    while frame is not None and frame.f_code in _CALLS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _code_of(model)
+
+
+@cache
+def _code_of(model: Any) -> Any:
+    return inspect.unwrap(model.forward).__code__
 
 
 def sum_before(following: Next, residual: Tensor, term: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def recognise(module: nn.Module) -> NormSettings | None:
 
 
 def is_ours(norm: nn.Module) -> bool:
-    """Whether the norm's call runs `rms_norm`, with no wrapper around it."""
-    return getattr(norm.__dict__.get("forward"), "__func__", None) is norm_forward
+    """Whether the norm's call runs `rms_norm`, with no wrapper around it, on a weight that is its parameter and not made from others."""
+    return getattr(norm.__dict__.get("forward"), "__func__", None) is norm_forward and "weight" in norm._parameters
 
 
 def normed_sum(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -117,8 +117,10 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | 
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
     norm = partial(rms_norm, eps=epsilon(self, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype)
-    made = norm(hidden_states, self.weight)
-    return remember(made, norm, hidden_states, self.weight) if s.remade else made
+    # read once: `torch.nn.utils.parametrize` makes it anew at every reading
+    weight: Tensor = self.weight
+    made = norm(hidden_states, weight)
+    return remember(made, norm, hidden_states, weight) if s.remade else made
 
 
 def _further_inputs(module: nn.Module) -> list[str]:
