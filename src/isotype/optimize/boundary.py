@@ -149,7 +149,7 @@ def next_of(layer: nn.Module) -> Next | None:
     return found if saves("the residual in the norm") and norms.is_ours(found.norm) else None
 
 
-def _called_by(model: type[nn.Module]) -> bool:
+def _called_by(model: Any) -> bool:
     """Whether the forward of this class called the layer whose forward asks `next_of`, with nothing of anyone else's between."""
     frame = sys._getframe(2).f_back
     while frame is not None and frame.f_code in _CALLS:

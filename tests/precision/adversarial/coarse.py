@@ -136,7 +136,8 @@ class NarrowNumber(MLP):
 
 
 COARSE = (
-    Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights, WholeNumbersThroughAList, OneAtATime,
+    Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights, WholeNumbersThroughAList,
+    OneAtATime,
 )  # fmt: skip
 for made in (*COARSE, LowBytes, Divided, LargeVector, HalfComplex, NarrowNumber):
     program(made.__name__, lambda made=made: tiny(mlp=made), preset="fp32")

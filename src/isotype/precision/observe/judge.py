@@ -199,7 +199,7 @@ class Judge(Call):
         if self.step.single_numbers[self.module] == _MANY_NUMBERS:
             self.unobserved(
                 f"values leave as Python numbers in {self.module or self.region}",
-                f"{_MANY_NUMBERS} or more, one at a time, at {short_name(self.by.file)}:{self.by.line}; what is done to them there is not seen",
+                f"{_MANY_NUMBERS} or more, one at a time, at {short_name(self.by.file)}:{self.by.line}; what is done to them is not seen",
             )
 
     def _of_own_numbers(self) -> bool:
