@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,6 +114,16 @@ class WholeNumbersThroughAList(Rounded):
         return torch.tensor((y * 4096).to(torch.int16).tolist()).to(y.dtype) / 4096
 
 
+class OneAtATime(Rounded):
+    """Each value becomes a number of its own, is packed into half precision, and is written back."""
+
+    def grid(self, y: Tensor) -> Tensor:
+        packed = torch.empty_like(y).flatten()
+        for i, value in enumerate(y.flatten()):
+            packed[i] = struct.unpack("e", struct.pack("e", value.item()))[0]
+        return packed.view_as(y)
+
+
 class NarrowNumber(MLP):
     """A scale of one number, stored in bf16."""
 
@@ -123,6 +135,9 @@ class NarrowNumber(MLP):
         return super().forward(x) * self.scale
 
 
-COARSE = (Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights, WholeNumbersThroughAList)
+COARSE = (
+    Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights, WholeNumbersThroughAList,
+    OneAtATime,
+)  # fmt: skip
 for made in (*COARSE, LowBytes, Divided, LargeVector, HalfComplex, NarrowNumber):
     program(made.__name__, lambda made=made: tiny(mlp=made), preset="fp32")

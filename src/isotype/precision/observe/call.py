@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class JudgedStep:
         self.entries: list[str] = []  # functions that run now and make a tensor of Python's numbers
         self.numbers_left = False  # whether a value of the model became a Python number
         self.own_numbers: set[str] = set()  # places that make tensors of other numbers
+        self.single_numbers: Counter[str] = Counter()  # module -> activations that a program's code read one at a time
         words = {precision.base, precision.trainable, precision.unquantised, precision.compute, precision.generate, "fp32"}
         self.stored = words | {precision.grads, precision.optimizer, precision.reduce, precision.save_model, precision.save_adapter}
         self.allowed = {FORWARD: {self.compute, "fp32"}, LOSS: {self.compute, precision.loss, "fp32"}, UPDATE: {"fp32"}}

@@ -39,6 +39,8 @@ _PLACES = frozenset(("scatter_add", "scatter_reduce", "index_add", "index_reduce
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
 # draws of values and counts of them, which may stand for the values
 _STATISTICS = frozenset(("bernoulli", "histc", "histogram"))
+# numbers that one module's activations gave in a step: more are no statistics
+_MANY_NUMBERS = 128
 _OWN_KERNEL = "inside {}, an operator with a contract"
 
 
@@ -172,6 +174,7 @@ class Judge(Call):
             return
         if self.op.name == "_local_scalar_dense" and self.by.kind == USER:
             self.step.numbers_left = self.step.numbers_left or any(lineage is None or lineage.data for _, lineage in known)
+            self._read_as_a_number(known)
         for index, (tensor, lineage) in enumerate(known):
             if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
                 continue
@@ -193,6 +196,19 @@ class Judge(Call):
         if tensor.numel() != 1 or self.op.name in ("lift_fresh", "lift") or self.step.given.of(tensor) is not None:
             return None
         return kept if (kept := kept_number(self, tensor)).marks else None
+
+    def _read_as_a_number(self, known: list[tuple[Tensor, Lineage | None]]) -> None:
+        """Reports a module whose values leave one at a time: a scale or a statistic is a few numbers, and these are its values."""
+        if self.region not in (FORWARD, BACKWARD) or not any(
+            lineage and lineage.activation and t.is_floating_point() for t, lineage in known
+        ):
+            return
+        self.step.single_numbers[self.module] += 1
+        if self.step.single_numbers[self.module] == _MANY_NUMBERS:
+            self.unobserved(
+                f"values leave as Python numbers in {self.module or self.region}",
+                f"{_MANY_NUMBERS} or more, one at a time, at {short_name(self.by.file)}:{self.by.line}; what is done to them is not seen",
+            )
 
     def _of_own_numbers(self) -> bool:
         """Whether a tensor is made of numbers that are a program's own, as ALiBi's slopes: no value of the model became a number before.
