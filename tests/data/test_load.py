@@ -89,6 +89,25 @@ def test_rows_in_both_files_are_counted(write: Any, load: Any) -> None:
     assert any("3 evaluation rows are also training rows" in note for note in loaded.facts["notes"])
 
 
+def test_prompts_on_both_sides_are_counted(write: Any, load: Any) -> None:
+    rows = [chat(f"question {i}", "yes") for i in range(40)] + [chat(f"question {i}", "no") for i in range(40)]
+    name = write("chats.jsonl", rows)
+    loaded = load(train=name, eval_split=0.1)
+    prompts = [{row.input_ids[: row.prompt_length] for row in side} for side in (loaded.train, loaded.eval)]
+    shared = sum(row.input_ids[: row.prompt_length] in prompts[0] for row in loaded.eval)
+    assert loaded.facts["duplicates_between"] == 0 < shared == loaded.facts["prompts_between"]
+    assert any(
+        note.startswith(f"{shared} evaluation rows have the prompt of a training row, with another") for note in loaded.facts["notes"]
+    )
+
+    apart = load(train=write("train.jsonl", rows[4:40]), eval=write("eval.jsonl", [*rows[:4], rows[8], rows[48]])).facts
+    assert (apart["duplicates_between"], apart["prompts_between"]) == (1, 1)
+    one = load(train=write("one.jsonl", [chat("the same?", f"answer {i}") for i in range(40)])).facts
+    text = load(train=write("texts.jsonl", [{"text": f"text {i}"} for i in range(40)])).facts
+    assert one["prompts_between"] == text["prompts_between"] == 0
+    assert load(train=name, stream=True, eval_split=0.2).facts["prompts_between"] > 0
+
+
 def test_few_rows_are_all_trained_on_and_sampled(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", CHATS[:5]))
     assert (len(loaded.train), len(loaded.eval), len(loaded.prompts)) == (5, 0, 4)

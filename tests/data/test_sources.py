@@ -59,6 +59,33 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
 
 
+@pytest.mark.parametrize("name", ["shards", "shards/**/*.*"])
+def test_a_json_that_describes_the_other_files_is_not_read(folder: Path, name: str) -> None:
+    (folder / "shards").mkdir()
+    (folder / "shards/b.jsonl").write_bytes((folder / "set/a.jsonl").read_bytes())
+    rows = asked(found(name))
+    said = f"{name}: 1 of 2 files is not read: it is one object, without the keys of the other files' rows (a.json)"
+    about = folder / "shards/a.json"
+    for value in ({"name": "x", "rows": 9}, {"features": {"prompt": "string"}, "tags": ["a"]}, {"text": "Questions of a help desk."}):
+        about.write_text(json.dumps(value, indent=2))
+        one = found(name)
+        assert asked(one) == rows
+        assert one.notes == [said]
+        assert one.formats == {"prompt_completion"}
+    assert asked(found(name, columns={"prompt": "prompt", "completion": "completion"})) == rows
+    about.write_text('{"prompt": "one more", "completion": "row"}')  # a row of the same kind
+    assert asked(found(name)) == ["one more", *rows]
+    for value in ([{"file": "b.jsonl"}, {"file": "c.jsonl"}], [{"q": "1"}], {"data": [{"q": "1"}]}):  # these may be rows
+        about.write_text(json.dumps(value))
+        with pytest.raises(UsageError, match=r"a\.json:1: no known format in the keys") as caught:
+            found(name)
+        assert caught.value.fix is not None
+        assert caught.value.fix.startswith("if a.json holds no rows, name the files that do: 'shards/**/*.jsonl'")
+    about.write_text('{"promt": "x", "completion": "y"}')
+    with pytest.raises(UsageError, match="did you mean prompt"):
+        found(name)
+
+
 @pytest.mark.parametrize("name", [".", "**/*.jsonl"])
 def test_the_files_of_runs_are_no_data(folder: Path, name: str) -> None:
     names = found(name).identity()

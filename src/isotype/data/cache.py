@@ -24,7 +24,7 @@ import numpy as np
 from .cache_folder import bound, evict
 from .tokens import COLUMNS, TokenBlock, TokenWriter
 
-VERSION = 12  # raise it whenever the same source gives other rows or other facts
+VERSION = 13  # raise it whenever the same source gives other rows or other facts
 SMALLEST = 1_000_000  # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
 _STALE = 24 * 3600  # seconds after which a half-written file is taken for one that an ended run left
 _CHUNK = 1 << 22

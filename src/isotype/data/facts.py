@@ -47,6 +47,15 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
     }
 
 
+def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
+    """Evaluation rows that training has too, and others whose prompt it has, unless all training rows have one prompt."""
+    copies = np.isin(evaluation.column("digest"), train.column("digest"))
+    prompts, trained = evaluation.column("prompt"), train.column("prompt")
+    several = len(np.unique(trained)) > 1
+    shared = np.isin(prompts, trained) & (prompts != 0) & ~copies
+    return {"duplicates_between": int(copies.sum()), "prompts_between": int(shared.sum()) if several else 0}
+
+
 def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
     """Rows by length in bars of one width, a power of two that makes at most `_BARS` of them: `up_to` is inclusive."""
     if not lengths:
@@ -190,6 +199,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     if facts["duplicates_between"]:
         also = counted(facts["duplicates_between"], "evaluation row is also a training row", "evaluation rows are also training rows")
         said.append(f"{also}: the evaluation loss is too good")
+    if facts["prompts_between"]:
+        also = counted(facts["prompts_between"], "evaluation row has", "evaluation rows have")
+        apart = "; to keep the rows of a prompt on one side, give data.eval" if evaluation["held_out"] else ""
+        said.append(f"{also} the prompt of a training row, with another answer: the evaluation loss may be too good{apart}")
     for one in facts.get("mix") or []:
         said.append(f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes {one['passes']:.3g} times an epoch")
     if packing := facts.get("packing"):

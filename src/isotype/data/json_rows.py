@@ -27,7 +27,7 @@ _ESCAPE = 12  # characters that an escape may have: a failure so near to the end
 
 def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
-    first = _first_line(path, name) if ending(path) == ".json" else ""
+    first = first_line(path, name) if ending(path) == ".json" else ""
     if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
         yield from _lines(path, name, skip, meter)
         return
@@ -38,7 +38,7 @@ def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = Non
         before = record.line
 
 
-def _first_line(path: Path, name: str) -> str:
+def first_line(path: Path, name: str) -> str:
     """The beginning of the first line that is not blank, without white space around it."""
     text = ""
     for block in text_blocks(path, name):

@@ -21,7 +21,7 @@ from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, FEW, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .hub import note_unread_splits
 from .pack import pack
@@ -80,7 +80,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     facts: dict[str, Any] = {
         "train": side_facts(train, tallies[0], _files(sources, train)),
         "eval": side_facts(evaluation, tallies[1], _files(eval_sources, evaluation)) | {"held_out": was_held_out},
-        "duplicates_between": int(np.isin(evaluation.column("digest"), train.column("digest")).sum()),
+        **between_facts(train, evaluation),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if was_held_out else None,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..counted import counted
 from ..errors import UsageError
 from .bad_rows import BadRow, RowError
 from .formats import Example
-from .json_rows import read_json
+from .json_rows import first_line, read_json
 from .named_splits import note_splits
 from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
@@ -60,6 +60,16 @@ class File:
         """Whether it is without a byte, or a text without a character but white space."""
         return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
 
+    @property
+    def is_one_object(self) -> bool:
+        """Whether it is a .json that holds one object, without a list of objects in it, which could be its rows."""
+        if ending(self.path) != ".json" or not first_line(self.path, self.name).startswith("{"):
+            return False
+        first = [record.value for record in islice(self.records(), 2)]
+        if len(first) != 1 or not isinstance(first[0], dict):
+            return False
+        return not any(isinstance(value, list) and value and isinstance(value[0], dict) for value in first[0].values())
+
     def records(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
         kind = ending(self.path)
         read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
@@ -91,17 +101,42 @@ class FileSource(Source):
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        empty = [file for file in self.files if not self._takes_format(file)]
+        of, below = len(self.files), _folder(self.files)
+        empty: list[File] = []
+        unknown: list[tuple[File, RowError]] = []
+        taken: list[File] = []
+        for file in self.files:
+            try:
+                (taken if self._takes_format(file) else empty).append(file)
+            except RowError as refused:
+                unknown.append((file, refused))
+        beside = self._descriptions(taken, unknown)
+        for file, error in unknown:
+            if file not in beside:
+                raise UsageError(error.message, fix=error.fix or self._advice(file, error.message, taken)) from None
+        kept = [(file, form) for file, form in zip(taken, self.forms) if file not in beside]
+        if not kept:
+            raise NoRows(f"{self.name}: none of its {of} files holds a row")
+        self.files, self.forms = [file for file, _ in kept], [form for _, form in kept]
         if empty:
-            of = len(self.files)
-            self.files = [file for file in self.files if file not in empty]
-            if not self.files:
-                raise NoRows(f"{self.name}: none of its {of} files holds a row")
-            named = ", ".join(_some({file.path for file in empty}, _folder([*self.files, *empty])))
+            named = ", ".join(_some({file.path for file in empty}, below))
             self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
+        if beside:
+            named = ", ".join(_some({file.path for file in beside}, below))
+            not_read = "is not read: it is one object" if len(beside) == 1 else "are not read: each is one object"
+            self.notes.append(f"{self.name}: {len(beside)} of {of} files {not_read}, without the keys of the other files' rows ({named})")
+
+    def _descriptions(self, taken: Sequence[File], unknown: Sequence[tuple[File, RowError]]) -> list[File]:
+        """Files that describe the others: a .json that is one object without the keys of rows, beside rows in files of other endings."""
+        forms = {form for file, (form, _) in zip(taken, self.forms) if not file.is_text and ending(file.path) != ".json"}
+        if not forms:
+            return []
+        found = [file for file, error in unknown if _no_format(error.message) and file.is_one_object]
+        return found + [file for file, (form, _) in zip(taken, self.forms) if form not in forms and file.is_one_object]
 
     def _takes_format(self, file: File) -> bool:
-        """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty."""
+        """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty.
+        Raises RowError where none of its first rows has one."""
         alone = len(self.files) == 1
         try:
             if not alone and file.is_blank:
@@ -118,19 +153,23 @@ class FileSource(Source):
             if alone:
                 raise
             return False
-        except RowError as error:
-            raise UsageError(error.message, fix=error.fix or self._advice(file, error.message)) from None
         return True
 
-    def _advice(self, file: File, said: str) -> str | None:
-        """What helps where the first rows of a file have no known columns."""
+    def _advice(self, file: File, said: str, taken: Sequence[File]) -> str | None:
+        """What helps where the first rows of a file have no known columns.
+
+        taken  the files whose rows have a format
+        """
+        others = sorted({ending(one.path) for one in taken})
+        if _no_format(said) and len(others) == 1 and others[0] != ending(file.path):
+            rows = _folder(taken) / "**" / f"*{others[0]}"
+            return f"if {file.path.name} holds no rows, name the files that do: '{rows}'; if it does, give it as a source of its own"
         if "data.columns" in said and len(self.files) > 1:
             return (
                 "data.columns holds for every file of a source: give files with other columns as sources of their own, "
                 "data.train: [{name: ..., columns: {...}}, ...]"
             )
-        unknown = "no known format in the keys" in said or (": no key '" in said and ", but '" not in said)
-        if unknown and ending(file.path) in (".csv", ".tsv"):
+        if _no_format(said) and ending(file.path) in (".csv", ".tsv"):
             return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
         return None
 
@@ -200,6 +239,11 @@ class StdlibSource(Source):
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
+
+
+def _no_format(said: str) -> bool:
+    """Whether an error says that a row has the keys of no format, and none that is written almost like one."""
+    return "no known format in the keys" in said or (": no key '" in said and ", but '" not in said)
 
 
 def _goes_on(records: Iterator[Record]) -> bool:

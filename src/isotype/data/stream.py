@@ -20,7 +20,7 @@ from ..counted import counted
 from ..errors import RunError, UsageError
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .pack import pack
 from .prompts import SAMPLES, prompt_of_text, prompts_of
@@ -167,7 +167,7 @@ def load_stream(
     facts: dict[str, Any] = {
         "train": side_facts(train, tally, [one.facts() | found for one, found in zip(sources, counts)]),
         "eval": side_facts(evaluation, tallies[1], [one.facts() for one in eval_sources]) | {"held_out": was_held_out},
-        "duplicates_between": int(np.isin(evaluation.column("digest"), train.column("digest")).sum()),
+        **between_facts(train, evaluation),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": share if was_held_out else None,

@@ -7,6 +7,7 @@ example     int64[R]   which of its source's rows it is, from 0; -1 for a window
 cut         bool[R]    longer than data.max_length
 supervised  int32[R]   tokens that give a loss
 digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40 million among a million rows)
+prompt      uint64[R]  of the tokens before the first learnt one; 0 where that is the first of all
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .rows import IGNORED, Row
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
     "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "supervised": "int32", "digest": "uint64",
+    "prompt": "uint64",
 }  # fmt: skip
 
 
@@ -34,7 +36,8 @@ class TokenBlock:
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
-        self.example, self.cut, self.supervised, self.digest = (columns[n] for n in ("example", "cut", "supervised", "digest"))
+        self.example, self.cut, self.supervised = (columns[n] for n in ("example", "cut", "supervised"))
+        self.digest, self.prompt = columns["digest"], columns["prompt"]
         self.facts = facts
 
     def __len__(self) -> int:
@@ -53,7 +56,11 @@ class TokenBlock:
 
 def digest_of(row: Row) -> int:
     """A 64-bit hash of the tokens of a row."""
-    return int.from_bytes(hashlib.blake2b(np.asarray(row.input_ids, np.int32).tobytes(), digest_size=8).digest(), "little")
+    return _hash(np.asarray(row.input_ids, np.int32))
+
+
+def _hash(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
 class TokenWriter:
@@ -73,7 +80,9 @@ class TokenWriter:
         }  # fmt: skip
         self.files["ids"].write(ids.tobytes())
         self.files["learnt"].write(learnt.tobytes())
-        self.files["digest"].write(digest_of(row).to_bytes(8, "little"))
+        self.files["digest"].write(_hash(ids).to_bytes(8, "little"))
+        prompt = ids[: learnt.argmax()]
+        self.files["prompt"].write((_hash(prompt) if len(prompt) else 0).to_bytes(8, "little"))
         for name, value in values.items():
             self.files[name].write(value.tobytes())
 
@@ -124,7 +133,7 @@ class TokenRows(Sequence[Row]):
         return block, row - self._starts[block]
 
     def column(self, name: str) -> np.ndarray:
-        """One value a row: `lengths`, `supervised`, `cut`, `digest`, `example`."""
+        """One value a row: `lengths`, `supervised`, `cut`, `digest`, `prompt`, `example`."""
         return np.concatenate([np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)])[self.chosen]
 
     @cached_property
