@@ -15,6 +15,7 @@ from isotype.lora import attach, fuse_lora, unfuse_lora
 from isotype.lora.dtypes import LoraDtypes
 from isotype.lora.group import Projection, lora_group
 from isotype.lora.linear import lora_linear
+from isotype.precision.observe.regions import observing
 
 from .layers import FEATURES, Checkpointed, assert_same, inputs, nf4_linear, results
 
@@ -422,4 +423,13 @@ def test_a_librarys_attention_and_mlp_share_their_products(mode, calls):
     fused = fused_copy(llama_attention())
     with mode():
         fused(input_ids=torch.arange(30).view(2, 15))
+    assert calls["group"] == 2
+
+
+def test_an_observers_hooks_leave_the_products_shared(calls):
+    fused = fused_copy(llama_attention())
+    for module in fused.modules():
+        module.register_forward_hook(observing(lambda *_: None), always_call=True)
+        module.register_forward_pre_hook(observing(lambda *_: None))
+    fused(input_ids=torch.arange(30).view(2, 15))
     assert calls["group"] == 2
