@@ -15,6 +15,7 @@ from isotype.lora import attach, fuse_lora, unfuse_lora
 from isotype.lora.dtypes import LoraDtypes
 from isotype.lora.group import Projection, lora_group
 from isotype.lora.linear import lora_linear
+from isotype.precision.observe.regions import observing
 
 from .layers import FEATURES, Checkpointed, assert_same, inputs, nf4_linear, results
 
@@ -304,3 +305,131 @@ def test_the_query_of_a_cross_attention_shares_no_product_and_draws_pefts_masks(
     assert_same(gradients(fused), expected, relative=1e-5)
     # Q, K and V of the encoder and of the decoder; K and V of the decoder's look at the encoder
     assert calls["group"] == 3
+
+
+def llama_attention(**changes):
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, **changes
+    )
+    torch.manual_seed(0)
+    return adapted(transformers.LlamaForCausalLM(config))
+
+
+def attention_of(model):
+    return model.base_model.model.model.layers[0].self_attn
+
+
+def scaled_input(module, args, *_):
+    with torch.no_grad():
+        args[0].data.mul_(1.05)
+
+
+def scaled_in_place(module, args, *_):
+    args[0].mul_(1.05)
+
+
+def scaled_by_numpy(module, args, *_):
+    args[0].detach().numpy()[...] *= 1.05
+
+
+def hooked_on(name, kind, deed):
+    return lambda attention: getattr(getattr(attention, name), f"register_{kind}")(deed)
+
+
+def adapter_of_k(attention):
+    def doubled(*_):
+        attention.k_proj.lora_B.default.weight.data.mul_(2)
+
+    attention.q_proj.register_forward_hook(doubled)
+
+
+def wrapped_q(attention):
+    own = attention.q_proj.forward
+
+    def forward(x):
+        y = own(x)
+        x.data.mul_(1.05)
+        return y
+
+    attention.q_proj.forward = forward
+
+
+UNCOUNTED = {
+    "after q": hooked_on("q_proj", "forward_hook", scaled_input),
+    "after q by NumPy": hooked_on("q_proj", "forward_hook", scaled_by_numpy),
+    "before k": hooked_on("k_proj", "forward_pre_hook", scaled_input),
+    "after k": hooked_on("k_proj", "forward_hook", scaled_input),
+    "before v": hooked_on("v_proj", "forward_pre_hook", scaled_input),
+    "k's adapter after q": adapter_of_k,
+    "a wrapper around q": wrapped_q,
+}
+
+
+@pytest.mark.parametrize("edit", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_writes_between_the_calls_that_no_tensor_counts_are_seen(edit):
+    model = llama_attention()
+    fused = fused_copy(model)
+    ids = torch.arange(30).view(2, 15)
+    results = []
+    for each in (model, fused):
+        edit(attention_of(each))
+        with torch.no_grad():
+            results.append(each(input_ids=ids).logits)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_write_in_inference_mode_between_the_calls_is_seen():
+    model = llama_attention()
+    fused = fused_copy(model)
+    results = []
+    for each in (model, fused):
+        attention_of(each).q_proj.register_forward_hook(scaled_in_place)
+        with torch.inference_mode():
+            results.append(each(input_ids=torch.arange(30).view(2, 15)).logits)
+    torch.testing.assert_close(results[1], results[0])
+
+
+class WritesData(Attention):
+    """A forward of its own that writes to its input between the calls."""
+
+    def forward(self, x):
+        x = x * 1.0
+        q = self.q_proj(x)
+        x.data.mul_(1.5)
+        return torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1)
+
+
+def test_a_forward_that_writes_uncounted_shares_no_product(calls):
+    model = adapted(WritesData())
+    fused = fused_copy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(inputs()), model(inputs()))
+    assert calls["group"] == 0
+
+
+def test_layers_that_a_program_calls_itself_share_no_product(calls):
+    """Between its calls it may write what it likes, and the first call's product would be in vain if it makes no other."""
+    inner = fused_copy(adapted()).base_model.model
+    x = inputs()
+    with torch.no_grad():
+        inner.q_proj(x)
+        x.data.mul_(2)
+        torch.testing.assert_close(inner.k_proj(x), inner.k_proj(x.clone()))
+    assert calls["group"] == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_librarys_attention_and_mlp_share_their_products(mode, calls):
+    fused = fused_copy(llama_attention())
+    with mode():
+        fused(input_ids=torch.arange(30).view(2, 15))
+    assert calls["group"] == 2
+
+
+def test_an_observers_hooks_leave_the_products_shared(calls):
+    fused = fused_copy(llama_attention())
+    for module in fused.modules():
+        module.register_forward_hook(observing(lambda *_: None), always_call=True)
+        module.register_forward_pre_hook(observing(lambda *_: None))
+    fused(input_ids=torch.arange(30).view(2, 15))
+    assert calls["group"] == 2

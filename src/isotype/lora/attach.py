@@ -93,10 +93,10 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
     """Computes this layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
-    rest = siblings.followers(layer)
-    if not rest:
+    group = siblings.group_of(layer)
+    if group is None:
         return None
-    calls = [call]
+    rest, calls = group.followers, [call]
     for other in rest:
         siblings.forget(other)
         its_call = call_now(other, x) if is_fused(other) else None
@@ -104,11 +104,12 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
             return None
         calls.append(its_call)
     dtypes = shared_dtypes(x, calls)
-    if dtypes is None:
+    at = siblings.common_call(group, x)
+    if dtypes is None or at is None:
         return None
     y, *others = lora_group(x, projections(x, calls), dtypes)
     for other, its_call, output in zip(rest, calls[1:], others):
-        siblings.leave(other, x, output, its_call.tensors)
+        siblings.leave(other, x, output, its_call.tensors, at)
     return y
 
 

@@ -1,17 +1,22 @@
 """Layers with the same input: the first computes all of them, and the others return its results if they are given the same tensor.
 
-No attention or MLP class is changed, and the result is always correct: a sibling that is given another tensor, is in another mode, or whose
-weights have changed since, computes its own result.
+No attention or MLP class is changed. A sibling that is given another tensor, is in another mode, or whose weights have changed since,
+computes its own result. Some writes are counted by no tensor (`.data`, NumPy, inference mode), so that results are left only where nobody's
+code but the model's runs between the calls: one run of the attention's or MLP's own forward, or of a function of its library, calls all of
+them, that forward has no such writes, and no hook waits between.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..calling_frame import calling_frame, code_of, forward_above
 from ..ops.autocast import autocast_dtype
 
 # Children of one module that transformers' and diffusers' families call with one tensor, the first of them first.
@@ -24,7 +29,23 @@ CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_pr
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 """How families name a layer's cross-attention, which is often of the self-attention's own class."""
 
-_FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
+_GROUP, _READY = "_isotype_group", "_isotype_ready"
+# libraries whose attention may be computed beside its class, as by a processor of diffusers
+_LIBRARIES = frozenset(("transformers", "diffusers"))
+# what writes to a tensor in ways that it does not count
+_UNCOUNTED = frozenset(("data", "numpy", "__array__", "inference_mode", "untyped_storage", "storage", "data_ptr", "set_", "from_numpy"))
+
+
+class Group(NamedTuple):
+    """What the first layer of a group knows of the others.
+
+    parent  the class of the module whose children they are
+    hooks   dictionaries of the hooks that run between the calls of the first and the last
+    """
+
+    followers: tuple[Any, ...]
+    parent: Any
+    hooks: tuple[dict[int, Any], ...]
 
 
 def link(parent: nn.Module, path: str, is_member: Any) -> None:
@@ -37,25 +58,60 @@ def link(parent: nn.Module, path: str, is_member: Any) -> None:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
             # past nn.Module's own __setattr__; in a tuple they are no children of the first
-            vars(layers[0])[_FOLLOWERS] = tuple(layers[1:])
+            vars(layers[0])[_GROUP] = Group(tuple(layers[1:]), type(parent), _hooks_between(parent, layers))
+
+
+def _hooks_between(parent: nn.Module, layers: list[Any]) -> tuple[dict[int, Any], ...]:
+    others = [child for child in parent.children() if all(child is not layer for layer in layers)]
+    before = [module._forward_pre_hooks for module in (*layers[1:], *others)]
+    return (*before, *(module._forward_hooks for module in (*layers[:-1], *others)))
 
 
 def unlink(layer: nn.Module) -> None:
-    vars(layer).pop(_FOLLOWERS, None)
+    vars(layer).pop(_GROUP, None)
     vars(layer).pop(_READY, None)
 
 
-def followers(layer: nn.Module) -> tuple[Any, ...]:
-    # past nn.Module's own lookup, which raises where there are none
-    found: tuple[Any, ...] = layer.__dict__.get(_FOLLOWERS, ())
+def group_of(layer: nn.Module) -> Group | None:
+    # past nn.Module's own lookup, which raises where there is none
+    found: Group | None = layer.__dict__.get(_GROUP)
     return found
+
+
+def common_call(group: Group, x: Tensor) -> tuple[Any, ...] | None:
+    """The run of the code that calls the layer whose forward asks by way of one function; None where it may not leave results."""
+    if torch.compiler.is_compiling():
+        return ()
+    for hooks in group.hooks:
+        if hooks and any(not getattr(hook, "observes", False) for hook in hooks.values()):
+            return None
+    frame = calling_frame(forward_above(2))
+    if frame is None:
+        return None
+    code = frame.f_code
+    if _is_a_librarys(frame.f_globals.get("__name__")) or (not x.is_inference() and any(code is own for own in _own_codes(group.parent))):
+        return id(frame), code
+    return None
+
+
+@cache
+def _is_a_librarys(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+@cache
+def _own_codes(parent: Any) -> tuple[CodeType, ...]:
+    """The code of this class's forward and of the comprehensions in it; none where it writes to tensors in uncounted ways."""
+    code = code_of(parent)
+    codes = () if code is None else (code, *(part for part in code.co_consts if isinstance(part, CodeType)))
+    return () if any(_UNCOUNTED.intersection(part.co_names) for part in codes) else codes
 
 
 class _Ready:
     """An output that is stored for a sibling; it is not part of a copy or a pickle of the model."""
 
-    def __init__(self, x: Tensor, y: Tensor, moment: tuple[Any, ...]) -> None:
-        self.x, self.y, self.moment = x, y, moment
+    def __init__(self, x: Tensor, y: Tensor, moment: tuple[Any, ...], call: tuple[Any, ...]) -> None:
+        self.x, self.y, self.moment, self.call = x, y, moment, call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -77,9 +133,12 @@ def _taken(layer: Any) -> _Ready | None:
     return found
 
 
-def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
-    """Stores `y` for the sibling's own call."""
-    ready = _Ready(x, y, _moment(x, tensors))
+def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...], call: tuple[Any, ...]) -> None:
+    """Stores `y` for the sibling's own call.
+
+    call  what `common_call` gave
+    """
+    ready = _Ready(x, y, _moment(x, tensors), call)
     if torch.compiler.is_compiling():
         setattr(layer, _READY, ready)
     else:
@@ -97,7 +156,12 @@ def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | 
     ready = _taken(layer)
     if ready is None:
         return None
-    return ready.y if ready.x is x and ready.moment == _moment(x, tensors) else None
+    if ready.x is not x or ready.moment != _moment(x, tensors):
+        return None
+    if torch.compiler.is_compiling():
+        return ready.y
+    frame = calling_frame(forward_above(1))
+    return ready.y if frame is not None and (id(frame), frame.f_code) == ready.call else None
 
 
 def _moment(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

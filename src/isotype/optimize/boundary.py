@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from ..instance_method import InstanceMethod
+from ..calling_frame import calling_frame, code_of, forward_above
 from ..ops.backend import reference_runs, saves
 from . import ahead, norms
 from .ahead import Next
@@ -30,8 +29,6 @@ from .ahead import Next
 _NEXT = "_isotype_next"
 # sums in a row whose norm was not asked for, as after layers were taken out: then no more are made
 MISSES = 8
-# what stands between a forward and that of a module it calls
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__, InstanceMethod.__call__.__code__}
 
 
 class Loop(NamedTuple):
@@ -151,15 +148,8 @@ def next_of(layer: nn.Module) -> Next | None:
 
 def _called_by(model: Any) -> bool:
     """Whether the forward of this class called the layer whose forward asks `next_of`, with nothing of anyone else's between."""
-    frame = sys._getframe(2).f_back
-    while frame is not None and frame.f_code in _CALLS:
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _code_of(model)
-
-
-@cache
-def _code_of(model: Any) -> Any:
-    return inspect.unwrap(model.forward).__code__
+    frame = calling_frame(forward_above(2))
+    return frame is not None and frame.f_code is code_of(model)
 
 
 def sum_before(following: Next, residual: Tensor, term: Tensor) -> Tensor:

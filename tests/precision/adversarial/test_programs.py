@@ -5,11 +5,11 @@ import pytest
 from isotype.finding import Finding
 from isotype.precision import PRESETS
 
-from . import arithmetic, coarse, gradients, layouts, made_narrow, set_aside, storage, time_and_regions
+from . import arithmetic, coarse, gradients, kept_casts, layouts, made_narrow, set_aside, storage, time_and_regions
 from .program import PROGRAMS, Program
 from .run import observed
 
-assert all((arithmetic, coarse, gradients, layouts, made_narrow, set_aside, storage, time_and_regions))
+assert all((arithmetic, coarse, gradients, kept_casts, layouts, made_narrow, set_aside, storage, time_and_regions))
 # what happens there happens outside PyTorch's operators, or in the values of a table: a line is all that can be said
 ONLY_SAID = {
     "ThroughNumpy", "WrittenByNumpy", "hook_through_numpy", "compiled_module", "CompiledMLP", "OutOfSight", "CustomOp", "FilledElsewhere",

@@ -7,6 +7,7 @@ made_narrow   numbers that were rounded when they were made
 lineage       what each value was computed from, and which precision it lost
 callers       the code that called an operator
 escapes       values that leave PyTorch
+kept_casts    casts whose results a program keeps, as a log in half
 written_back  what code beside a step, as a callback's, writes into trained tensors
 changes       the cheap check for changes of the model between observed steps
 schedule      the choice of the observed steps

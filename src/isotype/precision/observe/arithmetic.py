@@ -19,6 +19,7 @@ from .attributes import kept_in_attributes
 from .call import JudgedStep
 from .function_caches import cached_tables
 from .judge import Judge
+from .kept_casts import KeptCasts
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, plain_tensors
 from .made_narrow import kept_in_attribute
 from .observation import Observation
@@ -30,15 +31,18 @@ class Arithmetic(TorchDispatchMode):
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or None for either
+    casts        those whose results are kept since an earlier step
     paused       whether code runs that is not of the step
     """
 
     paused = False
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None) -> None:
+    def __init__(
+        self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None, casts: KeptCasts
+    ) -> None:
         super().__init__()
-        self.step = JudgedStep(seen, precision, regions, role=role, lora_branch=lora_branch)
+        self.step = JudgedStep(seen, precision, regions, role=role, lora_branch=lora_branch, casts=casts)
         self.lineages = self.step.lineages
 
     @classmethod
@@ -100,10 +104,11 @@ class Arithmetic(TorchDispatchMode):
         return out
 
     def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if self.step.role == "generate" and not self.step.regions.stack:
-            return  # the loop around the model: a sampler's choice of a token, a pipeline's scheduler and VAE
         op = ops.operator(func)
         inputs, outputs = plain_tensors([args, kwargs], []), plain_tensors(out, [])
+        self.step.casts.see(op, args, kwargs, inputs, outputs, self.step.seen)
+        if self.step.role == "generate" and not self.step.regions.stack:
+            return  # the loop around the model: a sampler's choice of a token, a pipeline's scheduler and VAE
         judge = Judge(self.step, op, func, args, kwargs, inputs, outputs)
         try:
             judge.judge()

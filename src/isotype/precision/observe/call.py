@@ -12,6 +12,7 @@ from ...dtypes import name
 from ..precision import Precision
 from . import operators as ops
 from .callers import ENGINE, Caller, caller
+from .kept_casts import Finding, KeptCasts
 from .kept_values import KeptValues
 from .lineage import Lineages, wide
 from .observation import FIX, Observation
@@ -26,13 +27,17 @@ class JudgedStep:
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or None for either
+    casts        those whose results are kept since this step or an earlier one
     """
 
-    def __init__(self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None) -> None:
+    def __init__(
+        self, seen: Observation, precision: Precision, regions: Regions, *, role: str, lora_branch: str | None, casts: KeptCasts
+    ) -> None:
         self.seen, self.precision, self.regions, self.role, self.lora_branch = seen, precision, regions, role, lora_branch
         self.compute: str = getattr(precision, role)
         self.lineages = Lineages()
         self.kept = KeptValues()
+        self.casts = casts
         self.given = Lineages()  # tensors of a batch: made before the step, and not all of them for the model
         self.pending: dict[int, tuple[str, str, Caller, str]] = {}  # products outside compute until their use is known
         self.routers: set[int] = set()
@@ -55,6 +60,7 @@ class JudgedStep:
             else:
                 self.product_outside(module, word, by, symbol)
         self.pending.clear()
+        self.casts.finish(self.seen)
 
     def product_outside(
         self, module: str, word: str, by: Caller, symbol: str, *, declared: str = "", rule: str = "",
@@ -114,12 +120,22 @@ class Call:
         return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
 
     def report(self, role: str, message: str, *, observed: str, cause: str, declared: str = "", rule: str = "") -> None:
+        message, why = self._told(message, observed=observed, cause=cause, declared=declared, rule=rule)
+        self.seen.report(role, message, **why)
+
+    def report_where_read(self, role: str, message: str, word: str, *, cause: str, declared: str) -> None:
+        """Reports a cast of a program's own to `word` where something reads its result; now, where that cannot be followed."""
+        told, why = self._told(message, observed=word, cause=cause, declared=declared, rule="")
+        place, graded = f"{short_name(self.by.file)}:{self.by.line}", any(tensor.requires_grad for tensor in self.inputs)
+        if not self.step.casts.add(self.outputs[0], Finding(role, told, why, word, self.module or self.region, place, graded)):
+            self.seen.report(role, told, **why)
+
+    def _told(self, message: str, *, observed: str, cause: str, declared: str, rule: str) -> tuple[str, dict[str, Any]]:
+        """What `Observation.report` is given: the message with its place, and the rest."""
         place = f" at {short_name(self.by.file)}:{self.by.line}" if self.by.kind != ENGINE else ""
         where = self.module or self.region
-        self.seen.report(
-            role, f"{message} ({where}{place})", symbol=where, observed=observed, declared=declared, rule=rule, cause=cause,
-            file=self.by.file, line=self.by.line,
-        )  # fmt: skip
+        why = {"symbol": where, "observed": observed, "declared": declared, "rule": rule, "cause": cause}
+        return f"{message} ({where}{place})", {**why, "file": self.by.file, "line": self.by.line}
 
     def unobserved(self, key: str, why: str) -> None:
         self.seen.unobserved.setdefault(key, why)

@@ -255,12 +255,16 @@ class Judge(Call):
         calculates = self.op.kind not in (ops.EXACT, ops.CAST)
         if "fp64" in words and self.in_a_position_table():
             return
+        if self.op.kind == ops.CAST and self._moves_a_kept_one():
+            return
         if "fp64" in words and (calculates or sizes > 1) and not (dtype != "fp64" and sizes <= 1):
             # a single number that a cast leaves in fp64 is harmless; a table is not
             self.report(role, f"{self.symbol} in fp64", observed="fp64", declared=declared, cause="fp64 is no role's dtype")
             return
         if self.op.kind == ops.EXACT or (self.region == BACKWARD and self.by.kind == ENGINE):
             # moving values loses nothing, and PyTorch's own backward has the dtypes of the forward
+            if self.op.kind == ops.CAST:
+                self.step.casts.gradient_passes(dtype, self.seen)
             return
         allowed = self.step.allowed.get(self.region, self.step.stored)
         if self.by.kind == OURS:
@@ -270,11 +274,29 @@ class Judge(Call):
         if self.op.kind == ops.CAST and self.region == FORWARD and self.outputs:
             words = {w for t in [self.outputs[0], *self.inputs[:1]] if (w := float_word(t.dtype))}
             allowed = allowed | {w for t in self.inputs[:1] if made.from_ == WEIGHT and (w := float_word(t.dtype)) in self.step.stored}
+        narrowed = self._narrowed()
         for word in sorted(words - allowed - {"fp64"}):
+            if self.by.kind == USER and word == narrowed:
+                self.report_where_read(
+                    role, f"{self.symbol} in {word}, declared {declared}", word, declared=declared,
+                    cause="a cast to a dtype that no role has here",
+                )  # fmt: skip
+                continue
             self.report(
                 role, f"{self.symbol} in {word}, declared {declared}", observed=word, declared=declared,
                 cause="a cast to a dtype that no role has here" if self.op.kind == ops.CAST else "narrower than its role",
             )  # fmt: skip
+
+    def _narrowed(self) -> str | None:
+        """The dtype of a cast's result, or of the tensor that a copy writes, where its source has another one."""
+        if self.op.kind != ops.CAST or not self.outputs:
+            return None
+        source = self.inputs[1 if self.op.name == "copy" and len(self.inputs) > 1 else 0]
+        return None if source.dtype == self.outputs[0].dtype else float_word(self.outputs[0].dtype)
+
+    def _moves_a_kept_one(self) -> bool:
+        """Whether a copy of one dtype moves a cast's result that waits to be read."""
+        return bool(self.outputs) and self._narrowed() is None and any(map(self.step.casts.holds, self.inputs))
 
     def _lookup(self, made: Lineage) -> Lineage:
         """A table that is read at integers which were made of floating values may stand for those values, rounded.

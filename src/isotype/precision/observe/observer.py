@@ -27,6 +27,7 @@ from .arithmetic import Arithmetic, arithmetic_mode
 from .callers import Caller
 from .changes import Changes
 from .escapes import Escapes
+from .kept_casts import KeptCasts
 from .lineage import NOTHING, readable
 from .made_narrow import judge_entered
 from .observation import CHANGED, TABLES, UNSEEN, Observation
@@ -54,6 +55,7 @@ class Observer:
     ) -> None:
         self.model, self.precision, self.lora_branch, self._read_only = model, precision, lora_branch, read_only
         self._changes = Changes(model)
+        self._casts = KeptCasts()
         self._watching: tuple[Arithmetic, torch.optim.Optimizer | None] | None = None
         self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
 
@@ -202,7 +204,7 @@ class Observer:
             for table, word in rounded_tables(inner, self.precision.compute):
                 why = f"its fp32 values have no more bits than {word}; it was made before the observed step"
                 observation.unobserved[f"how the table {table} was made"] = why
-        arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
+        arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch, casts=self._casts)
         judged = arithmetic.step
         arithmetic.know(self.model, optimizer)
         for other in self._read_only:
@@ -211,6 +213,7 @@ class Observer:
         def escaped(way: str, tensor: Tensor, by: Caller) -> None:
             if arithmetic.paused:
                 return
+            self._casts.leaves(tensor)
             known = arithmetic.lineages.of(tensor)
             lineage = known or NOTHING
             if not tensor.is_floating_point() and not lineage.integers:
