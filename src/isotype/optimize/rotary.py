@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import rope
 from ..placement import Placement
@@ -158,8 +159,10 @@ def still_of_the_form(table: Tensor, repeated: bool) -> bool:
     known: tuple[tuple[bool, int], bool] | None = getattr(table, _FORM, None)
     if known is None or known[0] != moment:
         half = table.shape[-1] // 2
-        one, other = (table[..., ::2], table[..., 1::2]) if repeated else (table[..., :half], table[..., half:])
-        known = moment, torch.equal(one, other)
+        # selective checkpointing counts a forward's operators, and its recompute does not look again
+        with _disable_current_modes():
+            one, other = (table[..., ::2], table[..., 1::2]) if repeated else (table[..., :half], table[..., half:])
+            known = moment, torch.equal(one, other)
         setattr(table, _FORM, known)
     return known[1]
 
