@@ -307,6 +307,20 @@ def test_an_attached_run_is_the_plain_one(make, tmp_path):
         assert any({with_another_step: "SGD.step"}.get(make, make.__name__) in line for line in said)
 
 
+@pytest.mark.filterwarnings("ignore:isotype")
+def test_an_optimizer_of_ones_own_may_have_a_schedule_of_pytorchs(tmp_path):
+    """The schedule puts a function on the optimizer, in the place of its `step`."""
+
+    def scheduled(parameters: Any) -> Optimizer:
+        made = ErrorFeedback(parameters)
+        torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
+        return made
+
+    (losses, weights), (plain, untouched) = (run(tmp_path / str(how), scheduled, attached=how) for how in (True, False))
+    assert losses == plain
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, untouched))
+
+
 def test_pytorchs_own_update_is_rehearsed(tmp_path):
     run(tmp_path, lambda parameters: AdamW(parameters, lr=1e-2), attached=True)
     assert json.loads((tmp_path / "isotype" / "preflight.json").read_text())["findings"] == []

@@ -99,7 +99,7 @@ def recognise(module: nn.Module) -> GatedSettings | None:
         for activation in activations(module):
             for op in ACTIVATIONS:
                 settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
-                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
+                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute, twin, x, settings), x):
                     return settings
     return None
 

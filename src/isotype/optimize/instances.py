@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -134,18 +134,51 @@ def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
 # an fp32 step inside the original (a norm's .float()) bounds how well the two can agree: 1.6e-7 in 30 families of transformers. A grid of
 # hundredths is 1e-4 of a probe's values, and no grid may be taken for rounding
 _AGREE = 2e-6
+# a norm's gradient has more fp32 steps than its output; what a backward of its own keeps in 8 or 16 bits is 2e-4 of it or more
+_GRADIENTS_AGREE = 2e-5
 
 
-def same(f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:
-    """Whether the candidate reproduces the truth; a candidate or a truth that raises does not."""
+def same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
+    """Whether the candidate reproduces the truth, and its gradients with respect to `inputs`; a candidate or a truth that raises does not.
+
+    The gradients are compared because a model may have a backward of its own: an autograd function, or hooks on what autograd keeps.
+    """
     try:
         with torch.no_grad():
-            truth, candidate = f().double(), g().double()
-            return torch.allclose(truth, candidate, rtol=0.0, atol=_AGREE * float(truth.abs().max()))
+            if not _close(f(), g(), _AGREE):
+                return False
+        inputs = tuple(x for x in inputs if not x.is_inference())
+        return all(_close(*pair, _GRADIENTS_AGREE) for pair in zip(_gradients(f, inputs), _gradients(g, inputs), strict=True))
     except Exception:
         return False
 
 
-def same_in_both_modes(twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:
-    """`same` while the twin trains and while it does not: a dropout acts in training alone, and models are loaded in evaluation mode."""
-    return all(same(f, g) for _ in map(twin.train, (True, False)))
+def _close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
+    if truth is None or candidate is None:
+        return truth is candidate
+    truth, candidate = truth.double(), candidate.double()
+    return torch.allclose(truth, candidate, rtol=0.0, atol=tolerance * float(truth.abs().max()))
+
+
+def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of what `f` gives, with another weight for each of its values."""
+    if not inputs:
+        return ()
+    before = [x.requires_grad for x in inputs]
+    try:
+        for x in inputs:
+            x.requires_grad_(True)
+        with torch.enable_grad():
+            made = f()
+            weights = torch.arange(1, made.numel() + 1, dtype=made.dtype, device=made.device).cos().view_as(made)
+            return torch.autograd.grad(made, inputs, weights, allow_unused=True)
+    finally:
+        for x, trained in zip(inputs, before, strict=True):
+            x.requires_grad_(trained)
+
+
+def same_in_both_modes(twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
+    """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin trains and while it does not: a dropout
+    acts in training alone, and models are loaded in evaluation mode."""
+    every = {id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))}
+    return all(same(f, g, *every.values()) for _ in map(twin.train, (True, False)))

@@ -101,7 +101,7 @@ def recognise(module: Any) -> JointSettings | None:
             continue
         tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
         own = partial(_flat, type(module).forward, twin, given | tables)
-        if same_in_both_modes(twin, own, partial(_flat, _by_form, twin, (settings, given | tables))):
+        if same_in_both_modes(twin, own, partial(_flat, _by_form, twin, (settings, given | tables)), *given.values()):
             return settings
     return None
 

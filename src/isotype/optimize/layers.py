@@ -167,7 +167,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         own = partial(forward, twin, x, **given)
         for attention, mlp, scale in forms(found, module):
             settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
-            if same_in_both_modes(twin, own, partial(_whole, twin, settings, {}, x)):
+            if same_in_both_modes(twin, own, partial(_whole, twin, settings, {}, x), x):
                 return settings
     return "its output is not x + attention(x), then x + mlp(x) with norms before, after or around both, on a probe"
 

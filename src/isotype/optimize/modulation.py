@@ -120,7 +120,7 @@ def recognise(module: Any) -> AdaptiveSettings | None:
     for scale, shift in ((1, 0), (0, 1)):
         for alone, twice in ((False, False), (True, False), (False, chunks == 9)):
             s = AdaptiveSettings(argument, names[0] == argument, chunks, scale, shift, alone, twice)
-            if same_in_both_modes(twin, partial(_flat_own, module, twin, x, {argument: emb}), partial(_flat_form, twin, s, x, emb)):
+            if same_in_both_modes(twin, partial(_flat_own, module, twin, x, {argument: emb}), partial(_flat_form, twin, s, x, emb), x, emb):
                 return s
     return None
 

@@ -74,7 +74,7 @@ def recognise(module: nn.Module) -> NormSettings | None:
     for eps in epsilons(module):
         for unit_offset in (False, True):
             ours = partial(rms_norm, x, weight, epsilon(module, eps), unit_offset=unit_offset)
-            if same_in_both_modes(twin, partial(type(module).forward, twin, x), ours):
+            if same_in_both_modes(twin, partial(type(module).forward, twin, x), ours, x, weight):
                 return NormSettings(eps, unit_offset, None)
     return None
 

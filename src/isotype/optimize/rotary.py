@@ -86,6 +86,8 @@ def recognise(original: Callable[..., Any], tables_repeat: bool) -> bool | None:
             return same(
                 lambda: torch.cat(original(q, k, cos, sin), 1),
                 lambda: torch.cat(rope(q, k, narrow(cos, tables_repeat), narrow(sin, tables_repeat), interleaved=interleaved), 1),
+                q,
+                k,
             )
 
         # the whole head is enough for a function without partial rotation; a half must agree where it runs at all

@@ -148,7 +148,11 @@ def recognise(module: Any) -> StreamSettings | None:
     picture, text = (torch.randn(2, n, _WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2))
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
     own = partial(type(module).forward, twin, hidden_states=picture, encoder_hidden_states=text, temb=emb)
-    return s if same_in_both_modes(twin, lambda: _flat(own()), lambda: _flat(s.form(twin, picture, text, emb, {}))) else None
+    return (
+        s
+        if same_in_both_modes(twin, lambda: _flat(own()), lambda: _flat(s.form(twin, picture, text, emb, {})), picture, text, emb)
+        else None
+    )
 
 
 def _flat(made: tuple[Tensor | None, Tensor]) -> Tensor:
@@ -197,7 +201,7 @@ def place_activation(path: str, module: Any) -> Placement:
     if reason is None and hasattr(module, "proj"):
         twin = stand_in(module, {"proj": nn.Identity()}, {})
         x = torch.linspace(-3.0, 3.0, 12, dtype=torch.float64)
-        if not same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(projected_gelu_forward, twin, x)):
+        if not same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(projected_gelu_forward, twin, x), x):
             reason = "its output is not GELU's on a probe"
     if reason is None:
         put(module, projected_gelu_forward if hasattr(module, "proj") else gelu_forward, None)

@@ -84,7 +84,8 @@ def _of_a_library(made: Any) -> bool:
     """Whether a class, or a function and everything that it wraps, is of a library: `functools.wraps` copies the name of the module."""
     while isinstance(made, functools.partial):
         made = made.func
-    while (function := getattr(made, "__func__", made)) is not None and hasattr(function, "__globals__"):
+    while (function := getattr(made, "__func__", made)) is not None and isinstance(getattr(function, "__globals__", None), dict):
+        # the class of functions has a descriptor of that name
         if not f"{function.__globals__.get('__name__', '')}.".startswith(_LIBRARIES):
             return False
         made = getattr(function, "__wrapped__", None)
