@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean, median_low
 from typing import Literal, Protocol
 
 PauseKind = Literal["evaluation", "samples", "checkpoint"]
 SHARE_OF_SAMPLES = 0.1  # of the time spent in steps, where run.sample_every is not given
 FREE_SAMPLE_SECONDS = 10.0  # samples may take this long in any run, however short
+
+
+STOOD_STILL = 10.0  # times the median: the process was stopped, the machine slept; an observed step takes some six times an ordinary one
 
 
 class Times(Protocol):
@@ -24,14 +28,15 @@ class Times(Protocol):
 
 
 class Pace:
-    """Mean seconds of a step (over about the last WINDOW; the first warms up and does not count) and of each kind of pause."""
+    """Mean seconds of a step (of the last WINDOW; the first warms up and does not count) and of each kind of pause, without those in which
+    the process stood still."""
 
     WINDOW = 50
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds: float | None = None
-        self._seen = 0
+        self._laps: deque[float] = deque(maxlen=self.WINDOW)
+        self._warm = False
         self._at = clock()
         self._paused: dict[PauseKind, list[float]] = defaultdict(list)
 
@@ -41,10 +46,9 @@ class Pace:
     def lap(self) -> float:
         """Seconds since `start`."""
         seconds = self._clock() - self._at
-        self._seen += 1
-        if self._seen > 1:
-            known = self._seconds or 0.0
-            self._seconds = known + (seconds - known) / min(self._seen - 1, self.WINDOW)
+        if self._warm:
+            self._laps.append(seconds)
+        self._warm = True
         return seconds
 
     @contextmanager
@@ -58,8 +62,7 @@ class Pace:
 
     def mean(self, kind: PauseKind) -> float:
         """Seconds of one such pause, 0 before the first was measured."""
-        seen = self._paused[kind]
-        return sum(seen) / len(seen) if seen else 0.0
+        return usual(self._paused[kind])
 
     def last(self, kind: PauseKind) -> float:
         return self._paused[kind][-1] if self._paused[kind] else 0.0
@@ -69,11 +72,11 @@ class Pace:
 
         sample_seconds_left  the most time that further samples may take
         """
-        if self._seconds is None:
+        if not self._laps:
             return None
         samples = pauses_left(times.total, times.sample_every, step) * self.mean("samples")
         return (
-            self._seconds * (times.total - step)
+            self.steps_seconds(times.total - step)
             + pauses_left(times.total, times.eval_every, step) * self.mean("evaluation")
             + pauses_left(times.total, times.save_every, step) * self.mean("checkpoint")
             + min(samples, max(0.0, sample_seconds_left))
@@ -81,7 +84,15 @@ class Pace:
 
     def steps_seconds(self, steps: int) -> float:
         """Expected seconds of so many steps, without pauses."""
-        return (self._seconds or 0.0) * steps
+        return usual(self._laps) * steps
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The mean of those that are no more than STOOD_STILL times their median; 0 of none."""
+    if not seconds:
+        return 0.0
+    most = STOOD_STILL * median_low(seconds)
+    return fmean(s for s in seconds if s <= most)
 
 
 def pauses_left(total: int, every: int, step: int) -> int:
