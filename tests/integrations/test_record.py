@@ -9,6 +9,7 @@ import torch
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach
+from isotype.precision.precision import ROLES
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
 pytest.importorskip("trl")
@@ -60,6 +61,18 @@ def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, mo
     seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
     assert seen["violations"] == []
     assert [what for what in seen["unobserved"] if "outside" in what] == []
+
+
+@pytest.mark.parametrize(("form", "precision"), [("lora", "bf16-lora"), ("full", "bf16-mixed")])
+def test_every_declared_role_is_observed_or_has_the_reason(form, precision, models, tmp_path):
+    trainer = TRAINERS["DPO"](Setting(models, form=form, more={"output_dir": str(tmp_path), "max_steps": 2}))
+    attach(trainer, precision, quiet=True, preflight=False)
+    trainer.train()
+    seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
+    declared = {role for role in ROLES if seen["declared"].get(role)}
+    assert {"loss", "save", "base"} <= declared
+    assert declared - set(seen["observed"]) - set(seen["unobserved"]) == set()
+    assert ("the weights of ref_model" in seen["unobserved"]) == (form == "full")
 
 
 def test_a_training_of_one_step_says_that_none_was_observed(models, tmp_path):

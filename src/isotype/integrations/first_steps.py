@@ -25,6 +25,12 @@ from .attachment import Attachment
 from .methods import Methods
 
 _NO_STEP = "the second step of a training is observed, and there was none"
+# roles that a run of Isotype's own observes and an attached trainer does not, or not always
+_OF_THE_TRAINER = {
+    "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
+    "generate": "nothing was generated in the observed step",
+    "save": "the trainer writes its own files, which are not read",
+}
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
@@ -131,5 +137,15 @@ class FirstSteps:
             "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            **as_written(record),
+            **as_written(record, more=self._unseen()),
         }
+
+    def _unseen(self) -> dict[str, str]:
+        """The reason for each role, and each model beside the trained one, of which nothing is counted."""
+        reasons = dict(_OF_THE_TRAINER)
+        if all(p.requires_grad for p in self.model.parameters()):
+            reasons["base"] = "every weight is trained"
+        for name in self.attached.manifests:
+            if name != "model":
+                reasons[f"the weights of {name}"] = "they are not counted; what is computed with them is judged with the step's"
+        return reasons

@@ -32,9 +32,12 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
     }
 
 
-def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = ()) -> dict[str, Any]:
-    """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason."""
-    reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK)
+def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = (), more: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason.
+
+    more  reasons of further roles, for those that were not observed
+    """
+    reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(more or {})
     roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
     return {**{key: value for key, value in record.items() if key != "places"}, "unobserved": {**roles, **record.get("places", {})}}
 
