@@ -222,6 +222,13 @@ def test_other_tools_names_are_known(write):
         "run.yaml:3 train.output_dir: unknown key; here it is run.folder",
         "run.yaml:4 lora_alpha: unknown section; here it is adapter.alpha",
     ]
+    for foreign, ours in (
+        ("optim.kind", "train.optimizer"),
+        ("optimizer.type", "train.optimizer"),
+        ("lr_scheduler.name", "train.schedule"),
+    ):
+        with pytest.raises(UsageError, match=f"{foreign}: unknown key; here it is {ours}"):
+            load(None, [f"{foreign}=x"])
     assert set(ELSEWHERE.values()) <= set(keys())
     assert not {key.partition(".")[2] for key in keys()} & set(ELSEWHERE)
 

@@ -320,6 +320,28 @@ def test_a_check_that_cannot_be_skipped_is_refused_before_anything_is_loaded(ski
         isotype.train(model="nowhere", data="nothing.jsonl", skip=skip)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"train": {"optimizer": "adamw8bit"}}),
+        ({"train": {"optimizer": "adamw8bit"}}, {"train": {"optimizer": "adamw"}}),
+        ({}, {"precision": {"optimizer": "bf16"}}),
+        ({"precision": {"preset": "fp32", "optimizer": "bf16"}}, {"precision": {"optimizer": "fp32"}}),
+    ],
+    ids=["to 8 bits", "from 8 bits", "to bf16 states", "from bf16 states"],
+)
+def test_another_optimizer_goes_on_with_states_of_its_own(workshop, tmp_path, capsys, before, after):
+    """8-bit states were given to AdamW, and the other way round: a KeyError; fp32 states stayed fp32 where bf16 is declared."""
+    given = settings(workshop, tmp_path / "run", **before.get("train", {})) | {k: v for k, v in before.items() if k == "precision"}
+    run = isotype.train(**given, callbacks=[StopsAt2()])
+    observed = {"run": {"observe_every": 1}}
+    went_on = isotype.train(resume=run.folder, **after, **observed, accept_changes=True)
+    assert went_on.result["steps"] == 4
+    anew = "optimizer" in (before | after).get("train", {})
+    assert ("begin anew" in capsys.readouterr().out) == anew
+    assert not json.loads((went_on.folder / "precision.json").read_text())["violations"]
+
+
 def test_changes_that_make_another_run_need_accept_changes(workshop, tmp_path):
     run = isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()])
     with pytest.raises(UsageError, match="accept_changes=True"):

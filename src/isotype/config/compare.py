@@ -89,5 +89,7 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Chang
             if key == "data.on_bad_row" and after == "skip":
                 why = "there was no bad row so far"
             another = "another one, unless it was only moved or renamed" if key in PLACES else "what was trained so far had the old one"
+            if key == "train.optimizer":
+                another += "; its states begin anew"
             changes.append(Change(key, before, after, why is not None, why or another))
     return changes

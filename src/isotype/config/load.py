@@ -211,12 +211,19 @@ def _from_override(settings: _Settings, override: str) -> None:
         settings.set(key, value, COMMAND_LINE)
 
 
+# `optim.kind`: the section names the setting
+_SAY_NOTHING = frozenset(("kind", "name", "type"))
+_WORDS_FOR_KEYS = ELSEWHERE | {"optimizer": "train.optimizer"}
+
+
 def _unknown(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
     for word in (name, name.partition(".")[0], section):
         if word in NOT_OFFERED:
             return NOT_OFFERED[word]
+    if dot and section not in sections() and name in _SAY_NOTHING and section in _WORDS_FOR_KEYS:
+        return f"unknown key; here it is {_WORDS_FOR_KEYS[section]}"
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
     if not elsewhere and (name if dot else key) in ELSEWHERE:
         return f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"

@@ -32,7 +32,7 @@ class ResumableAdamW(MixedAdamW):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, parameters):
             saved = state_dict["state"].get(number, {})
-            self.state[p].update({k: v.to(p.device, self._state_dtype) for k, v in saved.items() if isinstance(v, Tensor) and v.dim()})
+            self.state[p].update({k: v.to(p.device, self.state_dtype) for k, v in saved.items() if isinstance(v, Tensor) and v.dim()})
             if "step" in saved:
                 self.state[p]["step"] = int(saved["step"])
 

@@ -45,6 +45,7 @@ from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
 from .milestones import Milestones
+from .optimizer import adopt_states
 from .own_passes import own_batches
 from .pace import Pace, sample_seconds
 from .schedule import learning_rate
@@ -413,6 +414,8 @@ class Loop:
             self.ema.restore(checkpoint.tensors)
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+            if not adopt_states(self.stepper.optimizer):
+                self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
             processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
             if self.task.eval_rows:

@@ -44,7 +44,7 @@ class MixedAdamW(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._gradient, self._state_dtype, self._stochastic, self._seed = gradient, to_torch(state), rounding == "stochastic", seed
+        self._gradient, self.state_dtype, self._stochastic, self._seed = gradient, to_torch(state), rounding == "stochastic", seed
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
@@ -58,8 +58,8 @@ class MixedAdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p, dtype=self._state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=self._state_dtype)
+            state["exp_avg"] = torch.zeros_like(p, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=self.state_dtype)
         state["step"] += 1
         numbers = AdamwNumbers(
             lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
@@ -101,3 +101,25 @@ def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision,
         rounding=precision.rounding,
         seed=train.seed,
     )
+
+
+def adopt_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of step count.
+
+    A resume may change both with consent. States of 8 bits and the others are not each other's: then all are forgotten, and it is False.
+    """
+    eight_bit = not isinstance(optimizer, (MixedAdamW, torch.optim.AdamW))
+    states = [(parameter, state) for parameter, state in optimizer.state.items() if state]
+    if any(eight_bit == ("exp_avg" in state) for _, state in states):
+        optimizer.state.clear()
+        return False
+    if eight_bit:
+        return True
+    dtype = optimizer.state_dtype if isinstance(optimizer, MixedAdamW) else torch.float32
+    for parameter, state in states:
+        state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
+        if isinstance(optimizer, MixedAdamW):
+            state["step"] = int(state["step"])
+        elif not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+    return True

@@ -53,9 +53,21 @@ def went_on(folder: RunFolder, step: int | None) -> None:
     record = _read(folder)
     # steps that are done again, since their checkpoint was damaged, have the later settings
     changes = [change | {"after_step": min(change["after_step"], step)} for change in record.get("changes", [])]
-    changes += [{"after_step": step, **change} for change in record.get(_NEXT, [])]
+    for change in record.get(_NEXT, []):
+        undone = [one for one in changes if one["after_step"] == step and _undoes(change.get("what"), one.get("what"))]
+        if undone:  # no step was trained with it
+            changes.remove(undone[-1])
+        else:
+            changes.append({"after_step": step, **change})
     steps = [earlier for earlier in record["steps"] if earlier <= step] + [step]
     folder.write_json(RESUMES, {"steps": steps} | ({"changes": changes} if changes else {}))
+
+
+def _undoes(new: Any, old: Any) -> bool:
+    """Whether one change of a setting, `key: old -> new (why)`, is another one's way back."""
+    (key, there), (same, back) = (str(what).rpartition(" (")[0].partition(": ")[::2] for what in (old, new))
+    was, arrow, became = there.partition(" -> ")
+    return key == same and bool(arrow) and back == f"{became} -> {was}"
 
 
 def had_other_rows(folder: RunFolder) -> bool:
