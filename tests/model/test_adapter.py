@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from isotype.config.load import load
 from isotype.config.schema import AdapterSection
@@ -18,6 +20,7 @@ from isotype.model.run_precision import resolve_precision
 from isotype.model.saved_form import trained_tensors
 from isotype.precision import PRESETS
 from isotype.tasks.language.outline import outline
+from isotype.training.quiet import quiet_libraries
 from tests.models import lora, tiny
 
 
@@ -168,3 +171,20 @@ def test_all_linear_of_jamba_leaves_out_the_layer_whose_weight_it_multiplies():
     ids = torch.arange(3, 20)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_patterns_that_peft_writes_for_stacked_experts_give_no_warning():
+    """PEFT says that they match no module, since the experts are parameters; their adapters have the rank of the pattern."""
+    settings = DeepseekV3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+        q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quiet_libraries()
+        model = attach_adapter(DeepseekV3ForCausalLM(settings), AdapterSection(dropout=0.0, r=4), seed=0)
+    assert model.peft_config["default"].rank_pattern == {r".*\.gate_up_proj": 8}
+    assert [str(one.message) for one in shown if "pattern" in str(one.message)] == []
+    ranks = [p.shape[0] // 4 for name, p in model.named_parameters() if "experts" in name and "lora_A" in name]
+    assert sorted(ranks) == [4, 8]
