@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isotype.data.bad_rows import kind_of
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -139,6 +140,22 @@ def test_several_answers_are_not_taken_for_a_misspelt_key() -> None:
     with pytest.raises(UsageError) as caught:
         detect(Record("x.jsonl", 3, {"prompt": "a", "completions": ["b"]}), "prompt_completion")
     assert "no key 'completion', but 'completions', a list of 1 text, and a run learns one answer a row" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completion": ["b", "c"]}, {"prompt": "a", "answers": ["b"]}, {"instruction": "a", "output": ["b"]}]
+)
+def test_a_list_of_texts_may_be_the_steps_of_one_answer(row: Any) -> None:
+    """Of these, the one to learn or a row for each would be a part of the answer."""
+    with pytest.raises(UsageError, match="or, of parts of one answer, their text joined"):
+        read(row)
+
+
+def test_lists_of_one_text_and_of_several_are_one_kind() -> None:
+    reasons = [f"completion is a list of {many}, and a run learns one" for many in ("1 text", "2 texts", "1 object with a text")]
+    assert kind_of(reasons[0]) == kind_of(reasons[1]) == "completion is a list of N texts, and a run learns one"
+    assert kind_of(reasons[2]) == "completion is a list of N objects with a text, and a run learns one"
+    assert kind_of("not JSON: line 1 column 5") == kind_of("not JSON: line 2 column 1") == "not JSON: line N column N"
 
 
 def test_an_answer_that_is_json_is_text() -> None:

@@ -252,6 +252,23 @@ def test_logits_read_after_the_weight_changed_are_refused(optimizer):
     defer(hidden, weight, None).sum()
 
 
+@pytest.mark.parametrize("how", ["by hand", "a hook of backward"])
+def test_logits_that_are_refused_name_what_can_have_changed_the_weight_without_an_optimizer_step_of_the_program(how):
+    """Sharpness-aware minimisation moves the weights itself; an optimizer in a hook steps within `backward()`."""
+    hidden, weight, _ = make(dtype=torch.float32)
+    x = defer(hidden, weight, None)
+    if how == "by hand":
+        with torch.no_grad():
+            weight.add_(0.1)
+    else:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7).backward()
+    with pytest.raises(IsotypeError, match="weight changed") as caught:
+        x.argmax(-1)
+    assert "optimizer.step(), also in a hook of backward(), or your own code" in caught.value.fix
+
+
 def test_deferred_logits_use_the_autocast_of_their_forward():
     hidden, weight, _ = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

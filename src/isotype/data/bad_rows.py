@@ -125,7 +125,9 @@ def kind_of(reason: str, *, words: bool = True) -> str:
     def kept(quoted: re.Match[str]) -> str:
         return quoted[0] if words and re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'"
 
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", kept, reason))
+    reason = re.sub(r"'[^']*'|\"[^\"]*\"", kept, reason)
+    reason = re.sub(r"(^| of |, )1 ([a-z]+)", r"\1N \2s", reason)  # a count, as "a list of 1 text"; "line 1 column 5" is a place
+    return re.sub(r"\d+", "N", reason)
 
 
 class BadRowFile:

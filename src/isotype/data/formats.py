@@ -50,7 +50,7 @@ _PAIRS = (
 _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)}
 _TURN = {"role", "author", "from", "parts"}
 _QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
-_ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each"
+_ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each, or, of parts of one answer, their text joined"
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ class Recipe:
         if change_count(self.source) != self.changes:
             raise IsotypeError(
                 "these logits were not computed before the head's weight changed, and now cannot be",
-                fix="read outputs.logits before optimizer.step(), or keep outputs.logits.detach().clone()",
+                fix="keep outputs.logits.detach().clone(), or read outputs.logits, before what changes the weights: optimizer.step(), "
+                "also in a hook of backward(), or your own code",
             )
 
     def compute(self) -> Tensor:
