@@ -131,5 +131,5 @@ class FirstSteps:
             "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            **as_written(record),
+            **as_written(record, compute=resolved.precision.compute),
         }
