@@ -7,6 +7,7 @@ import pytest
 from isotype.environment.hardware import by_name
 from isotype.precision import resolve
 from isotype.precision.observe import Observation
+from isotype.precision.observe.record import ROUNDED_TO_ZERO
 from isotype.runs.folder import RunFolder
 from isotype.runs.precision_record import PrecisionRecord
 
@@ -16,3 +17,15 @@ def test_the_dtype_of_an_adapters_own_products_is_declared(branch, declared, tmp
     folder = RunFolder(tmp_path)
     PrecisionRecord(folder, resolve({"preset": "bf16-lora"}, device=by_name("H100")), lora_branch=branch).add(Observation(1))
     assert folder.read_json("precision.json")["declared"].get("lora_branch") == declared
+
+
+@pytest.mark.parametrize("preset", ["fp16-mixed", "bf16-mixed"])
+def test_a_record_of_fp16_says_that_values_rounded_to_zero_are_not_counted(preset, tmp_path):
+    folder = RunFolder(tmp_path)
+    record = PrecisionRecord(folder, resolve({"preset": preset}, device=by_name("T4" if preset == "fp16-mixed" else "H100")))
+    record.add(Observation(1))
+    said = folder.read_json("precision.json")["unobserved"].get("values that fp16 rounds to zero")
+    assert said == (ROUNDED_TO_ZERO if preset == "fp16-mixed" else None)
+    record.restore(1)
+    record.add(Observation(2))
+    assert folder.read_json("precision.json")["unobserved"].get("values that fp16 rounds to zero") == said

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
+from isotype.training import step as step_module
 from isotype.training.callbacks import Callback
 from isotype.training.console import RunConsole
+from isotype.training.loss_scale import LossScale
 from isotype.training.step import Stepper
 
 _DIES_AT_STEP_4 = """
@@ -136,6 +139,23 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     same_result(tmp_path / "whole", tmp_path / "disturbed")
     assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
     assert not (tmp_path / "whole/resumes.json").exists()
+
+
+def test_an_fp16_run_tells_the_scale_of_each_step(configured, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(step_module, "LossScale", partial(LossScale, 2.0**24))
+    assert train(configured(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"}, run={"report": True})) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    expected = 2.0**24
+    for row in rows:  # the row of a step has the scale by which its own loss was multiplied
+        assert row["loss_scale"] == expected
+        expected /= 2 if row.get("overflow") else 1
+    skipped = sum(row.get("overflow", False) for row in rows)
+    assert 0 < skipped < len(rows)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line and line.startswith("step ")]
+    assert len(lines) == skipped
+    assert "overflow at loss scale 16,777,216: step skipped, scale halved" in lines[0]
+    assert f"{skipped} of 6 logged steps overflowed and were skipped." in (tmp_path / "run/report.html").read_text()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):

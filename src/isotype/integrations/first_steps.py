@@ -137,7 +137,7 @@ class FirstSteps:
             "precision": resolved.text,
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            **as_written(record, more=self._unseen()),
+            **as_written(record, compute=resolved.precision.compute, more=self._unseen()),
         }
 
     def _unseen(self) -> dict[str, str]:

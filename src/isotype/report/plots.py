@@ -132,6 +132,8 @@ def loss_plot(record: RunRecord) -> Plot | None:
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
     found = [_norm(record)]
+    overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
+    skipped = f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped." if any(overflowed) else ""
     for key, title, note, written in (
         (
             "share_changed",
@@ -144,7 +146,7 @@ def plots(record: RunRecord) -> list[Plot]:
         ("memory_bytes", "Peak memory", "", bytes_written),
         ("mfu", "Model FLOPs utilisation", "Share of this machine's measured peak in matrix products.", percent),
         ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
-        ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
+        ("loss_scale", "Loss scale", f"One that keeps falling means gradients that overflow.{skipped}", count),
     ):
         points = record.curve(key)
         if key == "promotions" and not any(v for _, v in points):

@@ -37,7 +37,8 @@ class PrecisionRecord:
                 "preset": self.resolved.preset,
                 "declared": {**self.resolved.as_json(), **self._branch},
             }
-            self.folder.write_json(FILE, {**declared, **as_written(self._observed, self.task_roles)})
+            written = as_written(self._observed, self.task_roles, compute=self.resolved.precision.compute)
+            self.folder.write_json(FILE, {**declared, **written})
         seen.raise_if_violated()
 
     def restore(self, step: int) -> str | None:

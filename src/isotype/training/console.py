@@ -45,7 +45,7 @@ def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None,
     if row.get("promotions"):
         parts.append(f"{row['promotions']} promotions")
     if row.get("overflow"):
-        parts.append("overflow: step skipped")
+        parts.append(f"overflow at loss scale {row['loss_scale']:,.0f}: step skipped, scale halved")
     if eta is not None:
         parts.append(f"ETA {duration(eta)}")
     return "  ".join(parts)

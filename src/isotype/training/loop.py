@@ -228,7 +228,7 @@ class Loop:
             "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
             "promotions": promotions,
             "overflow": result.overflow or None,
-            "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
+            "loss_scale": result.loss_scale,
         }
         self._write(row)
         left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))

@@ -33,7 +33,9 @@ SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over `weight`; units: tokens or pictures seen; share_changed: None if not looked at; overflow: fp16 skipped the update."""
+    """loss: mean over `weight`; units: tokens or pictures seen; share_changed: None if not looked at; overflow: fp16 skipped the update;
+    loss_scale: what this step's loss was multiplied by, None without loss scaling.
+    """
 
     loss: float
     gradient_norm: float
@@ -41,6 +43,7 @@ class StepResult:
     weight: int
     share_changed: float | None
     overflow: bool = False
+    loss_scale: float | None = None
 
 
 class Stepper:
@@ -110,7 +113,7 @@ class Stepper:
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
-        return StepResult(loss, norm, units, weight, changed, overflow)
+        return StepResult(loss, norm, units, weight, changed, overflow, scale if self.loss_scale else None)
 
     def norm(self) -> float:
         """The norm of the whole gradient."""

@@ -9,6 +9,8 @@ from ..precision import TASK_ROLES
 from .observation import UNSEEN, Observation
 
 UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
+_FP16_ZEROS = "values that fp16 rounds to zero"
+ROUNDED_TO_ZERO = "they are not counted: a product is rounded inside its kernel, and a zero does not tell what it was"
 
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
@@ -32,14 +34,19 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
     }
 
 
-def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = (), more: Mapping[str, str] | None = None) -> dict[str, Any]:
+def as_written(
+    record: Mapping[str, Any], task_roles: Iterable[str] = (), *, compute: str, more: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason.
 
-    more  reasons of further roles, for those that were not observed
+    compute  the declared dtype of products; of fp16 the record says what is not counted
+    more     reasons of further roles, for those that were not observed
     """
     reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(more or {})
     roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
-    return {**{key: value for key, value in record.items() if key != "places"}, "unobserved": {**roles, **record.get("places", {})}}
+    zeros = {_FP16_ZEROS: ROUNDED_TO_ZERO} if compute == "fp16" else {}
+    counted = {key: value for key, value in record.items() if key != "places"}
+    return {**counted, "unobserved": {**roles, **zeros, **record.get("places", {})}}
 
 
 def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
