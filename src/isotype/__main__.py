@@ -18,8 +18,8 @@ def main() -> None:
 
         # an interrupt inside exec, as of a dataclass being made, leaves a mark for which Python would end itself by the signal
         exec("")
-        if os.environ.get("RANK", "0") == "0":  # of a run on several processes one speaks
-            print(line(sys.argv[1:]), file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0" and (said := line(sys.argv[1:])):  # of a run on several processes one speaks
+            print(said, file=sys.stderr)
         sys.exit(130)
     finally:
         _heed_no_more()

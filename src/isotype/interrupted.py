@@ -17,6 +17,13 @@ _LEFT = {
     "diff": "both runs are as they were",
 }  # fmt: skip
 _inside: list[leaving] = []
+_said = False
+
+
+def said() -> None:
+    """The command has told what it leaves: a later Ctrl-C, while it ends, adds no line."""
+    global _said
+    _said = True
 
 
 class leaving:
@@ -46,7 +53,9 @@ def by_interrupt(error: BaseException | None) -> bool:
 
 
 def line(arguments: list[str]) -> str:
-    """What is said, by the arguments of the command line."""
+    """What is said, by the arguments of the command line; empty where the command has said it."""
+    if _said:
+        return ""
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
     if _inside:
         what = _inside[-1].what

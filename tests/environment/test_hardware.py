@@ -102,6 +102,16 @@ def test_the_measured_peak_ends_with_its_time_and_is_plausible(dtype, monkeypatc
     assert next(now) < 0.2
 
 
+def test_the_measured_product_is_a_layers(monkeypatch):
+    """In fp16 a CPU multiplies by a transposed matrix much faster than by another: a step would be measured as 100% of the peak."""
+    torch = pytest.importorskip("torch")
+    strides, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: strides.append(b.stride()) or mm(a, b, out=out))
+    hardware._measured_peak.cache_clear()
+    hardware.measured_matmul_peak("cpu", "fp32", seconds=0.0)
+    assert set(strides) == {(1, 512)}
+
+
 def test_measuring_the_peak_leaves_a_runs_draws_alone():
     """It is measured in the first run of a process only: a second one, or a resumed one, would draw other dropout masks."""
     torch = pytest.importorskip("torch")

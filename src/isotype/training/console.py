@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -51,6 +53,32 @@ def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None,
     return "  ".join(parts)
 
 
+class _OutlivedOutput(Console):
+    """A console whose reader may go away (`| head`): the run goes on without it, as its files have what would be printed.
+
+    rich's own console ends the process with status 1 and without a word.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _into_nothing(self.file)
+        try:
+            print(
+                "warning   the output is no longer read: the run goes on, and metrics.jsonl in its folder has the steps",
+                file=sys.stderr,
+                flush=True,
+            )
+        except BrokenPipeError:  # `2>&1 |`
+            _into_nothing(sys.stderr)
+
+
+def _into_nothing(stream: IO[str]) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):  # a stream that is no file
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class RunConsole:
     """Prints to stdout, or to stderr when stdout belongs to `--json`.
 
@@ -58,7 +86,7 @@ class RunConsole:
     """
 
     def __init__(self, *, json_output: bool = False) -> None:
-        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
+        self.console = _OutlivedOutput(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
         self.result: Mapping[str, Any] = {}
         self._json = json_output
         self._silent = False

@@ -24,7 +24,7 @@ from ..distributed.world import World, join
 from ..environment.hardware import measured_matmul_peak
 from ..environment.out_of_memory import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..interrupted import leaving
+from ..interrupted import leaving, said
 from ..precision.observe import Observer
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
@@ -173,6 +173,7 @@ def _stopped_at_once(folder: RunFolder, console: RunConsole, world: World, *, tr
         where = f"the last checkpoint is step {step}" if step is not None else "there was no checkpoint yet"
         what = "interrupted at once, without a save" if trained else "interrupted before it went on"
         console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
+    said()
     result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
     # a result that is there is of the part that is resumed, or of this one, which has ended
     if folder.is_run and world.first and not (folder.path / "result.json").exists():
@@ -232,10 +233,10 @@ def _run(
         world.first_does(lambda: keep_changes(folder, known))
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
-    said = [("cores", str(shared))] if shared else []
+    rows = [("cores", str(shared))] if shared else []
     if own.objective is not None:
-        said.append(("objective", f"{own.objective_name} instead of the loss of the task, which evaluation keeps"))
-    console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
+        rows.append(("objective", f"{own.objective_name} instead of the loss of the task, which evaluation keeps"))
+    console.header([*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()])
     if world.size == 1 and (note := asked_but_not_started()):
         console.say(f"warning   {note}")
     if resuming:
@@ -261,7 +262,9 @@ def _to_the_end(
             return INTERRUPTED, result
         folder.write_json("result.json", result)
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
-        _report_of_unfinished(config, folder, console)
+        said()
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: the run is saved, and the report can be made again
+            _report_of_unfinished(config, folder, console)
         return INTERRUPTED, result
     try:
         result = finish(loop, prepared)

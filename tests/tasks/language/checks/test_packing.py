@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from isotype.precision.apply import inner_model
@@ -28,6 +30,15 @@ def test_a_state_along_the_row_is_found(subject):
     assert found.fix == "data.packing: false"
     plain = subject("plain")
     assert list(packed_documents_apart(plain)) == []
+
+
+def test_a_mask_made_without_positions_is_found(subject, monkeypatch):
+    one = subject(data=PACKED)
+    family = importlib.import_module(type(inner_model(one.prepared.model)).__module__)
+    made = family.create_causal_mask
+    monkeypatch.setattr(family, "create_causal_mask", lambda **given: made(**given | {"position_ids": None}))  # as GPT-OSS does
+    (found,) = packed_documents_apart(one)
+    assert "a mask made without them" in found.cause
 
 
 def test_learnt_prompts_are_seen_in_packed_rows_too(subject, tmp_path):

@@ -2,7 +2,7 @@
 
 Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
 layer that carries a state along the row (a convolution, a recurrence) does not look at them, and neither does an attention of a
-model's own.
+model's own, or a model that has its mask made without them (GPT-OSS).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def packed_documents_apart(subject: LanguageSubject) -> Iterator[Finding]:
         code="PF018", severity=Severity.ERROR, place=Place(symbol="data.packing"),
         message="packed documents see each other: other words in the first change what the model says in the second",
         observed=f"logits of the second move by {leak:.2g} of the largest",
-        cause="a layer of this model does not look at position ids: a convolution, a recurrence, or an attention of its own",
+        cause="position ids do not keep them apart here: a convolution, a recurrence, an attention of its own, or a mask made without them",
         fix="data.packing: false",
     )  # fmt: skip
 
