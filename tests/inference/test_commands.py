@@ -278,7 +278,9 @@ def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed,
         raise KeyboardInterrupt
 
     monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
+    # of an interrupted run of another test in this process
     monkeypatch.setattr("isotype.interrupted._inside", [])
+    monkeypatch.setattr("isotype.interrupted._said", False)
     with pytest.raises(KeyboardInterrupt):
         merge_command(tmp_path / "run", out)
     assert line(["merge"]) == f"interrupted: {out} {left}"
