@@ -325,6 +325,9 @@ class RoutesInFp32(torch.nn.Module):
         return (self.gate(x).float() + torch.linspace(0, 1e-3, 4)).softmax(-1)
 
 
+# the modules' weights are drawn here, and are the same whatever was imported before
+_STATE = torch.get_rng_state()
+torch.manual_seed(0)
 RIGHT = {
     "keeps values": (KeepsValues(), (drawn(4, 8),)),
     "router in fp32": (RoutesInFp32(), (drawn(4, 8),)),
@@ -381,3 +384,4 @@ RIGHT = {
     "autocast off inside": (autocast_off_inside, (drawn(4, 8), drawn(6, 8))),
     "captured weight": (with_captured_weight(), (drawn(4, 8),)),
 }
+torch.set_rng_state(_STATE)
