@@ -82,6 +82,7 @@ def test_a_training_of_one_step_says_that_none_was_observed(models, tmp_path):
         trainer.train()
         seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
         assert ("every role" in seen["unobserved"]) == ("observed" not in seen) == (steps == 1)
+        assert ("there was none" in seen["unobserved"]["generate"]) == (steps == 1)
 
 
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):

@@ -15,7 +15,7 @@ from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.lora.call import call_of
 from isotype.lora.plain import lora_layers
-from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
+from isotype.model.adapter import attach_adapter, check_branch, left_out, load_adapter, save_adapter
 from isotype.model.run_precision import resolve_precision
 from isotype.model.saved_form import trained_tensors
 from isotype.precision import PRESETS
@@ -142,6 +142,9 @@ def test_no_layer_is_adapted_whose_saved_adapter_peft_renames(tmp_path):
     save_adapter(model, tmp_path, PRESETS["fp32"])
     again = dict(load_adapter(tiny("laguna", **LAGUNA), tmp_path).named_parameters())
     assert all(torch.equal(again[name], p) for name, p in trained.items())
+    assert str(left_out(model)).startswith(
+        "adapter.targets: all-linear gives model.layers.1.mlp.shared_experts.gate_proj and 2 more no adapter"
+    )
     with pytest.raises(UsageError, match="does not find the saved adapter"):
         attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(targets=["up_proj"]), seed=0)
 

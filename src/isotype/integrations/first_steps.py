@@ -143,6 +143,8 @@ class FirstSteps:
     def _unseen(self) -> dict[str, str]:
         """The reason for each role, and each model beside the trained one, of which nothing is counted."""
         reasons = dict(_OF_THE_TRAINER)
+        if self.seen is None:
+            reasons["generate"] = _NO_STEP
         if all(p.requires_grad for p in self.model.parameters()):
             reasons["base"] = "every weight is trained"
         for name in self.attached.manifests:

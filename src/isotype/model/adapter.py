@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -110,6 +110,24 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     return sorted(names - _never_called(model))
+
+
+def left_out(model: PeftModel) -> str | None:
+    """The line about linear layers that have no adapter with `all-linear`, beside the head; None where every one has it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    base: Any = model.get_base_model()
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    modules: list[nn.Module] = list(base.modules())
+    of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
+    bare = [name for name, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and id(m) not in of_peft]
+    if not bare:
+        return None
+    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+    return (
+        f"adapter.targets: all-linear gives {bare[0]}{more} no adapter: one there could not be used, or not found again in its saved file"
+    )
 
 
 def _never_called(model: PreTrainedModel) -> frozenset[str]:

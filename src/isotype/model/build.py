@@ -15,7 +15,7 @@ from ..precision.apply import apply_precision
 from ..precision.part import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
-from .adapter import attach_adapter
+from .adapter import attach_adapter, left_out
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
 from .unquantised import trained_in_full
@@ -43,9 +43,11 @@ def build_model(
     )  # fmt: skip
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
-    model: nn.Module = (
-        base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
-    )
+    model: nn.Module = base
+    if not every_weight:
+        model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+        by_rule = config.adapter.targets == "all-linear" and config.adapter.start_from is None
+        notes += [line] if by_rule and (line := left_out(adapted)) else []
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     if is_kept_on_host(config.model.embedding, device.type):
