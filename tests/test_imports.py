@@ -17,7 +17,7 @@ RECURSION = "isotype.doctor.lint.dataflow."
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "json_objects", "printable", "instance_method", "placement", "near_file", "counted", "interrupted"},
+    {"errors", "json_objects", "printable", "instance_method", "placement", "near_file", "counted", "interrupted", "libraries"},
     {"dtypes", "finding", "calling_frame"},
     {"pages"},
     {"environment"},

@@ -1,7 +1,8 @@
 """Restores the state of a program's own objects: what its dataset, collator, loss and modules change when a preflight calls them.
 
 Counters, lists, caches, generators of random numbers and small tensors are put back, also in a function's closure, its module's
-variables and class attributes. An iterator cannot be put back: it is reported before it is read.
+variables and class attributes; objects of libraries are left alone below the first level. An iterator cannot be put back: it is reported
+before it is read.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..libraries import of_a_library, package_of
+
 _DEPTH = 8
 # longer containers are restored, but what is in them is not looked at: they are rows
 _LONG = 256
 _LARGE = 1 << 20  # elements of a tensor or an array
-# packages whose objects are left alone below the first level
-_LIBRARIES = {
-    "accelerate", "bitsandbytes", "datasets", "isotype", "numpy", "pandas", "peft", "pyarrow", "rich", "tokenizers", "torch", "tqdm",
-    "transformers", "trl",
-}  # fmt: skip
 
 
 class OwnState:
@@ -153,8 +151,8 @@ def own_state_restored(roots: Iterable[Any], *, without: Iterable[Any] = ()) -> 
 
 def _own(made: Any) -> bool:
     """Whether a class or a function was written by none of the libraries."""
-    package = str(getattr(made, "__module__", None) or "builtins").partition(".")[0]
-    return package == "__main__" or (package not in _LIBRARIES and package not in sys.stdlib_module_names)
+    package = package_of(made)
+    return package == "__main__" or not (of_a_library(made) or package in sys.stdlib_module_names)
 
 
 def _fill(container: Any, before: list[Any]) -> None:

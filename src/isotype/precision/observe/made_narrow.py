@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ...dtypes import itemsize, name
+from ...libraries import of_a_library
 from . import operators as ops
 from .call import Call, JudgedStep, float_word, short_name
 from .callers import ENGINE, OPTIMIZER, OURS, PRACTICE, Caller
 from .lineage import BUFFER, KEPT, MADE, Lineage, Mark, plain_tensors, readable
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
-from .rounded_tables import LIBRARIES
 
 _RAMPS = frozenset(("arange", "range", "linspace", "logspace"))
 # functions that make a tensor of Python's numbers, or write one into it, and which argument is the numbers
@@ -71,7 +71,7 @@ def kept_number(call: Call, tensor: Tensor) -> Lineage:
 def kept_in_attribute(step: JudgedStep, module: nn.Module, full: str, table: Tensor) -> Lineage:
     """The record of a tensor that a module keeps in a plain attribute since before the step."""
     kept = Lineage(BUFFER)
-    if type(module).__module__.startswith(LIBRARIES) or not is_foreign(step, FORWARD, table.dtype) or not looks_rounded(table):
+    if of_a_library(type(module)) or not is_foreign(step, FORWARD, table.dtype) or not looks_rounded(table):
         return kept
     return with_mark(kept, KEPT, "attribute", table.dtype, full, full)
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ...libraries import of_a_library
 from .attributes import kept_in_attributes
 from .function_caches import cached_tables
 
 # a dtype's bits after the first, and the dtypes narrower than that of a computation
 _BITS = {"bf16": 7, "fp16": 10}
 _NARROWER = {"fp32": ("bf16", "fp16"), "bf16": ("fp16",), "fp16": ("bf16",)}
-LIBRARIES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "diffusers.", "isotype.")
 _VALUES, _SAMPLE, _SMALLEST = 16, 4096, 8
 
 
@@ -61,7 +61,7 @@ def _first(table: Tensor, *, last: bool = False) -> Tensor:
 def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What modules of a model's own code keep in attributes, in buffers that no file has and in their methods' caches."""
     for path, module in model.named_modules():
-        if type(module).__module__.startswith(LIBRARIES):
+        if of_a_library(type(module)):
             continue
         buffers = ((name, module._buffers.get(name)) for name in module._non_persistent_buffers_set)
         for name, table in (*kept_in_attributes(module), *buffers):
