@@ -190,6 +190,14 @@ def test_a_bad_row_of_a_folder_names_its_file(folder: Path) -> None:
         raise next(row for row in found("set").examples() if isinstance(row, BadRow)).error()
 
 
+def test_a_state_of_the_users_own_makes_a_folder_no_saved_dataset(folder: Path) -> None:
+    expected = found("set")
+    (folder / "set/state.json").write_text('{"epoch": 3}', encoding="utf-8")
+    whole = found("set")
+    assert asked(whole) == asked(expected)
+    assert [note for note in whole.notes if "not read (" in note and "state.json" in note]
+
+
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")

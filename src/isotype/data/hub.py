@@ -16,6 +16,7 @@ from .formats import Example
 from .named_splits import TRAINED
 from .progress import Meter
 from .read import Record
+from .saved_folder import is_saved
 from .source import Source
 from .tables import without_nulls_inside
 
@@ -107,7 +108,7 @@ def _load(source: HubSource) -> Any:
         datasets.disable_progress_bars()
     away = not saved.exists() and is_away()
     try:
-        if (saved / "state.json").is_file() or (saved / SPLITS).is_file():
+        if is_saved(saved):
             found = datasets.load_from_disk(str(saved))
             if isinstance(found, datasets.DatasetDict):
                 if spec.split not in found:

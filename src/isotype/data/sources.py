@@ -27,13 +27,12 @@ from .named_splits import note_splits
 from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .run_files import without_runs
+from .saved_folder import BESIDE_DATA, is_saved
 from .source import Source
 from .tables import read_csv, read_parquet
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
 _AS_TEXT = "data.format: text, if it is to be learnt as plain text"
-# what `datasets` writes beside its data
-_SAVED, _BESIDE_SAVED = ("state.json", "dataset_dict.json"), {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 
 
 @dataclass
@@ -299,8 +298,7 @@ def read_once(found: Sequence[Source]) -> None:
 
 
 def _is_saved(name: str) -> bool:
-    """Whether a folder was written by `Dataset.save_to_disk`."""
-    return any((Path(name).expanduser() / mark).is_file() for mark in _SAVED)
+    return is_saved(Path(name).expanduser())
 
 
 def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
@@ -315,7 +313,7 @@ def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
         matched, notes = _reached(name, there, below=below)
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
-        known = [p for p in matched if ending(p) in endings and p.name not in _BESIDE_SAVED]
+        known = [p for p in matched if ending(p) in endings and p.name not in BESIDE_DATA]
         if not known:
             raise UsageError(
                 f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}", fix=_AS_TEXT if named else None
@@ -324,7 +322,7 @@ def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
         below = path
         matched, notes = _reached(name, there, below=below)
-        known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
+        known = [p for p in matched if ending(p) in ENDINGS and p.name not in BESIDE_DATA]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=_as_texts(path, matched))
         data = [p for p in known if ending(p) in DATA_ENDINGS]
