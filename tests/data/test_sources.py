@@ -170,6 +170,19 @@ def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folde
             found(name)
 
 
+def test_a_link_beside_its_file_is_not_read_again(folder: Path) -> None:
+    before = asked(found("set"))
+    (folder / "set/a-newest.jsonl").symlink_to("a.jsonl")
+    for name in ("set", "set/**/*"):
+        one = found(name)
+        assert asked(one) == before
+        assert f"{name}: links lead to 1 file a second time; each is read once" in one.notes
+    assert asked(found("set/a-newest.jsonl"))
+    (folder / "set/loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(UsageError, match="does not exist"):
+        found("set")
+
+
 def test_the_limit_counts_over_all_files(folder: Path) -> None:
     assert asked(found("set", limit=6)) == ["q0", "q1", "q2", "q3", "q4", "q5"]
     assert asked(found("set", limit=6), skip=5) == ["q5"]

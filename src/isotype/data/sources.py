@@ -355,15 +355,18 @@ def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Pat
     """
     found, runs = without_runs(found, below)
     files = [path for path in found if path.is_file() or (path.is_symlink() and not path.exists())]
+    real = {path.resolve() for path in files if not path.is_symlink()}
     shortest: dict[Path, Path] = {}
-    for path in sorted(files, key=lambda p: (len(p.parts), p)):
-        shortest.setdefault(path.parent.resolve() / path.name, path)
+    for path in sorted(files, key=lambda p: (p.is_symlink(), len(p.parts), p)):
+        there = path.resolve() if path.is_file() else None  # one that leads to itself cannot be resolved
+        # a link to what is found itself is that; links to one file elsewhere, as in the hub's cache, are files of their own
+        shortest.setdefault(there if there in real else path.parent.resolve() / path.name, path)
     kept = set(shortest.values())
     for path in kept:
         if not path.is_file() and ending(path) in ENDINGS:
             raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
     again = len(files) - len(kept)
-    notes = [f"{name}: links between folders lead to {counted(again, 'file')} a second time; each is read once"] if again else []
+    notes = [f"{name}: links lead to {counted(again, 'file')} a second time; each is read once"] if again else []
     if runs:
         notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
     return [path for path in files if path in kept and path.is_file()], notes
