@@ -19,7 +19,7 @@ from .entry.stage_time import StageTime, take_fewer_threads_where_faster, timed
 from .errors import UsageError
 from .printable import printable
 
-MOST_SECONDS = 280.0  # of the five minutes, from when Python and torch have started; beside two busy loops 300 became 5 min 10 s in all
+MOST_SECONDS = 280.0  # as counted here; with 300 the whole command took 5 min 10 s beside two busy loops
 TRAIN_SECONDS = 180.0  # of the steps of both stages, as planned before anything else of the command was timed
 TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured (0058)
 _PROBED = 12  # steps that are timed before the training

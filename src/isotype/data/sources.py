@@ -255,7 +255,7 @@ def _goes_on(records: Iterator[Record]) -> bool:
 
 def refuse_absent(spec: SourceSpec) -> None:
     """Checks a file, folder or glob before a row is read. Raises UsageError."""
-    if spec.name != STDLIB and not spec.name.startswith(HUB) and not _is_saved(spec.name):
+    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved(spec.name):
         _files(spec)
 
 
@@ -263,7 +263,7 @@ def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> 
     """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
     if spec.name == STDLIB:
         return StdlibSource(spec, needs_answer)
-    if spec.name.startswith(HUB) or _is_saved(spec.name):
+    if spec.name.startswith(HUB) or is_saved(spec.name):
         from .hub import HubSource
 
         return HubSource(spec, needs_answer, streaming=streaming)
@@ -295,10 +295,6 @@ def read_once(found: Sequence[Source]) -> None:
         one.files, one.forms = [file for file, _ in kept], [form for _, form in kept]
         read = counted(len(again), "file is read", "files are read")
         one.notes.append(f"{one.name}: {read} with another source, {others}, and once ({these})")
-
-
-def _is_saved(name: str) -> bool:
-    return is_saved(Path(name).expanduser())
 
 
 def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:

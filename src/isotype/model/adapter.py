@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,27 +108,31 @@ _NEVER_CALLED = dict.fromkeys(
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers that can have an adapter, without the head."""
+    return sorted({name.rpartition(".")[2] for name, _ in _linear_layers(model)} - _never_called(model))
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """All but the head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    return sorted(names - _never_called(model))
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
 
 
-def left_out(model: PeftModel) -> str | None:
-    """The line about linear layers that have no adapter with `all-linear`, beside the head; None where every one has it."""
+def left_out(model: PeftModel, section: AdapterSection) -> list[str]:
+    """A note on the linear layers to which `all-linear` gave no adapter; none where all of them have one, or names chose the layers."""
+    if section.targets != "all-linear" or section.start_from is not None:
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     base: Any = model.get_base_model()
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     modules: list[nn.Module] = list(base.modules())
     of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
-    bare = [name for name, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and id(m) not in of_peft]
+    bare = [name for name, m in _linear_layers(base) if id(m) not in of_peft]
     if not bare:
-        return None
+        return []
     more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
-    return (
-        f"adapter.targets: all-linear gives {bare[0]}{more} no adapter: one there could not be used, or not found again in its saved file"
-    )
+    why = "one there could not be used, or not found again in its saved file"
+    return [f"adapter.targets: all-linear gives {bare[0]}{more} no adapter: {why}"]
 
 
 def _never_called(model: PreTrainedModel) -> frozenset[str]:

@@ -46,8 +46,7 @@ def build_model(
     model: nn.Module = base
     if not every_weight:
         model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
-        by_rule = config.adapter.targets == "all-linear" and config.adapter.start_from is None
-        notes += [line] if by_rule and (line := left_out(adapted)) else []
+        notes += left_out(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     if is_kept_on_host(config.model.embedding, device.type):

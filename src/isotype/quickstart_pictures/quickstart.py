@@ -23,7 +23,7 @@ from .shapes import COLOURS, SHAPES, SIDE, write_pictures
 BEFORE, NEW = SHAPES[:3], SHAPES[3]
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 FULL, LORA, PIPELINE, BASE, PICTURES, SHEET = "full.yaml", "lora.yaml", "flux", "base", "pictures", "drawn.png"
-MOST_SECONDS = 265.0  # of the five minutes, from when Python and torch have started; beside two busy loops 300 became 5 min 23 s in all
+MOST_SECONDS = 265.0  # as counted here; with 300 the whole command took 5 min 23 s beside two busy loops
 TRAIN_SECONDS = 180.0  # of the steps of both runs
 LEAST = 0.1  # of the steps, by plan
 _LEAST_STEPS = {"full": 100, "lora": 50}  # done in any case
