@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart quickstart-diffusion test test-fast lint format docs wheel clean
+.PHONY: install quickstart quickstart-diffusion test test-full lint format docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -27,11 +27,13 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/isotype lint src
 
+# every promise of README and docs
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not full"
 
-test-fast: install
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+# random inputs, whole matrices, campaigns and GPU tests too
+test-full: lint
+	$(BIN)/pytest -n 2 --dist worksteal
 
 format: install
 	$(BIN)/ruff check --fix src tests benchmarks docs examples
