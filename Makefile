@@ -25,7 +25,6 @@ lint: install
 	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/mypy
-	$(BIN)/isotype lint src
 
 # every promise of README and docs
 test: lint
