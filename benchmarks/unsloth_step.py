@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .rows import Row, attention, memory, product
+from ledger_rows import Row, attention, memory, product
 
 LORA, UTILS, LLAMA = "unsloth/kernels/fast_lora.py", "unsloth/kernels/utils.py", "unsloth/models/llama.py"
 NORM, ROPE, SWIGLU = "unsloth/kernels/rms_layernorm.py", "unsloth/kernels/rope_embedding.py", "unsloth/kernels/swiglu.py"
