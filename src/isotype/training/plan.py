@@ -23,7 +23,7 @@ from .schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .setup import planned_checkpointing, settle
 from .task import Task, micro_batch
 
-KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back: docs/decisions/0077
+KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back
 
 
 @dataclass(frozen=True, kw_only=True)

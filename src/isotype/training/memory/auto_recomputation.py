@@ -16,7 +16,7 @@ from .device import shown
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
-WITHIN = 0.15  # what the plan is right to (docs/decisions/0051)
+WITHIN = 0.15  # what the plan is right to
 _TRIES = 3  # simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
 
 Found = tuple[Checkpointing, MemoryPlan]
