@@ -42,25 +42,6 @@ def using(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-Saving = Literal["adapters in the product", "outputs that nobody reads", "the residual in the norm"]
-_without: ContextVar[str | None] = ContextVar("isotype_ops_without", default=None)
-
-
-@contextmanager
-def without(saving: Saving) -> Iterator[None]:
-    """Switches one saving off within the block, for comparisons."""
-    token = _without.set(saving)
-    try:
-        yield
-    finally:
-        _without.reset(token)
-
-
-def saves(saving: Saving) -> bool:
-    """True in a graph too, where a context variable cannot be read."""
-    return torch.compiler.is_compiling() or _without.get() != saving
-
-
 @cache
 def why_no_kernels(device: torch.device) -> str:
     """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
