@@ -14,9 +14,7 @@ from typing import Any
 from ..errors import PreflightError
 from ..precision.apply import inner_model
 from ..precision.own_optimizer import own_hooks
-from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
-from ..tasks.language.checks.positions import beyond_the_positions
-from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
+from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
 from ..training.own_state import own_state_restored
 from ..training.preflight.check import Check, Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from ..environment.versions import environment
 from ..report.write import write_report
 from ..runs.folder import RunFolder
-from ..runs.metrics import Metrics
+from ..runs.record import Metrics
 from .attachment import Attachment
 from .first_steps import FirstSteps
 from .guards import Guards

@@ -1,10 +1,13 @@
-"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a time, in safetensors only."""
+"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a time, in safetensors only.
+
+Of one on the hub settings and tokenizers are fetched first, the weights of a part when it is loaded. A plan fetches no weights.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +18,11 @@ from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
 from ...config.sources import unknown_key
+from ...environment.hub import is_away, say
 from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
+from ...model.load import loading_error
 from ...runs.checkpoint.atomic_folder import fault, write_folder
-from . import hub
 from .families import FAMILIES, Family
 
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
@@ -47,7 +51,7 @@ class PipelineFolder:
         if path.is_file():
             raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
         if not path.is_dir():
-            path, on_hub = hub.settings_of(name, revision), name
+            path, on_hub = settings_of(name, revision), name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -78,7 +82,7 @@ class PipelineFolder:
 
     def _fetch(self, *parts: str) -> None:
         if self.on_hub is not None:
-            hub.fetch_weights(self.on_hub, self.path, parts)
+            fetch_weights(self.on_hub, self.path, parts)
 
     def config(self, part: str) -> dict[str, Any]:
         """The part's own configuration. Raises UsageError."""
@@ -212,3 +216,38 @@ def require_diffusers() -> None:
         raise UsageError("a diffusion run needs diffusers and Pillow", fix="pip install 'isotype[diffusion]'") from None
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
+
+
+SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model"]
+VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]  # the same weights in another dtype or form, beside the main file
+
+
+def settings_of(name: str, revision: str | None) -> Path:
+    """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises UsageError."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    is_away()
+    try:
+        hf_hub_download(name, PIPELINE_FILE, revision=revision)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
+    except Exception as error:  # whatever the hub's library raises
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise UsageError(f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline") from error
+        raise loading_error(name, "model.name:", error) from error
+
+
+def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
+    """Fetches the safetensors of some parts into `folder`, a snapshot in the cache, unless they are there. Raises UsageError."""
+    from huggingface_hub import constants, snapshot_download
+
+    if not parts or is_away():
+        return  # where a file is missing the error of loading it says so
+    if not all(any((folder / part).glob("*.safetensors")) for part in parts if (folder / part / "config.json").is_file()):
+        say(f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in {constants.HF_HUB_CACHE}")
+    try:
+        snapshot_download(
+            name, revision=folder.name, allow_patterns=[f"{part}/*.safetensors" for part in parts], ignore_patterns=VARIANTS
+        )  # fmt: skip
+    except Exception as error:  # whatever the hub's library raises
+        raise loading_error(name, "model.name:", error) from error

@@ -1,8 +1,12 @@
-"""Buffers that are in no file, which the loader of transformers leaves as uninitialised memory.
+"""Buffers that transformers leaves uninitialised, or that depend on earlier batches.
 
 transformers 5 builds a model without memory, and then gives each buffer that is not saved (`persistent=False`) memory as it comes. Its own
 families fill it in `_init_weights`. Code written for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the
 memory held, without an error, and the model another one at each start.
+
+With dynamic rotary embeddings transformers makes the table anew for a batch with more positions than all before, and keeps it for
+later batches that are longer than the original positions. The loss of a row then depends on the rows before it, those of an evaluation
+among them, and a resumed or reloaded model, which begins with the first table, has another loss.
 """
 
 from __future__ import annotations
@@ -73,3 +77,16 @@ def _is_unfilled(buffer: Tensor) -> bool:
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().all())
     return bool(buffer.all()) if buffer.dtype == torch.bool else bool((buffer == torch.iinfo(buffer.dtype).max).all())
+
+
+def forget_longer_batches(model: nn.Module) -> None:
+    """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the values that a fresh model gives it."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
+            module.register_forward_pre_hook(_first_table)
+
+
+def _first_table(module: Any, _: object) -> None:
+    if module.max_seq_len_cached > module.original_max_seq_len:
+        module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+        module.max_seq_len_cached = module.original_max_seq_len
