@@ -1,4 +1,4 @@
-"""The preset that does what another tool's precision flags do. What they do is `isotype check`'s record, so that both say the same."""
+"""The preset that does what another tool's precision flags do. `isotype doctor check`'s record says what those do."""
 
 from __future__ import annotations
 

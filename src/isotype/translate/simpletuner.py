@@ -69,7 +69,7 @@ def refusal(source: Source) -> str | None:
 
 
 def stops(code: str) -> bool:
-    """Whether a contradiction that `isotype check` found stops the translation."""
+    """Whether a contradiction that `isotype doctor check` found stops the translation."""
     return code not in _STOPPED_BY_NOTHING
 
 

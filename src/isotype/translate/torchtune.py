@@ -131,7 +131,7 @@ def _logger(draft: Draft, given: Given) -> None:
     )
 
 
-_PROFILER = no_effect("not a part of the training; isotype trace and benchmarks/ look at programs")
+_PROFILER = no_effect("not a part of the training; isotype doctor trace and benchmarks/ look at programs")
 KEYS: dict[str, Handler] = {
     "model._component_": _model,
     "model.lora_attn_modules": _modules,
