@@ -1,7 +1,7 @@
 """Adapters of an attached trainer are cast down once for all micro-batches of a step, as in `isotype train`.
 
 Trainer's events bound a step: it begins before its first micro-batch, and its gradients are whole before the optimizer writes. A step of
-one micro-batch keeps no copies (docs/decisions/0234).
+one micro-batch keeps no copies.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,25 +37,6 @@ def using(backend: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
-
-
-Saving = Literal["adapters in the product", "outputs that nobody reads", "the residual in the norm"]
-_without: ContextVar[str | None] = ContextVar("isotype_ops_without", default=None)
-
-
-@contextmanager
-def without(saving: Saving) -> Iterator[None]:
-    """Switches one saving off within the block, for comparisons."""
-    token = _without.set(saving)
-    try:
-        yield
-    finally:
-        _without.reset(token)
-
-
-def saves(saving: Saving) -> bool:
-    """True in a graph too, where a context variable cannot be read."""
-    return torch.compiler.is_compiling() or _without.get() != saving
 
 
 def triton_runs(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import autocast_dtype, autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
 from ..debug import checked_in_debug
-from ..recompute import attention_inputs, attention_results, projections_are_kept, reading
+from ..recompute import attention_results
 from ..remade import kept_for, made_again
 from . import cpp, cuda, flex
 from .choice import Backend, no_cudnn_for, on_a_gpu
@@ -49,8 +49,7 @@ class Attention(torch.autograd.Function):
                 return cuda.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
             return cpp.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
-        with autocast_off(q_BNSD), reading("attention"):
-            q_BNSD, k_BMTD, v_BMTD = attention_inputs(q_BNSD, k_BMTD, v_BMTD)
+        with autocast_off(q_BNSD):
             out_BNSD, *saved = attention_results(run)
         kept = [kept_for(t, t) for t in (q_BNSD, k_BMTD, v_BMTD)]
         ctx.makes = [(make, len(tensors)) for make, tensors in kept]
@@ -174,7 +173,6 @@ def attention(
     if backend == "flex":
         assert softcap is not None
         return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)
-    assert not projections_are_kept(), "a recompute runs another attention than the forward that it repeats"
     mask = _with_documents(mask, documents, query)
     if backend == "plain":
         return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)

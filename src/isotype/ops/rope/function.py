@@ -13,7 +13,6 @@ from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, fused_runs, reference_runs
 from ..debug import checked_in_debug
 from ..library import library_op
-from ..recompute import projections_are_kept, reading, unwritten
 from . import cpp, eager
 from .contract import ROPE
 from .reference import rope_reference
@@ -39,10 +38,7 @@ class Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
         ctx.interleaved, ctx.back = interleaved, back
-        if projections_are_kept():
-            return unwritten(q_BNSD.shape, q_BNSD, q_BNSD.dtype), unwritten(k_BMSD.shape, k_BMSD, k_BMSD.dtype)
-        with reading("rotation"):
-            return rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        return rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:

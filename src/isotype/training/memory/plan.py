@@ -2,7 +2,7 @@
 
 No formula covers every architecture, attention and recomputation. So the run's own step (forward, loss, backward, accumulation, update)
 runs under FakeTensorMode, where operators compute only shapes and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is
-within 15% of the peak resident size of real CPU runs that return freed memory (docs/decisions/0051). A process whose C library retains
+within 15% of the peak resident size of real CPU runs that return freed memory. A process whose C library retains
 freed blocks, as glibc does by default, uses more.
 """
 
