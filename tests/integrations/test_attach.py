@@ -10,10 +10,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from isotype.errors import UsageError
+from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
@@ -204,7 +204,7 @@ def test_what_is_no_trainer_is_refused(models):
             attach(given)
 
 
-def test_twice_training_and_a_prepared_model_are_refused(models):
+def test_twice_in_training_and_after_it_are_refused(models):
     trainer = trainer_of("Trainer", models)
     attach(trainer, "fp32", quiet=True)
     with pytest.raises(UsageError, match="attached already"):
@@ -212,13 +212,53 @@ def test_twice_training_and_a_prepared_model_are_refused(models):
     detach(trainer)
     with pytest.raises(UsageError, match="not attached"):
         detach(trainer)
-    trainer.is_in_train = True
-    with pytest.raises(UsageError, match="is training"):
+    found = []
+
+    class Attaching(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with pytest.raises(UsageError, match="is training"):
+                attach(trainer, "fp32")
+            found.append(state.global_step)
+
+    trainer.add_callback(Attaching())
+    trainer.train()
+    assert found == [1, 2, 3]
+    with pytest.raises(UsageError, match="has trained already"):
         attach(trainer, "fp32")
-    trainer.is_in_train = False
+
+
+def test_an_evaluation_before_attach_changes_nothing(models):
+    want, trainer = trainer_of("Trainer", models, bf16=True), trainer_of("Trainer", models, bf16=True)
     trainer.evaluate()
-    with pytest.raises(UsageError, match="accelerate has prepared"):
-        attach(trainer, "fp32")
+    for one in (want, trainer):
+        attach(one, "bf16-lora", quiet=True)
+    assert curve(trainer) == curve(want)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-pure"])
+def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
+    """The refusal of a preflight names a fix; an interrupted run is begun anew."""
+    trainer = plain(Setting(models, "full", bf16=True, rate=0.0))
+    attach(trainer, precision, quiet=True)
+    with pytest.raises(PreflightError, match="PF003"):
+        trainer.train()
+    detach(trainer)
+    attach(trainer, precision, quiet=True, skip={"PF003": "a rate of zero is meant"})
+
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer.add_callback(Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupting)
+    detach(trainer)
+    trainer.args.learning_rate = 2e-3
+    attach(trainer, precision, quiet=True)
+    fresh = plain(Setting(models, "full", bf16=True))
+    attach(fresh, precision, quiet=True)
+    assert curve(trainer) == curve(fresh)
 
 
 def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer_goes_on(models):
