@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import warnings
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from isotype.integrations.steps import Evaluation
 from isotype.optimize import fused_head
 from isotype.precision import Precision
 from isotype.precision.apply import precision_of
-from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 
 pytest.importorskip("trl")
 
@@ -130,11 +128,6 @@ def test_every_owner_is_listed_with_its_value(models, capsys, monkeypatch):
     assert share
     assert int(share.group(1)) > 50
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
-
-
-def test_reference_values_computed_before_attach_are_named(models):
-    trainer = TRAINERS["DPO"](Setting(models, bf16=True, more={"precompute_ref_log_probs": True}))
-    assert any("before attach()" in claim.now for claim in attach(trainer, quiet=True).claims)
 
 
 @pytest.mark.parametrize(
@@ -327,17 +320,6 @@ def test_the_checkpoint_is_an_ordinary_one_and_resumes_both_ways(models, tmp_pat
         resumed.train(resume_from_checkpoint=str(tmp_path / f"{first}" / "checkpoint-2"))
         got = [row[key] for row in resumed.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
         assert got == pytest.approx(whole, rel=1e-5)
-
-
-def test_a_deep_copy_of_an_attached_model_runs(models):
-    trainer = trainer_of("SFT", models, bf16=True)
-    attach(trainer, "bf16-lora", quiet=True)
-    twin = copy.deepcopy(trainer.model)
-    ids = Encoded(1)[0]["input_ids"][None]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        theirs, ours = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in (twin, trainer.model))
-    torch.testing.assert_close(theirs, ours)
 
 
 def test_a_precision_may_be_given_as_an_object(models):

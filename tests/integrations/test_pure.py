@@ -32,7 +32,7 @@ class Watching(TrainerCallback):
             self.seen.append((p.dtype, None if p.grad is None else p.grad.dtype, self.attached.gradient(p).dtype))
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFT", "DPO"])
+@pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full), pytest.param("DPO", marks=pytest.mark.full)])
 def test_gradients_are_summed_in_fp32_and_the_curve_is_the_unmodified_trainers(name, models):
     want = curve(TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1)))
     trainer = TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1))
