@@ -100,7 +100,7 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
 
 
 def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
-    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("diff", str(run))):
+    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("ls", "--diff", str(run))):
         with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
             ask(command[0], *command[1:], tmp_path / "rnu")
     with pytest.raises(UsageError, match="holds runs, but is none"):
@@ -149,9 +149,9 @@ def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_p
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
     assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
     assert "done" in ask("ls", tmp_path)
-    settings = json.loads(ask("diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
+    settings = json.loads(ask("ls", "--diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
     assert settings == {"train.learning_rate": [1e-3, 5e-3]}
-    assert "train.learning_rate" in ask("diff", tmp_path / "one", tmp_path / "two")
+    assert "train.learning_rate" in ask("ls", "--diff", tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "nf4-lora"])
@@ -225,20 +225,20 @@ def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path
         assert train(configured(**settings)) == 0
     one, two = tmp_path / "one", tmp_path / "two"
     seen = [json.loads((run / "precision.json").read_text())["observed"] for run in (one, two)]
-    found = json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"]
+    found = json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"]
     assert found["declared"] == {"lora_branch": ["bf16", "fp32"]}
     dtypes = [{role: sorted(counts) for role, counts in roles.items()} for roles in seen]
     differ = {role for role in dtypes[0].keys() | dtypes[1].keys() if dtypes[0].get(role) != dtypes[1].get(role)}
     assert "lora_branch" in differ
     assert found["observed"] == {role: [dtypes[0].get(role), dtypes[1].get(role)] for role in differ}
-    shown = [line.split() for line in ask("diff", one, two).splitlines()]
+    shown = [line.split() for line in ask("ls", "--diff", one, two).splitlines()]
     assert ["declared", "lora_branch", "bf16", "fp32"] in shown
     assert ["observed", "lora_branch", "not", "observed", "fp32"] in shown
-    assert json.loads(ask("diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
-    assert "declared and observed dtypes are the same" in ask("diff", one, one)
+    assert json.loads(ask("ls", "--diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
+    assert "declared and observed dtypes are the same" in ask("ls", "--diff", one, one)
     (two / "precision.json").unlink()
-    assert f"no precision was recorded in {two}: it is not compared" in ask("diff", one, two)
-    assert json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"] is None
+    assert f"no precision was recorded in {two}: it is not compared" in ask("ls", "--diff", one, two)
+    assert json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"] is None
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
