@@ -1,4 +1,4 @@
-"""Another tool's file: its keys with their lines, and the tool that they belong to. Read as `isotype check` reads it, never run."""
+"""Another tool's file: its keys with their lines, and the tool that they belong to. Read as `isotype doctor check` reads it, never run."""
 
 from __future__ import annotations
 
