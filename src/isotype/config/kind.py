@@ -1,4 +1,4 @@
-"""Which kind of run a configuration is, which keys each kind has, and what compiled layers and a host embedding exclude. Imports no torch."""
+"""Which kind of run a configuration is, which keys each kind has, and what compiled layers and host embeddings exclude; torch-free."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def load(
     path       a YAML file, or None
     overrides  `section.key=value`, the value in YAML
     flags      `section.key` -> value from the command line's own options; None means not given
-    preset     a recipe or precision by name (`config.recipes`)
+    preset     a recipe or precision by name (`recipe`)
     consent    see LoadedConfig
     source     where the flags come from, as named in errors and in resolved.yaml
     resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume

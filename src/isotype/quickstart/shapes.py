@@ -16,7 +16,7 @@ SIDE = 32  # pixels
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (215, 40, 40), "green": (40, 165, 60), "blue": (45, 70, 210), "yellow": (240, 200, 30)}
 _ARM = 0.3
-_OUTLINES = {  # polygons in the box from -1 to 1, y downwards
+_OUTLINES: dict[str, list[list[tuple[float, float]]]] = {  # polygons in the box from -1 to 1, y downwards
     "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],
     "square": [[(-1, -1), (1, -1), (1, 1), (-1, 1)]],
     "triangle": [[(0, -1), (1, 1), (-1, 1)]],
