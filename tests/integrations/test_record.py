@@ -88,10 +88,8 @@ def test_a_training_of_one_step_says_that_none_was_observed(models, tmp_path):
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"output_dir": str(tmp_path)}))
     attach(trainer, "bf16-lora", quiet=True, preflight=False)
-    trainer.model.base_model.model.model.layers[0].mlp.down_proj.lora_A["default"].float().register_forward_hook(
-        lambda m, a, out: out.float()
-    )
-    trainer.model.base_model.model.model.layers[1].input_layernorm.register_forward_hook(lambda m, a, out: out.float())
+    norm = trainer.model.base_model.model.model.layers[1].input_layernorm
+    norm.weight.data = norm.weight.data.float()
     with pytest.warns(UserWarning, match="declared bf16"):
         trainer.train()
     assert json.loads((tmp_path / "isotype" / "precision.json").read_text())["violations"]

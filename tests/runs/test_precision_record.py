@@ -6,8 +6,8 @@ import pytest
 
 from isotype.environment.hardware import by_name
 from isotype.precision import resolve
-from isotype.precision.observe import Observation
-from isotype.precision.observe.record import ROUNDED_TO_ZERO
+from isotype.observe import Observation
+from isotype.observe.record import ROUNDED_TO_ZERO
 from isotype.runs.folder import RunFolder
 from isotype.runs.precision_record import PrecisionRecord
 

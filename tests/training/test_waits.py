@@ -19,7 +19,7 @@ from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
-from isotype.precision.observe import share_changed
+from isotype.observe import share_changed
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training import step

@@ -7,7 +7,6 @@ Neither changes what is computed: their hooks are marked as observing, so that f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,14 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..lora.plain import lora_layers, why_not_fused
+from ..observe import Observation, Observer, observing
+from ..observe.record import as_written, noted
 from ..optimize import fused_head
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
-from ..precision.observe import Observation, Observer
-from ..precision.observe.record import as_written, noted
-from ..precision.observe.regions import observing
 from .attachment import Attachment
-from .methods import Methods
 
 _NO_STEP = "the second step of a training is observed, and there was none"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
@@ -58,14 +55,6 @@ class FirstSteps:
             # accelerate's optimizer wraps the one whose step is observed
             optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
             self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
-            methods = Methods(self.attached.trainer)
-            methods.wrap("compute_loss", self._compute_loss)
-            self._stack.callback(methods.restore)
-
-    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own, with its batch made known to the observer."""
-        self.observer.know_batch([dict(value) for value in (*args, *kwargs.values()) if isinstance(value, Mapping)])
-        return original(*args, **kwargs)
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import FLOATS, itemsize, name
-from ..precision.observe import Observation
+from ..observe import Observation
 
 # significant bits of a value of each dtype; a number of fewer than _MEANT may be meant so
 _BITS = {"bf16": 8, "fp16": 11}

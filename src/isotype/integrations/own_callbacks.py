@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..precision.observe import Observation, WrittenBack
+from ..observe import Observation, WrittenBack
 from ..training.snapshot import Snapshot
 from .attachment import Attachment
 from .first_steps import FirstSteps

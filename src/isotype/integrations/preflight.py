@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PreflightError
+from ..libraries import hook_of_gradients
 from ..precision.apply import inner_model
-from ..precision.own_optimizer import own_hooks
 from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
 from ..tasks.language.checks.positions import beyond_the_positions
 from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
@@ -79,7 +79,7 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
         return "fp16: the gradient scaler would count the rehearsed step"
     if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
         return "the trainer makes its rows by generation in its first step"
-    if (hook := own_hooks(trainer.model.parameters())) is not None:
+    if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
         return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
     return "" if rows.largest else rows.why_no_tokens
 

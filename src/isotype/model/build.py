@@ -12,7 +12,7 @@ from ..config.schema import RunConfig
 from ..optimize import Manifest, optimize
 from ..optimize.base import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
-from ..precision.part import Part
+from ..precision.parts import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from .adapter import attach_adapter, left_out

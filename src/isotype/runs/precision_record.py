@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..precision.observe.observation import Observation
-from ..precision.observe.record import as_read, as_written, noted
+from ..observe import Observation
+from ..observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from .folder import RunFolder
 

@@ -10,7 +10,7 @@ from ...config.schema import RunConfig
 from ...model.adapter import attach_adapter
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision
-from ...precision.part import Part
+from ...precision.parts import Part
 from ...precision.precision import Precision
 from .exact_time import keep_time_exact
 from .families import Family

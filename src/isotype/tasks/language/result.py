@@ -16,7 +16,7 @@ from ...model.saved_form import cast_once, embedding_and_head, refuse_untrue_con
 from ...model.unquantised import saved_in_full
 from ...optimize import optimize
 from ...precision.apply import apply_precision
-from ...precision.part import Part
+from ...precision.parts import Part
 from ...precision.precision import Precision
 
 

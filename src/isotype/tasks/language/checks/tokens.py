@@ -12,7 +12,7 @@ from ....counted import counted
 from ....data.rows import tokens_used
 from ....finding import Finding, Place, Severity
 from ....precision.apply import inner_model
-from ....precision.own_part import gathered
+from ....precision.parts import gathered
 from .subject import LanguageSubject
 
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
