@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from isotype.environment.hardware import by_name
-from isotype.precision import resolve
 from isotype.observe import Observation
 from isotype.observe.record import ROUNDED_TO_ZERO
+from isotype.precision import resolve
 from isotype.runs.folder import RunFolder
-from isotype.runs.precision_record import PrecisionRecord
+from isotype.runs.record import PrecisionRecord
 
 
 @pytest.mark.parametrize(("branch", "declared"), [("fp32", {"value": "fp32", "reason": "model.lora_branch"}), ("compute", None)])

@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import refuse_second_derivative
-from ..ops.recompute import projected, projections_are_kept, unwritten
+from ..ops.backend import applied, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
 from . import inside
 from .dtypes import LoraDtypes
@@ -254,14 +252,8 @@ class LoraGroup(torch.autograd.Function):
         x_TK = x.reshape(-1, x.shape[-1])
         with autocast_off(x):
             x_TK = narrowed(x_TK, dtypes.compute)
-            if projections_are_kept():
-                # a recompute: backward needs x's product with every A, and attention has what it needs
-                widths = [out_features(w, state) for w, state in zip(flat[0::TENSORS], states) if w is not None]
-                made = Multiplied([unwritten((x_TK.shape[0], n), x_TK, dtypes.out) for n in widths], *branches(x_TK, flat))
-            else:
-                made = multiply(x_TK, flat, scales, states)
+            made = multiply(x_TK, flat, scales, states)
             ys = tuple([no_view(narrowed(y, dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys])
-        projected(*ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
         ctx.make_x, kept_x = kept_for(x, saved_x)
         ctx.save_for_backward(made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..environment.planned import stands_for
-from ..ops.backend import fused_runs, saves
+from ..ops.backend import fused_runs
 from .narrow import narrow
 from .quantised import widened_beside
 
@@ -49,7 +49,7 @@ def before_or_inside(x_TK: Tensor) -> bool:
     """Whether adapters of x come before the large product or inside it, not after it: on a GPU, for more than a generated token's row,
     which has a product of its own over the packed weight."""
     gpu = stands_for(x_TK.device) != "cpu" and x_TK.shape[0] > 1
-    return gpu and not torch.compiler.is_compiling() and saves("adapters in the product")
+    return gpu and not torch.compiler.is_compiling()
 
 
 def wanted(x_TK: Tensor, outs: Sequence[int], ranks: Sequence[int], states: Sequence[Any]) -> bool:

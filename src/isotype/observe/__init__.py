@@ -6,7 +6,6 @@ origin     whose code asked for an operator
 values     tensors, their memory, and what each was computed from
 contract   what is a violation of the declared precision, and what is only counted
 observer   `Observer`: parameters, gradients, states, buffers, files, and the observed steps
-writes     what code beside a step, as a callback's, writes into trained tensors
 schedule   the choice of the observed steps
 record     the content of `precision.json`, from all observations
 """
@@ -16,6 +15,5 @@ from .record import UNSEEN, Observation
 from .schedule import is_observed
 from .tape import observing
 from .values import floating_tensors, share_changed
-from .writes import WrittenBack
 
-__all__ = ["UNSEEN", "Observation", "Observer", "WrittenBack", "floating_tensors", "is_observed", "observing", "share_changed"]
+__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "observing", "share_changed"]

@@ -158,20 +158,6 @@ class Observer:
 
     # ---- what runs
     @contextmanager
-    def set_apart(self) -> Iterator[None]:
-        """Code that is not of the step, such as a callback, runs in this block: a step that is being watched does not judge it."""
-        if self._watching is None:
-            yield
-            return
-        contract = self._watching
-        contract.paused = True
-        try:
-            yield
-        finally:
-            contract.know(self.model)
-            contract.paused = False
-
-    @contextmanager
     def watch(
         self, step: int, *, role: str = "compute", optimizer: torch.optim.Optimizer | None = None, gradient: Gradient | None = None
     ) -> Iterator[Observation]:

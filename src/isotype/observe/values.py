@@ -90,13 +90,11 @@ class Lineage:
     from_     what it was made of: bits
     added     how many narrow additions in Python code of backward it is the end of
     products  products outside `compute` that it depends on and whose use is not known yet
-    lost      (dtype, place) where it passed through a dtype other than fp32; noted of what a callback computes only
     """
 
     from_: int = 0
     added: int = 0
     products: frozenset[int] = frozenset()
-    lost: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def activation(self) -> bool:
@@ -114,12 +112,7 @@ def joined(parts: list[Lineage]) -> Lineage:
     from_ = 0
     for part in parts:
         from_ |= part.from_
-    return Lineage(
-        from_,
-        max(part.added for part in parts),
-        frozenset().union(*(part.products for part in parts)),
-        frozenset().union(*(part.lost for part in parts)),
-    )
+    return Lineage(from_, max(part.added for part in parts), frozenset().union(*(part.products for part in parts)))
 
 
 class Lineages:

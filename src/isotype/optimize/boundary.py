@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from ..calling_frame import calling_frame, code_of, forward_above
-from ..ops.backend import reference_runs, saves
+from ..ops.backend import reference_runs
 from . import ahead, norms
 from .ahead import Next
 
@@ -143,7 +143,7 @@ def next_of(layer: nn.Module) -> Next | None:
     for hooks in (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, *found.hooks):
         if hooks:
             return None
-    return found if saves("the residual in the norm") and norms.is_ours(found.norm) else None
+    return found if norms.is_ours(found.norm) else None
 
 
 def _called_by(model: Any) -> bool:

@@ -2,13 +2,13 @@
 
 A norm stands before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2); what they give may be multiplied by a number of the
 layer (Granite). Such a layer's two sums are ours: a norm before a half hands its input's gradient on together with the residual's
-(`add_rms_norm`), and under checkpointing each half can be recomputed by itself (`split_at_middle`).
+(`add_rms_norm`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -28,7 +28,6 @@ from .regions import region
 
 logger = logging.get_logger(__name__)
 PART = "layer"
-_SPLIT = "_isotype_split"
 _CACHES = ("past_key_values", "layer_past")
 
 
@@ -189,11 +188,7 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         return run(self, s, given, hidden_states, boundary.next_of(self) if run is _whole else None)
     ahead.forget(hidden_states)
     without_cache(given)
-    split: Callable[..., Tensor] | None = vars(self).get(_SPLIT)
-    if split is None:
-        return self._gradient_checkpointing_func(partial(region(self, _whole), self, s, given), hidden_states)
-    middle = split(partial(_first_half, self, s, given), hidden_states)
-    return split(partial(_second_half, self, s), middle)
+    return self._gradient_checkpointing_func(partial(region(self, _whole), self, s, given), hidden_states)
 
 
 def without_cache(given: dict[str, Any]) -> None:
@@ -206,15 +201,6 @@ def without_cache(given: dict[str, Any]) -> None:
 
 def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor, following: ahead.Next | None = None) -> Tensor:
     return _mlp(self, s, *_attended(self, s, given, x), following)
-
-
-def _first_half(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
-    attended, residual = _attended(self, s, given, x)
-    return _sum(self, s, residual, attended)
-
-
-def _second_half(self: nn.Module, s: LayerSettings, x: Tensor) -> Tensor:
-    return _mlp(self, s, x, None)
 
 
 def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,12 +258,5 @@ def place(path: str, module: nn.Module) -> Placement:
 
 
 def has_halves(module: nn.Module) -> bool:
-    """Whether the layer runs as the form now, so that it can be recomputed half by half."""
+    """Whether the layer runs as the form now."""
     return isinstance(settings_of(module), LayerSettings)
-
-
-def split_at_middle(layer: nn.Module, call: Callable[..., Tensor] | None) -> None:
-    """Under checkpointing the layer runs as call(first half, x), then call(second half, its result); None: as one call again."""
-    vars(layer).pop(_SPLIT, None)
-    if call is not None:
-        vars(layer)[_SPLIT] = call

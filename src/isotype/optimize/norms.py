@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm
-from ..ops.backend import saves
 from ..ops.remade import remember
 from ..placement import Placement
 from . import ahead
@@ -93,7 +92,7 @@ def normed_sum(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Ten
 
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees the call."""
-    ours = is_ours(norm) and saves("the residual in the norm") and not torch.compiler.is_compiling()
+    ours = is_ours(norm) and not torch.compiler.is_compiling()
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     if not ours or any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()):
         # a hook may change what the norm is given, or its gradient
