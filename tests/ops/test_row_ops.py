@@ -398,7 +398,7 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
         (ops.rms_norm_forward_cpp, (x, x, w, 1e-6, False, torch.float32)),
         (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, None, True, True)),
         (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, x, True, True)),
-        (ops.rope_cpp, (q, cos, cos, False, True)),
+        (ops.rope_cpp, (q, q, cos, cos, False, True)),
     ]:
         torch.library.opcheck(op.default, inputs, test_utils=("test_schema", "test_faketensor"))
 

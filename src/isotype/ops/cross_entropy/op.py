@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...environment.planned import is_planned, stands_for
 from ..autocast import autocast_off, wide
-from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..backend import applied, cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -189,8 +189,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: RuleArguments) -> Tensor:
-        with autocast_off(logits_TV):
-            loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
+        loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
         ctx.save_for_backward(logits_TV, targets_T, lse_T)
         ctx.rule = rule
         return loss_T
@@ -198,11 +197,11 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, lse_T = ctx.saved_tensors
-        with autocast_off(logits_TV):
-            if differentiated_again():
-                rule = LossRule.from_arguments(*ctx.rule)
+        if differentiated_again():
+            rule = LossRule.from_arguments(*ctx.rule)
+            with autocast_off(logits_TV):
                 return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
-            return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
+        return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
 @checked_in_debug(CROSS_ENTROPY)
@@ -250,7 +249,7 @@ def cross_entropy(
         return loss_by_rule(logits, targets, rule, reduction, num_items)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
-        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
+        loss_T = applied(CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs, refuse_second_derivative
+from ..backend import applied, reference_runs, refuse_second_derivative
 from ..contract import OpContract
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
@@ -367,8 +367,8 @@ def linear_log_probs(
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
     wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
-    log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
+    log_probs, lse, entropy, squares, mean, top1 = applied(
+        LinearLogProbs, hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
         next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
     )  # fmt: skip
     every = (log_probs, entropy, lse, squares, mean, top1)
