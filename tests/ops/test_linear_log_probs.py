@@ -172,9 +172,9 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
+    from isotype.ops.cross_entropy.eager import Wanted
     from isotype.ops.cross_entropy.rule import LossRule
     from isotype.ops.linear_log_probs import op as chunked
-    from isotype.ops.linear_log_probs.rows import Wanted
 
     with Sizes():
         chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), "log_probs")

@@ -19,9 +19,8 @@ from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..recompute import attention_results, layers_running
 from ..remade import kept_for_each, made_again
-from . import cpu, flex, gpu
-from .documents import Documents
-from .gpu import Backend, no_cudnn_for, on_a_gpu
+from . import cpu, gpu
+from .gpu import Backend, Documents, no_cudnn_for, on_a_gpu
 
 ATTENTION = OpContract(
     "query: F[B N S D], key: F[B M T D], value: F[B M T D] -> F[B N S D]",
@@ -217,7 +216,7 @@ def attention(
         return out
     if backend == "flex":
         assert softcap is not None
-        return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)
+        return gpu.flex_attention_softcapped(query, key, value, mask, causal, scale, window, softcap, documents)
     mask = _with_documents(mask, documents, query)
     if backend == "plain":
         return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
