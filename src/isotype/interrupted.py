@@ -14,7 +14,6 @@ _BEGUN = "nothing was begun, and the same command starts again"
 _RUN = "the run is as it was"
 _LEFT = {
     "train": _BEGUN, "plan": _BEGUN, "quickstart": _BEGUN, "merge": _BEGUN, "eval": _RUN, "sample": _RUN, "chat": _RUN,
-    "diff": "both runs are as they were",
 }  # fmt: skip
 _inside: list[leaving] = []
 _said = False

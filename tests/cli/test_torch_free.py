@@ -55,8 +55,9 @@ def run(*arguments: str, given: str = "") -> dict:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"),
-     ("env", "--help"), ("cache", "."), ("init", "--help"), ("schema", "--help")],
+    [("--help",), ("--version",), ("init", "--schema"), ("init", "--schema", "--markdown"), ("init", "-"),
+     ("train", "--help"), ("plan", "--help"),
+     ("doctor", "env", "--help"), ("cache", "."), ("init", "--help"), ("doctor", "--help")],
 )  # fmt: skip
 def test_answers_at_once_without_torch(arguments):
     answer = run(*arguments)
@@ -69,7 +70,16 @@ def test_answers_at_once_without_torch(arguments):
 LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16\n"
 
 
-@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("explain", "--json"), ("explain", "CF001")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", "check", "FOLDER", "--json"),
+        ("doctor", "explain", "--json"),
+        ("doctor", "explain", "CF001"),
+        ("doctor", "FOLDER"),
+        ("doctor",),
+    ],
+)
 def test_the_doctors_static_commands_too(arguments, tmp_path):
     (tmp_path / "x.py").write_text("x = 1\n")
     (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nfp16: true\nlogging_steps: 1\n")

@@ -108,4 +108,4 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
 
 def test_the_documentation_is_the_schema():
     file = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert file.read_text(encoding="utf-8") == reference_markdown(), "isotype schema --markdown > docs/configuration.md"
+    assert file.read_text(encoding="utf-8") == reference_markdown(), "isotype init --schema --markdown > docs/configuration.md"

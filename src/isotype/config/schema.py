@@ -1,6 +1,6 @@
 """The schema of a run: nine sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
 
-The sentences become `isotype schema`, the comments that `isotype init` writes, and the reference in the documentation.
+The sentences become `isotype init --schema`, the comments that `isotype init` writes, and the reference in the documentation.
 """
 
 from __future__ import annotations

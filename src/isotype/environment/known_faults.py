@@ -75,7 +75,7 @@ KNOWN_FAULTS = (
         severity=Severity.WARNING,
         message="the CPU interpreter is wrong for bf16",
         cause="TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits (seen in 3.9)",
-        fix="unset TRITON_INTERPRET; isotype kernels compiles for a GPU without having one",
+        fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
         applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
     ),
     KnownFault(

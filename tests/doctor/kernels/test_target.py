@@ -133,7 +133,7 @@ def test_architectures(tmp_path: Path) -> None:
 
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "version", lambda name: "3.2.0")
-    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype kernels reads Triton 3\.4 to 3\.9"):
+    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype doctor kernels reads Triton 3\.4 to 3\.9"):
         check(fault_kernels.ternary)
 
 
@@ -147,13 +147,13 @@ def test_signatures_that_do_not_fit_the_kernel() -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
+    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
     assert run.exit_code == 1
     answer = json.loads(run.stdout)
     assert answer["findings"][0]["code"] == "KN001"
     assert answer["kernels"] == ["row_lse"]
     assert page("KN001")
-    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
+    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
     assert run.exit_code == 0
     assert "no findings" in run.stdout
 

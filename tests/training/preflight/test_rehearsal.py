@@ -62,7 +62,7 @@ def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
     (finding,) = rehearsed_step(one)
     assert finding.code == "PF012"
     assert finding.message.endswith("failed: no kernel")
-    assert "isotype explain 'no kernel'" in finding.fix
+    assert "isotype doctor explain 'no kernel'" in finding.fix
     assert one.prepared.stepper.accumulator.gradients() == []
 
 

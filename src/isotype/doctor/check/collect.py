@@ -32,7 +32,7 @@ MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
 _RECIPE = re.compile(r"^(?:Dockerfile|Containerfile)(?:\.\w+)?$|^\w+\.(?:D|d)ockerfile$|^(?:GNU)?[Mm]akefile$|^[Jj]ustfile$")
 _SUFFIXES = {
-    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors", ".txt",
+    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors",
     ".lock", ".cfg", ".jsonc",
 }  # fmt: skip
 
@@ -74,9 +74,13 @@ def _walk(folder: Path) -> Iterator[Path]:
             files = [name for name in files if name in _ITS_CONFIGURATION]
         for name in sorted(files):
             path = Path(here, name)
-            wanted = path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name)
-            if wanted and path.is_file():  # no pipe, no link to nowhere
+            if may_be_configuration(name) and path.is_file():  # no pipe, no link to nowhere
                 yield path
+
+
+def may_be_configuration(name: str) -> bool:
+    """By the name of the file alone."""
+    return Path(name).suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or bool(_RECIPE.match(name))
 
 
 def _shown(path: Path) -> str:
@@ -131,18 +135,18 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             tree = {".toml": toml_lines.read, ".yaml": yaml_lines.read, ".yml": yaml_lines.read}.get(suffix, json_lines.read)(text)
             other = unknown_tool(tree.data)
             if other is not None:
-                why = f"{other} is not known to isotype check: nothing in this file was judged"
+                why = f"{other} is not known to isotype doctor check: nothing in this file was judged"
                 found.trouble.append(_trouble(shown, None, why, Severity.NOTE))
                 return
             read = _document(tree, name, shown)
             if read is None and explicit:
-                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype check knows", Severity.NOTE))
+                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
             if read is not None and read.tool == "isotype":
                 found.trees[shown] = tree
             keep(read)
         elif explicit:
             raise UsageError(
-                f"{shown}: isotype check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
+                f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
             )
     except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
         if explicit or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):  # a template of something else is nobody's fault

@@ -9,11 +9,11 @@ from .rules import autocast_regions
 _OTHERS = {
     "CF096": """# CF096: a key or value that Isotype's schema of a run refuses
 
-Unknown keys are refused, since a typo would have no effect. `isotype schema` prints every key.
+Unknown keys are refused, since a typo would have no effect. `isotype init --schema` prints every key.
 """,
     "CF099": """# CF099: a file cannot be read
 
-The file looks like a configuration and does not parse (the line is named), or holds nothing that isotype check knows. Nothing in
+The file looks like a configuration and does not parse (the line is named), or holds nothing that isotype doctor check knows. Nothing in
 it was checked.
 """,
 }

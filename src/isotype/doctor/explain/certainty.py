@@ -60,4 +60,4 @@ def would_tell(ranked: Sequence[Cause]) -> str:
     for pattern, look in _LOOKS:
         if bool(re.search(pattern, own)) != bool(re.search(pattern, other)):
             return f"{top.name if re.search(pattern, own) else others[0].name}: {look}"
-    return "isotype trace PROGRAM: it names the line that made the odd operand"
+    return "isotype doctor trace PROGRAM: it names the line that made the odd operand"

@@ -11,7 +11,7 @@ _NOT_DTYPE = """# EX000: not a dtype error
 The text holds an error (or none), and nothing in it speaks of a disagreement between dtypes. Shapes, devices, memory and missing keys are
 other matters; isotype says so rather than guess.
 
-If you think it is one after all: paste the whole traceback, from its first line, or run the program under `isotype trace`.
+If you think it is one after all: paste the whole traceback, from its first line, or run the program under `isotype doctor trace`.
 """
 
 

@@ -14,7 +14,7 @@ UNSEEN = {
     "norms": "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what leaves a norm is under compute",
     "reduce": "one process: nothing was summed across ranks",
 }
-FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
+FIX = "find the cast (isotype doctor trace shows it), or declare what you meant in the precision section"
 TABLES = "buffers and tables are fp32, whatever precision.compute is"
 # role -> what gives such a thing another dtype; parameters of any other role had the declared one at first
 CHANGED = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"

@@ -28,7 +28,7 @@ def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
     elif hidden is not None:
         cause, fix = f"{hidden} in the environment hides it", f"unset {hidden.partition('=')[0]}"
     else:
-        cause, fix = f"torch {torch.__version__} cannot use its driver", "isotype env says which versions do not go together"
+        cause, fix = f"torch {torch.__version__} cannot use its driver", "isotype doctor env says which versions do not go together"
     yield Finding(
         code="PF001", severity=Severity.WARNING, place=Place(symbol="model.device"), message="this run is on the CPU, and there is a GPU",
         observed=gpu, cause=cause, fix=f"{fix}; or model.device: cpu, if the CPU is meant",

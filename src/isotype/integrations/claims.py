@@ -1,16 +1,18 @@
 """Who else claims the precision of a trainer: its arguments, the environment, accelerate, the checkpoint, PEFT and TRL.
 
-`claims` lists them with their values; `resolve_for` turns what the caller asked for into one `Precision`, or refuses a contradiction.
+`check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with a fix. `claims` lists the owners with
+their values; `resolve_for` turns what the caller asked for into one `Precision`, or refuses a contradiction.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
+from packaging.version import Version
 from torch import nn
 
 from ..dtypes import name as dtype_name
@@ -21,22 +23,12 @@ from ..precision.precision import Precision
 from ..precision.presets import PRESETS
 from ..precision.quantised_base import check_base, of_model
 from ..precision.resolve import Resolved, resolve
+from ..training.preflight.codes import check_skips
 from ..training.preflight.updates import TYPICAL, stuck_share
-from .pure import check_pure
+from .attachment import Claim, is_running
+from .weights import check_pure
 
 _WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
-
-
-@dataclass(frozen=True)
-class Claim:
-    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached precision."""
-
-    owner: str
-    value: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.owner:22s} {self.value:44s} {self.now}"
 
 
 def is_adapter(parameter_name: str) -> bool:
@@ -86,7 +78,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         frozen=any(not p.requires_grad for p in model.parameters()),
         sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
     )
-    _check(trainer, resolved.precision, preset)
+    _check_precision_claims(trainer, resolved.precision, preset)
     if resolved.precision.base == "nf4" and quantised is None:
         raise UsageError(
             f"precision {preset}: base nf4, but the trainer's model is not quantised (its weights: {dtypes_of(model.parameters())})",
@@ -103,7 +95,7 @@ def _parts(text: str) -> tuple[str, dict[str, str]]:
     return preset, {role: value for role, value in precision.items() if value != getattr(PRESETS[preset], role)}
 
 
-def _check(trainer: Any, precision: Precision, preset: str) -> None:
+def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
     """The arguments and accelerate against the precision."""
     given, there = asked_by_arguments(trainer), _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
     if there == "fp8":
@@ -186,3 +178,75 @@ def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
         return ""
     share = sum(stuck_share(p, update) * p.numel() for p in low) / total
     return f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at {trainer.args.learning_rate:g} would vanish"
+
+
+ATTACHED = "_isotype_attachment"
+# package -> (first version, first version that is not tested any more)
+TESTED = {"transformers": ("5.17", "6"), "accelerate": ("1.10", "2"), "peft": ("0.21", "1"), "trl": ("1.16", "1.17")}
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached already, is training, is wrapped, or has a
+    version that was never tested."""
+    try:
+        from transformers import Trainer
+    except ImportError:
+        raise UsageError("attach() needs transformers and accelerate", fix="pip install 'isotype[train]'") from None
+    if not isinstance(trainer, Trainer):
+        what = "is a class: give the trainer itself" if isinstance(trainer, type) else "is no transformers.Trainer"
+        fix = "isotype.optimize(model) for a loop of your own" if isinstance(trainer, nn.Module) else "attach(trainer) after Trainer(...)"
+        raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
+    if ATTACHED in trainer.__dict__:
+        raise UsageError("this trainer is attached already", fix="detach(trainer) first")
+    if is_running(trainer):
+        raise UsageError("this trainer is training: its optimizer and wrappers exist", fix="attach(trainer) before trainer.train()")
+    _check_versions(trainer)
+    _check_model(trainer)
+
+
+def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
+    """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
+    if preflight and not record:
+        raise UsageError("preflight=True has no effect with record=False: its record is preflight.json", fix="preflight=False too")
+    if skip and not preflight:
+        raise UsageError(f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True")
+    return check_skips(skip)
+
+
+def _check_versions(trainer: Any) -> None:
+    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__} | {"transformers", "accelerate"}
+    packages |= {"peft"} if hasattr(trainer.model, "peft_config") else set()
+    for package, (first, last) in TESTED.items():
+        if package not in packages:
+            continue
+        found = metadata.version(package)
+        if not Version(first) <= Version(found) < Version(last):
+            raise UsageError(
+                f"{package} {found}: attach() was tested with {first} to below {last}", fix=f"pip install '{package}>={first},<{last}'"
+            )
+
+
+def _check_model(trainer: Any) -> None:
+    model = trainer.model
+    if not isinstance(model, nn.Module):
+        raise UsageError("this trainer has no model yet (model_init builds it in train())", fix="Trainer(model=...)")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
+        )
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        raise UsageError(
+            "this trainer has trained already: its optimizer has states of the earlier precision", fix="attach(trainer) before train()"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise UsageError(
+            "attach() does not support DeepSpeed: its engine owns the weights' dtypes and the casts",
+            fix="DDP or a single process; or isotype train, which shards with FSDP2",
+        )
+    if trainer.is_fsdp_enabled:
+        raise UsageError(
+            "attach() does not support accelerate's FSDP: its mixed-precision policy casts the weights that the ops read",
+            fix="DDP or a single process; or isotype train, which shards with FSDP2",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of this model is trained", fix="give the trainer a peft_config, or requires_grad_(True)")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from ..config.yaml_text import write_value
 
 
 class Fate(StrEnum):
@@ -52,11 +53,11 @@ class Computed:
 
 @dataclass
 class Draft:
-    """The configuration that is being made. A tool's handlers call its methods, one for each key.
+    """The configuration that is being made. A table's transforms call its methods, one for each key.
 
     settings  `train.learning_rate` -> value
     sources   `train.learning_rate` -> the key that it came from
-    keys      every key of the file, for handlers that depend on another one
+    keys      every key of the file, for transforms that depend on another one
     folder    where the file lies, for those that name other files
     defaults  the settings that are the other tool's defaults
     notes     what no single key says
@@ -77,18 +78,23 @@ class Draft:
             self.settings[target] = value
             self.defaults.add(target)
 
+    def without_adapter(self) -> bool:
+        """Whether every weight is trained; then the adapter's other settings are dropped."""
+        if self.settings["adapter.kind"] != "none":
+            return False
+        self.settings = {key: value for key, value in self.settings.items() if not key.startswith("adapter.") or key == "adapter.kind"}
+        return True
+
     def set(self, given: Given, target: str, value: Any, note: str = "") -> None:
         """One setting from one key. A note, or a value that is not the given one, makes it `changed`."""
         self.settings[target] = value
         self.sources[target] = given
-        fate = (
-            Fate.CHANGED
-            if note or not _same(value, given.value)
-            else Fate.TAKEN
-            if given.name == target.partition(".")[2]
-            else Fate.RENAMED
-        )
-        self.outcomes.append(Outcome(given, fate, f"{target}: {_shown(value)}", note))
+        fate = Fate.RENAMED
+        if note or not _same(value, given.value):
+            fate = Fate.CHANGED
+        elif given.name == target.partition(".")[2]:
+            fate = Fate.TAKEN
+        self.outcomes.append(Outcome(given, fate, f"{target}: {write_value(value)}", note))
 
     def changed(self, given: Given, note: str) -> None:
         """Isotype does something else here, for which it has no setting."""
@@ -105,79 +111,6 @@ class Draft:
         self.about_precision.append(given)
 
 
-Handler = Callable[[Draft, Given], None]
-DEFAULT_WORDS = (None, "", "none", "None", "null", False, "false")
-
-
-def number(value: Any) -> float | int:
-    """1e-5 is text in YAML 1.1, and on a command line everything is."""
-    parsed = float(value)
-    return int(parsed) if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower() else parsed
-
-
-def truth(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "yes", "on", "1", "auto")
-
-
-def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
-    """The key sets `target`; null leaves Isotype's default."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if given.value is None:
-            draft.no_effect(given, "null: the default")
-        else:
-            draft.set(given, target, convert(given.value), note)
-
-    return handler
-
-
-def to_number(target: str, note: str = "") -> Handler:
-    return to(target, number, note)
-
-
-def to_count(target: str) -> Handler:
-    """A whole number from 1 on; 0, -1 and null leave the default."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        value = number(given.value) if given.value is not None else 0
-        if value <= 0:
-            draft.no_effect(given, f"{given.value}: the default")
-        elif value != int(value):
-            draft.not_offered(given, f"a share of the run; {target} is a number of steps")
-        else:
-            draft.set(given, target, int(value))
-
-    return handler
-
-
-def to_truth(target: str) -> Handler:
-    return to(target, truth)
-
-
-def no_effect(why: str) -> Handler:
-    return lambda draft, given: draft.no_effect(given, why)
-
-
-def not_offered(use: str) -> Handler:
-    """Only where the key is switched on; off, it changes nothing."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if given.value in DEFAULT_WORDS or given.value in ([], {}):
-            draft.no_effect(given, "switched off")
-        else:
-            draft.not_offered(given, use)
-
-    return handler
-
-
-def changed(note: str) -> Handler:
-    return lambda draft, given: draft.changed(given, note)
-
-
-def precision(draft: Draft, given: Given) -> None:
-    draft.precision(given)
-
-
 def _same(ours: Any, theirs: Any) -> bool:
     """Whether it is one value, written in two ways perhaps (`2e-4` and 0.0002)."""
     if ours == theirs or str(ours) == str(theirs):
@@ -186,9 +119,3 @@ def _same(ours: Any, theirs: Any) -> bool:
         return float(ours) == float(theirs)
     except (TypeError, ValueError):
         return False
-
-
-def _shown(value: Any) -> str:
-    from ..config.yaml_text import write_value
-
-    return write_value(value)
