@@ -31,7 +31,7 @@ from isotype.dtypes import to_torch
 from isotype.environment.hardware import detect
 from isotype.errors import IsotypeError, UsageError
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.observe import Observer
+from isotype.observe import Observer
 from isotype.precision.precision import Precision
 from isotype.precision.presets import PRESETS
 from isotype.tasks.diffusion.batches import Batch

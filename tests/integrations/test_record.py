@@ -79,10 +79,8 @@ def test_every_declared_role_is_observed_or_has_the_reason(form, precision, mode
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"output_dir": str(tmp_path)}))
     attach(trainer, "bf16-lora", quiet=True, preflight=False)
-    trainer.model.base_model.model.model.layers[0].mlp.down_proj.lora_A["default"].float().register_forward_hook(
-        lambda m, a, out: out.float()
-    )
-    trainer.model.base_model.model.model.layers[1].input_layernorm.register_forward_hook(lambda m, a, out: out.float())
+    norm = trainer.model.base_model.model.model.layers[1].input_layernorm
+    norm.weight.data = norm.weight.data.float()
     with pytest.warns(UserWarning, match="declared bf16"):
         trainer.train()
     assert json.loads((tmp_path / "isotype" / "precision.json").read_text())["violations"]

@@ -11,7 +11,7 @@ from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
-from isotype.precision.part import Part
+from isotype.precision.parts import Part
 
 ADAPTERS = {
     "lora": {"kind": "lora", "r": 4}, "head trained": {"kind": "lora", "r": 4, "modules_to_save": ["lm_head"]}, "none": {"kind": "none"},
