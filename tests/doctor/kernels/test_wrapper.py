@@ -8,10 +8,9 @@ pytest.importorskip("triton")
 
 import torch
 
-from isotype.doctor.kernels.calls import call_trapped
+from isotype.doctor.kernels.calls import call_trapped, trap_launches
 from isotype.doctor.kernels.pretend import pretend_gpu
-from isotype.doctor.kernels.targets import parse_target
-from isotype.doctor.kernels.trap import trap_launches
+from isotype.doctor.kernels.signature import parse_target
 from isotype.testing import compile_matrix
 
 from . import fault_kernels, wrapped

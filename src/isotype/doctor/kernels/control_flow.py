@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from ....dtypes import torch_word
-from ..fault import Fault
-from ..observe import Frame
-from ..provenance import Origin, assigns, names_in, origin, source_text, variable_of
-from .scene import Scene, origin_facts, scalar_word
+from ...dtypes import torch_word
+from .observe import Frame
+from .provenance import Fault, Origin, Scene, assigns, names_in, origin, origin_facts, scalar_word, source_text, variable_of
 
 
 def redefined_in_branch(scene: Scene) -> Fault | None:
