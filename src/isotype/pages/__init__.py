@@ -13,7 +13,7 @@ from importlib.util import find_spec
 FAMILIES = {
     "PR": "isotype.precision.rules",
     "CF": "isotype.doctor.check.pages",
-    "EX": "isotype.doctor.explain.pages",
+    "EX": "isotype.doctor.explain.sheets",
 }
 
 

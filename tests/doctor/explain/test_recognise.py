@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.forms import FORMS
-from isotype.doctor.explain.recognise import _hinted, dtype_word, recognise
+from isotype.doctor.explain.recognise import FORMS, _hinted, dtype_word, recognise
 from isotype.doctor.explain.situation import Situation
 
 TEXTS = [

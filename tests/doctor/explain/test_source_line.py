@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.doctor.explain.log import Frame
-from isotype.doctor.explain.situation import read
-from isotype.doctor.explain.source_line import failing_call
+from isotype.doctor.explain.situation import failing_call, read
 
 TORCH = Frame("/env/lib/python3.11/site-packages/torch/functional.py", 372, "einsum", "return _VF.einsum(equation, operands)")
 LAYER = Frame("/env/lib/python3.11/site-packages/torch/nn/modules/linear.py", 125, "forward", "return F.linear(input, self.weight)")

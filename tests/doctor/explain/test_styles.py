@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.styles import as_cpython
+from isotype.doctor.explain.log import as_cpython
 
 
 def rewritten(text: str) -> list[str]:
