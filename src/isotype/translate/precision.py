@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..doctor.check.record import Record
+from ..doctor.check.settings import Record
 from .account import DEFAULT_WORDS, Draft, Fate, Outcome
 
 

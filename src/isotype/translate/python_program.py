@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..doctor.check.readers.python_calls import Call, Unknown
+from ..doctor.check.python_calls import Call, Unknown
 from .account import Computed, Given
 
 # call -> (what its arguments are called in the tables, positional names); an argument not named here keeps its own name

@@ -1,16 +1,21 @@
-"""`training_args.bin` without executing it: the pickle's opcodes are followed with inert stand-ins for every class and call."""
+"""`training_args.bin` and safetensors headers, read without executing or loading anything.
+
+A pickle's opcodes are followed with inert stand-ins for every class and call.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
+from .text_files import Unreadable
+
 LARGEST = 16 << 20  # a training_args.bin has a few kilobytes
-
-
-class BadPickle(ValueError):
-    pass
 
 
 @dataclass(eq=False)
@@ -28,8 +33,8 @@ class Inert:
         return self.name
 
 
-def read(data: bytes) -> dict[str, Any]:
-    """The attributes of the pickled object. Raises BadPickle."""
+def read_pickle(data: bytes) -> dict[str, Any]:
+    """The attributes of the pickled object. Raises Unreadable."""
     import zipfile  # here, because few folders hold a training_args.bin and these two are slow to import
 
     if data[:2] == b"PK":
@@ -37,26 +42,26 @@ def read(data: bytes) -> dict[str, Any]:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
                 if archive.getinfo(name).file_size > LARGEST:
-                    raise BadPickle("the pickle inside is too large for training arguments")
+                    raise Unreadable("the pickle inside is too large for training arguments")
                 data = archive.read(name)
         except (zipfile.BadZipFile, StopIteration, KeyError) as error:
-            raise BadPickle("not a file that torch.save wrote") from error
+            raise Unreadable("not a file that torch.save wrote") from error
     if len(data) > LARGEST:
-        raise BadPickle("too large for training arguments")
+        raise Unreadable("too large for training arguments")
     result = None
     rest = data
     for _ in range(4):  # torch's old format has three small pickles before the object
         try:
             result, used = _follow(rest)
         except (ValueError, IndexError, KeyError, TypeError, EOFError) as error:
-            raise BadPickle(f"not a pickle that can be followed ({error})") from error
+            raise Unreadable(f"not a pickle that can be followed ({error})") from error
         if isinstance(result, Inert) and result.state:
             break
         rest = rest[used:]
         if not rest:
             break
     if not isinstance(result, Inert):
-        raise BadPickle("holds no object with attributes")
+        raise Unreadable("holds no object with attributes")
     return {key: value.plain() if isinstance(value, Inert) else value for key, value in result.state.items()}
 
 
@@ -155,3 +160,30 @@ def _follow(data: bytes) -> tuple[Any, int]:
         else:
             raise ValueError(f"opcode {name}")
     return stack[-1] if stack else None, end
+
+
+LARGEST_HEADER = 100 << 20
+
+
+def read_safetensors_header(path: Path) -> Counter[str]:
+    """dtype word of the file (`BF16`, `F32`, `U8`) -> number of elements. Raises Unreadable."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= LARGEST_HEADER:
+            raise Unreadable("no safetensors header")
+        text = file.read(size)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("the safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise Unreadable("the safetensors header is not an object")
+    count: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = (tensor.get("dtype"), tensor.get("shape")) if isinstance(tensor, dict) else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
+            raise Unreadable(f"the safetensors header has no dtype and shape for {name[:80]!r}")
+        count[dtype] += prod(shape)
+    return count

@@ -1,10 +1,14 @@
-"""Calls and their plain arguments in a Python file, found in its syntax tree; nothing is executed."""
+"""Calls and their plain arguments in a Python file or a notebook, found in its syntax tree; nothing is executed."""
 
 from __future__ import annotations
 
 import ast
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from .text_files import Unreadable
 
 
 class Unknown:
@@ -28,18 +32,12 @@ class Call:
     scope: int = 0  # line of the outermost function that holds it (or of the method's class's method); 0 at the top of the file
 
 
-class BadPython(ValueError):
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
-
-
 def read(text: str) -> list[Call]:
-    """Every call, in the order of lines. Raises BadPython."""
+    """Every call, in the order of lines. Raises Unreadable."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise BadPython(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
+        raise Unreadable(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
     names = _constants(tree)
     conditional = _conditional(tree)
     _written_later(tree, names, conditional)
@@ -193,3 +191,42 @@ def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
             return {k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}
         return {"__call__": name, **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}}
     return Unknown
+
+
+_NOT_PYTHON = ("%", "!", "?")
+_PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}  # `%%bash` and all others hold another language
+
+
+def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
+    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become comments. Raises Unreadable."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
+    code: list[str] = []
+    places: list[int] = []
+    raw, position = text, 0
+    cells = data.get("cells") if isinstance(data, dict) else None
+    for cell in cells if isinstance(cells, list) else []:
+        source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
+        if not isinstance(source, (str, list)):
+            continue
+        lines = source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines()
+        magics = {line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()}
+        foreign, continued = bool(magics - _PYTHON_MAGICS), False
+        for line in lines:
+            written = json.dumps(line, ensure_ascii=False)[1:-1]
+            at = raw.find(written, position) if written.strip() else position
+            position = at if at >= 0 else position
+            plain = line.lstrip()
+            indent = line[: len(line) - len(plain)]
+            within = foreign or continued  # a comment needs no indentation; the first line of a command may be a block's only one
+            shell = within or plain.startswith(_NOT_PYTHON)
+            continued = shell and plain.endswith("\\")  # `!pip install \` goes on in the next line
+            code.append(f"# {plain}" if within else f"{indent}pass  # {plain}" if shell else line)
+            places.append(raw.count("\n", 0, position) + 1)
+
+    def line_of(line: int | None) -> int | None:
+        return places[line - 1] if line is not None and 0 < line <= len(places) else line
+
+    return "\n".join(code) + "\n", line_of
