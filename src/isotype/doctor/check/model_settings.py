@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .settings import Facts, Record, Setting, dtype_of
+from .settings import Facts, Record, Setting, dtype_of, truth
 from .versions import release
 
 MODEL_DTYPE = (
@@ -99,6 +99,15 @@ def uses_deepspeed(facts: Facts) -> Setting | None:
     return next((s for t in ("hf", "axolotl", "llamafactory") if (s := facts.get(f"{t}.deepspeed")) and s.value), None) or next(
         iter(facts.under("hf.deepspeed")), None
     )
+
+
+def deepspeed_half(record: Record) -> str | None:
+    """The half precision that DeepSpeed's file switches on, itself or by "auto"."""
+    for half in ("bf16", "fp16"):
+        section = deepspeed_setting(record.facts, f"{half}.enabled")
+        if section is not None and (truth(section.value) or (str(section.value) == "auto" and record.value("compute") == half)):
+            return half
+    return None
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from .settings import Document, Facts, Setting
 
@@ -69,69 +70,6 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-# tool.setting | package | first-last release, open where it is not known to end | words that are taken, * for any | what replaces it
-_TABLE = """
-axolotl.attn_implementation               | axolotl      | 0.12-0.16.1    | *
-axolotl.attn_implementation               | axolotl      | 0.17-          | ATTENTION
-axolotl.qat.weight_dtype                  | axolotl      | 0.10-0.12.2    | int4 int8
-axolotl.qat.weight_dtype                  | axolotl      | 0.13-0.14      | int4 int8 float8_e4m3fn fp8 float8 nvfp4
-axolotl.qat.weight_dtype                  | axolotl      | 0.15-          | int4 int8 float8_e4m3fn fp8 float8 nvfp4 mxfp4
-axolotl.qat.activation_dtype              | axolotl      | 0.10-0.12.2    | int4 int8
-axolotl.qat.activation_dtype              | axolotl      | 0.13-0.14      | int4 int8 float8_e4m3fn fp8 float8 nvfp4
-axolotl.qat.activation_dtype              | axolotl      | 0.15-          | int4 int8 float8_e4m3fn fp8 float8 nvfp4 mxfp4
-axolotl.quantization.weight_dtype         | axolotl      | 0.10-0.12.2    | int4 int8
-axolotl.quantization.weight_dtype         | axolotl      | 0.13-0.14      | int4 int8 float8_e4m3fn fp8 float8 nvfp4
-axolotl.quantization.weight_dtype         | axolotl      | 0.15-          | int4 int8 float8_e4m3fn fp8 float8 nvfp4 mxfp4
-axolotl.model_quantization_config         | axolotl      | 0.12-0.16.1    | Mxfp4Config
-axolotl.model_quantization_config         | axolotl      | 0.17-          | Mxfp4Config FineGrainedFP8Config
-axolotl.tf32                              | axolotl      | -0.15          | true false
-axolotl.tf32                              | axolotl      | 0.16-          | true false auto
-axolotl.fp8                               | axolotl      | 0.8.1-         | *
-axolotl.fp8_enable_fsdp_float8_all_gather | axolotl      | 0.12-          | *
-axolotl.embeddings_skip_upcast            | axolotl      | 0.9.1-         | *
-axolotl.peft_autocast_adapter_dtype       | axolotl      | 0.13.1-        | *
-axolotl.quantize_moe_experts              | axolotl      | 0.15-          | *
-axolotl.fp32_norms                        | axolotl      | 0.17-          | *
-axolotl.unsloth_rms_norm                  | axolotl      | -0.16.1        | *     | no kernel of that name; remove it
-axolotl.unsloth_lora_mlp                  | axolotl      | -0.16.1        | *     | lora_mlp_kernel
-axolotl.unsloth_lora_qkv                  | axolotl      | -0.16.1        | *     | lora_qkv_kernel
-axolotl.unsloth_lora_o                    | axolotl      | -0.16.1        | *     | lora_o_kernel
-axolotl.flash_attn_rms_norm               | axolotl      | -0.16.1        | *     | remove it
-llamafactory.quantization_method          | llamafactory | 0.8.3-0.9.2    | bitsandbytes hqq eetq
-llamafactory.quantization_method          | llamafactory | 0.9.3-0.9.3    | bnb gptq awq aqlm quanto eetq hqq
-llamafactory.quantization_method          | llamafactory | 0.9.4-         | bnb gptq awq aqlm quanto eetq hqq mxfp4 fp8
-llamafactory.quantization_type            | llamafactory | 0.6-           | fp4 nf4
-llamafactory.flash_attn                   | llamafactory | -0.6.3         | true false
-llamafactory.flash_attn                   | llamafactory | 0.7-0.8.2      | off sdpa fa2 auto
-llamafactory.flash_attn                   | llamafactory | 0.8.3-0.9.3    | auto disabled sdpa fa2
-llamafactory.flash_attn                   | llamafactory | 0.9.4-         | auto disabled sdpa fa2 fa3
-llamafactory.infer_dtype                  | llamafactory | 0.8.2-         | auto float16 bfloat16 float32
-llamafactory.vllm_dtype                   | llamafactory | 0.8-0.8.1      | *     | infer_dtype
-llamafactory.fp8                          | llamafactory | 0.9.4-         | *
-llamafactory.fp8_enable_fsdp_float8_all_gather | llamafactory | 0.9.4-    | *
-accelerate.fp8_config                     | accelerate   | 0.34-          | *
-accelerate.fp8_config.backend             | accelerate   | 0.34-1.8.1     | TE MSAMP te msamp
-accelerate.fp8_config.backend             | accelerate   | 1.9-           | TE MSAMP AO
-accelerate.fp8_config.use_mxfp8_block_scaling | accelerate | 1.11-        | *
-accelerate.fp8_config.enable_fsdp_float8_all_gather | accelerate | 1.13-  | *
-accelerate.fsdp_config.fsdp_version       | accelerate   | 1.6-           | 1 2
-hf.use_liger_loss                         | trl          | 0.17-0.27.2    | *     | use_liger_kernel
-hf.use_liger                              | trl          | -0.17          | *     | use_liger_kernel
-hf.vllm_dtype                             | trl          | -0.17          | *     | remove it
-hf.cast_lm_head_to_fp32                   | trl          | 0.25-          | *
-hf.half_precision_backend                 | transformers | -4             | *     | remove it: native autocast is the only backend
-hf.fp16_backend                           | transformers | -4             | *     | remove it: native autocast is the only backend
-hf.fp16_opt_level                         | transformers | -4             | *     | remove it: it was apex's
-hf.no_cuda                                | transformers | -4             | *     | use_cpu
-simpletuner.base_model_precision          | simpletuner  | -              | QUANTISED
-simpletuner.text_encoder_1_precision      | simpletuner  | -              | QUANTISED
-simpletuner.text_encoder_2_precision      | simpletuner  | -              | QUANTISED
-simpletuner.text_encoder_3_precision      | simpletuner  | -              | QUANTISED
-simpletuner.text_encoder_4_precision      | simpletuner  | -              | QUANTISED
-simpletuner.gradient_precision            | simpletuner  | -              | unmodified fp32
-simpletuner.vae_dtype                     | simpletuner  | -              | default fp32 fp16 bf16
-simpletuner.base_model_default_dtype      | simpletuner  | -              | bf16 fp32
-"""
 _LISTS = {
     # a name with a slash is a kernel of the hub
     "ATTENTION": "eager sdpa flash_attention_2 flash_attention_3 flex_attention xformers sage fp8 /",
@@ -174,7 +112,7 @@ class Span:
 def spans() -> dict[str, list[Span]]:
     """The spans of each setting, the oldest first."""
     found: dict[str, list[Span]] = {}
-    for line in _TABLE.strip().splitlines():
+    for line in Path(__file__).with_name("releases.txt").read_text(encoding="utf-8").splitlines()[3:]:
         setting, package, releases, words, *instead = (cell.strip() for cell in line.split("|"))
         since, _, until = releases.partition("-")
         taken = () if words == "*" else tuple(_LISTS.get(words, words).split())

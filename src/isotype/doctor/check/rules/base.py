@@ -19,6 +19,7 @@ from ...sheets import Entry, sections
 from ...sheets import Facts as Known
 from ..model_settings import (
     CHECKPOINT_DTYPE,
+    deepspeed_half,
     deepspeed_setting,
     fsdp_version,
     launcher_mode,
@@ -79,10 +80,12 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     "without adapter": lambda r: r.adapter is False,
     "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE),
     "deepspeed": lambda r: uses_deepspeed(r.facts),
+    "deepspeed half": deepspeed_half,
     "device": lambda r: r.device,
     "fsdp": lambda r: uses_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
     "fsdp version by": lambda r: fsdp_version(r.facts)[1],
+    "made by": lambda r: next((made for d in r.facts.documents if (made := d.attributes.get("made_by"))), None),
     "launcher": lambda r: launcher_mode(r.facts),
     "lightning precision": lambda r: lightning_precision(r.facts),
     "quantised": lambda r: r.quantised,

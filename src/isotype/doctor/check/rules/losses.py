@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....dtypes import torch_word
 from ....finding import Finding
-from ..model_settings import BNB, deepspeed_setting, lightning_precision, mixed_flag, uses_deepspeed
+from ..model_settings import BNB, deepspeed_setting, mixed_flag, uses_deepspeed
 from ..python_calls import Name
 from ..settings import Record, dtype_of, truth
 from .base import ERROR, NOTE, WARNING, error, found, rule, warning
@@ -63,37 +63,6 @@ def updates_round_away(r: Record) -> Iterator[Finding]:
         ),
         wins="the weights' own dtype: bf16 mixed precision does not make fp32 masters",
         holds="transformers >= 5 (dtype defaults to the checkpoint's)" if r.tool == "hf" else None,
-    )
-
-
-@rule("CF017")
-def fp16_weights_without_scaling(r: Record) -> Iterator[Finding]:
-    """fp16 weights are trained without a loss scale
-
-    **Why it matters.** fp16 ends at 6e-8 below: unscaled gradients flush to zero, AdamW's second moment (a squared gradient) flushes long
-    before, and its eps of 1e-8 is itself zero in fp16, so that updates divide by zero.
-
-    **Example.** `precision: 16-true` in Lightning with AdamW.
-
-    **What to do.** `16-mixed` (fp32 weights and a loss scale), or `bf16-true` / `bf16-mixed` where the GPU has bf16.
-    """
-    precision = lightning_precision(r.facts)
-    if precision is None or str(precision.value) != "16-true" or r.value("trained") != "fp16":
-        return
-    if "deepspeed" in r.facts.word("lightning.strategy", "lightning.trainer.strategy", "lightning.trainer.strategy.class_path"):
-        return  # DeepSpeed's fp16 section is switched on: its own loss scale and fp32 master
-    document = r.facts.tool("lightning")
-    yield found(
-        NOTE if document is not None and document.attributes.get("made_by") == "Fabric" else WARNING,  # Fabric also serves inference
-        "fp16 weights are trained without a loss scale or an fp32 master",
-        precision,
-        r.by("trained"),
-        cause=(
-            "16-true makes weights, gradients and optimizer states fp16 and scales nothing: what is below 6e-8 is zero, "
-            "AdamW's eps of 1e-8 too"
-        ),
-        fix="precision: 16-mixed (fp32 weights, a loss scale), or bf16-true where the GPU has bf16",
-        wins="fp16 everywhere",
     )
 
 
@@ -318,31 +287,6 @@ def _compute_dtype_left_open(r: Record) -> Iterator[Finding]:
         wins="fp32 products in the quantised layers",
         holds="transformers 5.23",
     )
-
-
-@rule("CF042")
-def two_quantisations(r: Record) -> Iterator[Finding]:
-    """load_in_4bit and load_in_8bit are both on
-
-    **Why it matters.** transformers refuses: only one can be used at the same time.
-
-    **Example.** `{"load_in_4bit": true, "load_in_8bit": true}`.
-
-    **What to do.** Keep one.
-    """
-    f = r.facts
-    for prefix in (f"model.{BNB}", "model", "hf", "axolotl", f"hf.{BNB}", f"hf.model_init_kwargs.{BNB}"):
-        four, eight = f.on(f"{prefix}.load_in_4bit"), f.on(f"{prefix}.load_in_8bit")
-        if four and eight:
-            yield error(
-                "load_in_4bit and load_in_8bit are both true",
-                four,
-                eight,
-                cause="a weight is stored one way: only one of load_in_4bit and load_in_8bit can be used",
-                fix="keep one of them, the other false",
-                wins="loading stops",
-            )
-            return
 
 
 _NOT_TORCHS = ("bf16", "fp16", "fp32")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....dtypes import torch_word
 from ....finding import Finding
-from ..model_settings import BNB, deepspeed_setting, fsdp_version, launcher_mode, mixed_flag, uses_fsdp, zero_stage
+from ..model_settings import BNB, deepspeed_half, deepspeed_setting, fsdp_version, launcher_mode, mixed_flag, uses_fsdp, zero_stage
 from ..settings import Record, dtype_of, truth
 from .base import ERROR, WARNING, error, found, rule, warning
 
@@ -143,13 +143,13 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
     if accumulated is None:
         return
     stage, stage_by = zero_stage(f)
-    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
+    model = deepspeed_half(r) or "fp32"
     asked = dtype_of(accumulated.value)
     if (
         asked
         and not stage
         and asked != model
-        and not (model == "bf16" and asked == "fp32" and _on(r, "bf16") and deepspeed_setting(f, "bf16.immediate_grad_update"))
+        and not (model == "bf16" and asked == "fp32" and deepspeed_setting(f, "bf16.immediate_grad_update"))
     ):
         yield error(
             f"grad_accum_dtype {asked} for a {model} model without ZeRO",
@@ -188,60 +188,6 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
         )
 
 
-@rule("CF053")
-def deepspeed_amp(r: Record) -> Iterator[Finding]:
-    """DeepSpeed's amp section beside ZeRO or another precision
-
-    **Why it matters.** "Amp and ZeRO are not currently compatible"; amp excludes fp16 and bf16.
-
-    **Example.** `"amp": {"enabled": true}, "zero_optimization": {"stage": 2}`.
-
-    **What to do.** Remove amp.
-    """
-    amp = deepspeed_setting(r.facts, "amp.enabled")
-    if amp is None or truth(amp.value) is not True:
-        return
-    stage, stage_by = zero_stage(r.facts)
-    half = next((deepspeed_setting(r.facts, f"{h}.enabled") for h in ("fp16", "bf16") if _on(r, h)), None)
-    if stage or half is not None:
-        yield error(
-            f"DeepSpeed's amp with {'ZeRO' if stage else half.key if half else ''}",
-            amp,
-            stage_by if stage else half,
-            half,
-            cause="amp and ZeRO are not compatible, and amp cannot be enabled with fp16 or bf16",
-            fix="remove the amp section; bf16: {enabled: true} replaces it",
-            wins="DeepSpeed stops",
-        )
-
-
-@rule("CF054")
-def deepspeed_bf16_states(r: Record) -> Iterator[Finding]:
-    """bf16 optimizer states without what they need
-
-    **Why it matters.** `bf16_optimizer_states` needs `bf16_master_weights_and_grads`, and both need ZeRO 1 to 3.
-
-    **Example.** `"bf16": {"enabled": true, "bf16_optimizer_states": true}`.
-
-    **What to do.** Set both, under ZeRO.
-    """
-    states, masters = (
-        deepspeed_setting(r.facts, "bf16.bf16_optimizer_states"),
-        deepspeed_setting(r.facts, "bf16.bf16_master_weights_and_grads"),
-    )
-    states_on, masters_on = states is not None and truth(states.value), masters is not None and truth(masters.value)
-    if (states_on and not masters_on) or ((states_on or masters_on) and not zero_stage(r.facts)[0]):
-        yield error(
-            "bf16 optimizer states need bf16 master weights and ZeRO",
-            states if states_on else masters,
-            masters if states_on else None,
-            zero_stage(r.facts)[1],
-            cause=("DeepSpeed asserts that bf16_optimizer_states comes with bf16_master_weights_and_grads and ZeRO stage 1-3"),
-            fix="bf16_master_weights_and_grads: true and zero_optimization.stage: 1 to 3, or remove both",
-            wins="DeepSpeed stops",
-        )
-
-
 _FP16_ONLY = {
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "auto_cast",
     "fp16_master_weights_and_grads",
@@ -269,63 +215,6 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
                     fix=f"remove {last} from the bf16 section",
                     wins="DeepSpeed stops",
                 )
-
-
-@rule("CF056")
-def communication_dtype(r: Record) -> Iterator[Finding]:
-    """communication_data_type in a word DeepSpeed does not know
-
-    **Why it matters.** "Invalid communication_data_type": it takes fp16, bf16 and fp32.
-
-    **Example.** `"communication_data_type": "bfloat16"`.
-
-    **What to do.** `"bf16"`.
-    """
-    setting = deepspeed_setting(r.facts, "communication_data_type")
-    if setting is not None and str(setting.value) not in ("fp16", "bf16", "fp32", "fp8"):
-        meant = dtype_of(setting.value) or "fp32"
-        yield error(
-            f"communication_data_type: {setting.value} is not known",
-            setting,
-            cause="DeepSpeed takes fp16, bf16 and fp32 here",
-            fix=f'"communication_data_type": "{meant}"',
-            wins="DeepSpeed stops",
-        )
-
-
-@rule("CF062")
-def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
-    """data_types.param_dtype against the enabled half precision
-
-    **Why it matters.** DeepSpeed derives the model's dtype from its fp16 and bf16 sections everywhere; a param_dtype that says
-    another one is refused at the start.
-
-    **Example.** `"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}`.
-
-    **What to do.** Remove param_dtype; the section decides.
-    """
-    setting = deepspeed_setting(r.facts, "data_types.param_dtype")
-    if setting is None:
-        return
-    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
-    asked = dtype_of(setting.value)
-    if asked != model:
-        yield error(
-            f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
-            setting,
-            deepspeed_setting(r.facts, f"{model}.enabled"),
-            cause=f"the optimizer, the master weights and the reduction follow the sections: {model}",
-            fix="remove param_dtype, or enable the section it means",
-            wins="DeepSpeed stops with AssertionError",
-            holds="DeepSpeed 0.19",
-        )
-
-
-def _on(r: Record, half: str) -> bool:
-    section = deepspeed_setting(r.facts, f"{half}.enabled")
-    if section is None:
-        return False
-    return truth(section.value) is True or (str(section.value) == "auto" and r.value("compute") == half)
 
 
 _POLICY = re.compile(r"^(?:fsdp_config\.)?(?:fsdp_)?mixed_precision_policy(?:\.|$)")
