@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....finding import Finding, Place, Severity
-from ....pages.docstrings import docstring_page
-from ....pages.rules import registered
+from ....pages.rules import docstring_page, registered
 from ...sheets import Entry, sections
 from ...sheets import Facts as Known
 from ..model_settings import (
