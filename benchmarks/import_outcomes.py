@@ -15,7 +15,7 @@ from isotype.doctor.check import check
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.translate import translate
-from isotype.translate.account import Fate
+from isotype.translate.draft import Fate
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
 

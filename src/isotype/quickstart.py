@@ -185,7 +185,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
 
 
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
-    from .report.terminal import terminal_chart
+    from .report.chart import terminal_chart
 
     for stage in ("pretrain", "tune"):
         say(f"\nloss of {stage}")

@@ -15,8 +15,8 @@ from transformers.training_args import OptimizerNames
 
 from isotype.errors import UsageError
 from isotype.integrations import attach, detach
-from isotype.integrations.evaluation import Evaluation
-from isotype.integrations.refusals import TESTED
+from isotype.integrations.claims import TESTED
+from isotype.integrations.steps import Evaluation
 from isotype.optimize import fused_head
 from isotype.precision import Precision
 from isotype.precision.apply import precision_of

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.lora import cpp, products
 from isotype.lora.products import add_product_, product_fp32, scaled_product
-from isotype.ops import build, compiled
+from isotype.ops import cpp as ops_cpp
 from isotype.ops.backend import using
 from isotype.optimize import optimize
 from tests.models import lora, tiny
@@ -141,8 +141,8 @@ def test_the_products_take_them_for_bf16_and_small_ranks(monkeypatch):
 
 def test_without_kernels_pytorchs_products_run_and_the_manifest_gives_the_reason(monkeypatch):
     model = lora(tiny())
-    monkeypatch.setattr(build, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(compiled, "_fallbacks", {})
+    monkeypatch.setattr(ops_cpp, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(ops_cpp, "_fallbacks", {})
     monkeypatch.setattr(cpp.KERNELS, "library", None)
     monkeypatch.setattr(cpp, "native", cpp.native.__wrapped__)
     manifest = optimize(model)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..ops.backend import cpp_allowed
-from ..ops.compiled import CppKernels, fallbacks
+from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
-KERNELS = CppKernels(__file__, in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif")
+KERNELS = CppKernels(
+    Path(__file__).with_name("kernels.cpp"), in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif"
+)
 
 
 # the answer of `native`, for graphs: Dynamo cannot trace the question

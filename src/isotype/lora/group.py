@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import refuse_second_derivative
+from ..ops.backend import applied, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
 from . import inside
 from .dtypes import LoraDtypes

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import refuse_second_derivative
+from ..ops.backend import applied, refuse_second_derivative
 from ..ops.recompute import output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from . import wide_branch

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.applied import applied
 from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import fused_runs, refuse_second_derivative
+from ..ops.backend import applied, fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import is_recomputed, output_is_unused, unwritten
 from .dtypes import LoraDtypes

@@ -10,18 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
-from .compiled import DTYPES, CppKernels
-from .probe import why_no_kernels
+from .cpp import DTYPES, CppKernels
 
+Path = Literal["triton", "cpp", "plain"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
@@ -37,6 +40,44 @@ def using(backend: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str:
+    """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
+    that imports may lack a C compiler or a driver."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from .launch import probe
+
+        probe(device)
+    except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200]
+    return ""
+
+
+def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Path:
+    """The path of an op on these tensors; `out_dtype` is its result's where it is another. Asked at every call: one function, no other.
+
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula.
+    """
+    if torch.compiler.is_compiling():
+        return "cpp" if kernels.take(*tensors) else "plain"
+    x, forced = tensors[0], _forced.get()
+    if forced is None and x.is_cpu:
+        for t in tensors:
+            if not t.is_cpu or t.dtype not in DTYPES:
+                return "plain"
+        if out_dtype is torch.float64:
+            return "plain"
+        return "cpp" if kernels.library is not None or kernels.loaded() else "plain"
+    if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
+        return "plain"
+    if forced == "triton" or (forced is None and x.is_cuda and not why_no_kernels(x.device)):
+        return "triton"
+    return "cpp" if cpp_runs(kernels, *tensors) else "plain"
 
 
 def triton_runs(x: Tensor) -> bool:
@@ -94,6 +135,31 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
         # a plan for another device: its kernels also allocate their results only
         return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
     return kernels.take(*tensors)
+
+
+def applied(function: type[Function], *args: Any) -> Any:
+    """`function.apply(*args)`, for a function without `setup_context`.
+
+    Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a transform has left behind, which PyTorch's
+    dispatcher does again: 150 calls a decoder layer with adapters, of 20 arguments 28 us instead of 15.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    of_this: Any = function
+    direct: Any = super(Function, of_this)
+    return direct.apply(*args)
+
+
+def call_op(function: type[Function], reference: Callable[..., Any], *args: Any) -> Any:
+    """The op: its autograd function, or where `reference_runs` its reference, which takes the same arguments."""
+    if torch.compiler.is_compiling():
+        return function.apply(*args)
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return reference(*args)
+    of_this: Any = function
+    # as in `applied`
+    direct: Any = super(Function, of_this)
+    return direct.apply(*args)
 
 
 def reference_runs() -> bool:

@@ -20,7 +20,7 @@ from ..environment.planned import planned_for
 from ..errors import UsageError
 from ..ops import attention
 from ..ops.attention import backend_of
-from ..ops.attention.choice import no_cudnn_for, on_a_gpu
+from ..ops.attention.gpu import no_cudnn_for, on_a_gpu
 from ..ops.autocast import autocast_dtype
 from ..placement import Placement
 from .document_mask import DocumentMask, why_mask_is_read

@@ -18,7 +18,7 @@ from ..environment import planned
 from ..ops import linear_log_probs
 from ..ops.autocast import autocast_off, product_dtype, wide
 from ..ops.backend import refuse_second_derivative
-from ..ops.linear_cross_entropy.weighted import HeadOfClasses
+from ..ops.linear_cross_entropy.op import HeadOfClasses
 
 # how often each op computed a value of deferred logits
 answered: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from ..placement import Placement
 from ..precision.denoiser_blocks import denoiser_blocks
 from . import joint_attention, modulation, streams
 
-OPS = ("gelu", "modulated_layer_norm", "gated_residual")
+OPS = ("gated", "modulation")
 
 
 def is_denoiser(model: nn.Module) -> bool:

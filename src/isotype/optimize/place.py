@@ -11,8 +11,8 @@ from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
 from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
-from ..ops.compiled import missing
-from ..ops.probe import why_no_kernels
+from ..ops.backend import why_no_kernels
+from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
 from . import attention, boundary, denoiser, gated, generation, head, layers, norms, rotary
@@ -66,7 +66,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
-    ops = ("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention")
+    ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
     if why_not:

@@ -24,7 +24,7 @@ from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
-from ..model.run_precision import resolve_precision
+from ..model.build import resolve_precision
 from ..optimize import Manifest
 from ..optimize.compile_layers import compile_layers
 from ..precision.accumulate import GradientAccumulator

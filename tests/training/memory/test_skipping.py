@@ -10,8 +10,8 @@ import torch
 from tests.models import lora, tiny
 
 from isotype.lora import linear, mlp
-from isotype.ops import compiled
-from isotype.ops.attention import cpp, function
+from isotype.ops import cpp as ops_cpp
+from isotype.ops.attention import cpu, op
 from isotype.ops.backend import using
 from isotype.optimize import optimize
 from isotype.testing.interpreter import interpreted
@@ -47,7 +47,7 @@ def gradients(model, length=40, kind="none", **options):
 def counted(monkeypatch):
     """How often attention's kernel ran, and with which outputs' sizes LoRA's base products."""
     seen = {"attention": 0, "products": []}
-    real, product = cpp.attention_forward, linear.base_product
+    real, product = cpu.attention_forward, linear.base_product
 
     def attention(*args):
         seen["attention"] += 1
@@ -57,12 +57,12 @@ def counted(monkeypatch):
         seen["products"].append(tuple(weight.shape))
         return product(x, weight, bias, state)
 
-    monkeypatch.setattr(function.cpp, "attention_forward", attention)
+    monkeypatch.setattr(op.cpu, "attention_forward", attention)
     monkeypatch.setattr(linear, "base_product", base_product)
     return seen
 
 
-@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kind", ["layers", "layers+offload"])
 def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
@@ -76,7 +76,7 @@ def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kin
     assert all(torch.equal(got[1][n], g) for n, g in want[1].items())
 
 
-@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("path", ["self_attn.v_proj", "self_attn.o_proj", "self_attn", "mlp"])
 def test_a_hook_sees_values_in_every_run(path):
     """What a recompute leaves out would be zeros to a hook."""

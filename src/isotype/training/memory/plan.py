@@ -23,7 +23,7 @@ from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...model.host_embedding import is_outlined_on_host, outlined_on_host
 from ...ops.backend import using
-from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
+from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.precision import Precision
 from ..optimizer import build_optimizer
