@@ -266,6 +266,7 @@ def test_a_dtype_in_any_spelling(word: str, canonical: str):
     assert dtype_word(word) == canonical
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("operator", "form"), FORMS)
 def test_every_form_matches_its_texts(operator: str, form: str):
     """The quick check before the forms lets every text of every form through."""
