@@ -1,4 +1,4 @@
-"""The families of errors: sheets (`families/*.txt`, read by `doctor.sheets`), two families that are code, and their pages.
+"""The families of errors: sheets (`families/*.txt`, read by `doctor.sheets`), and their pages.
 
 A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
 `why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes that several families share, their scores moved so.
@@ -27,6 +27,7 @@ _SHARED: dict[str, Callable[[Seen, float], Iterator[Cause]]] = {
 }
 _READINGS: dict[str, Callable[[str], Any]] = {
     " as dtype": dtype_word,
+    " as dtypes": lambda words: ", ".join(dtype_word(word) for word in words.split(",") if word.strip()),
     " as torch": torch_word,
     " as mixed": lambda word: word.replace("-true", "-mixed"),
     " without spaces": str.strip,
@@ -126,169 +127,6 @@ def register(path: Path) -> None:
 
         explained.__doc__ = section.page
         family(section.code, *section.name.split("; "))(explained)
-
-
-@family("EX029", "demanded dtype")
-def demanded(s: Seen) -> Explained:
-    """An operator takes one dtype, and got another
-
-    **Why it matters.** Extension kernels (quantised products, fp8 scales, fused attention) are compiled for one or two dtypes and
-    assert them; the text names what they want, seldom what they got.
-
-    **Example.** `Expected A.dtype() == at::kBFloat16 to be true`: quanto's int4 product takes bf16 activations only, and a run in fp16
-    or fp32 hands it others.
-
-    **What to do.** Run in the dtype it takes (`mixed_precision`, `dtype=` when loading), or cast next to the call.
-    """
-    only = ", ".join(dtype_word(word) for word in s.words.get("only", "").split(",") if word.strip()) or "another dtype"
-    if "scalar" in s.text and s.words.get("only") == "float":
-        only = "fp32"
-    name = s.words.get("name", "an operator").strip()
-    met = dtype_word(s.words["met"]) if "met" in s.words else None
-    half = "torch.float16" if only == "fp16" else "torch.float32" if only == "fp32" else "torch.bfloat16"
-    cast = f"cast next to the call: {name}.to({half})" if f"{name}.dtype" in s.text or "scale_" in name else ""
-    if "call" in s.words:
-        cast = f"cast next to the call: torch.{name}(x.float()).to(x.dtype)"
-    whole = f"load and train with dtype={half}" if only != "fp32" else ""
-    int4 = name in ("A", "scales") and only == "bf16"
-    return Explained(
-        message=f"{name} takes {only}" + (f", not {met}" if met else ""),
-        causes=[
-            *outside_autocast(s),
-            Cause(
-                name=f"{name} exists for {only} only",
-                score=3,
-                why=(
-                    f"{name} is checked against {only} and has another dtype"
-                    + (f" ({met})" if met else "")
-                    + (
-                        ": it was computed in half precision (bf16 or fp16 weights, or autocast)"
-                        if "call" in s.words
-                        else ": the run's precision is another, an fp32 norm or adapter promoted it, or `model.to(dtype)` cast what has to "
-                        "stay (scales)"
-                    )
-                    + ("; torch's int4 weight-only product (quanto, torchao) takes bf16 on CUDA" if int4 else "")
-                ),
-                fix=", or ".join(part for part in (cast, whole) if part) or f"cast next to the call: x.to({half})",
-                because="the text names it",
-            ),
-        ],
-    )
-
-
-@family("EX034", "paired arguments", "comparison", "interpolation", "storage")
-def paired_arguments(s: Seen) -> Explained:
-    """A function's arguments have two dtypes
-
-    **Why it matters.** Arithmetic promotes; much else does not: `grid_sample`, `embedding_bag`, `lerp`, `cdist`, `torch.allclose`,
-    `assert_close`, `set_` compare the dtypes of their arguments and stop.
-
-    **Example.** `F.grid_sample(features, points)` with bf16 features and an fp32 grid; an average of weights (EMA) in fp32 whose model was
-    cast to bf16 after the average was made.
-
-    **What to do.** Cast one argument to the other's dtype at the call, or both to fp32 where the value matters (comparisons, averages).
-    """
-    left, right = s.dtype("left", s.dtype("expected")), s.dtype("right", s.dtype("got"))
-    call = failing_call(s.situation)
-    name = s.words.get("checker") or (call.function if call else "") or s.words.get("name") or "this function"
-    if s.operator == "comparison":
-        cause = Cause(
-            name="values of two dtypes compared",
-            score=3,
-            why=(
-                f"{name} compares the dtype too, and one side is {left}, the other {right}: a computed value (autocast, a cast model) "
-                "beside a reference in fp32"
-            ),
-            fix=(
-                "compare in one dtype, with the tolerance of the narrower: torch.testing.assert_close(a.float(), b.float(), rtol=1.6e-2, "
-                "atol=1e-2), or check_dtype=False there; torch.allclose(a.float(), b.float())"
-            ),
-            because="the text names both",
-        )
-        return Explained(message=f"a comparison of {left} with {right}", causes=[cause])
-    if s.operator == "storage":
-        cause = Cause(
-            name="a tensor's storage replaced by one of another dtype",
-            score=3,
-            why=f"set_ exchanges the memory behind a tensor and keeps its dtype: it was given {right} and is {left}",
-            fix="copy, which casts: p.data.copy_(new); or cast before: p.data.set_(new.to(p.dtype))",
-            because="the text names both",
-        )
-        return Explained(message=f"set_ of a {right} tensor into a {left} one", causes=[cause])
-    if s.operator == "interpolation":
-        return Explained(message=f"lerp of {left} with {right}", causes=_interpolation(s, left, right))
-    if name.startswith("mps."):
-        unpromoted = Cause(
-            name="an operand that MPS does not promote",
-            score=3,
-            why=(
-                f"the graph compiler of MPS takes one dtype where CUDA and the CPU promote: {left} meets {right}. The odd one is often a "
-                "tensor of one element (a learning rate, a beta, a scale) that is kept in fp32"
-            ),
-            fix="cast it before the operation: scale = scale.to(x.dtype), or use a Python number",
-            because="the text is of MPS's graph compiler",
-        )
-        return Explained(message=f"{name} of {left} and {right}", causes=[unpromoted])
-    named = [s.words[key] for key in ("left", "right") if key in s.words]
-    other = "b.astype(a.dtype)" if re.match(r"(?:lax|jnp|jax)\.", name) else "tf.cast(b, a.dtype)" if "zero-based" in s.text else ""
-    pair = named if len(named) == 2 else list(call.tensors[:2]) if call else []
-    roles = f"{pair[0]} and {pair[1]}" if pair else "its arguments"
-    if len(named) == 2:
-        roles = f"{named[0]} is {left}, {named[1]} {right}"
-    else:
-        roles = (
-            f"{roles} are {left} and {right}" if "right" in s.dtypes else f"{roles} are of {left} and {right}, in one order or the other"
-        )
-    if other:
-        cast = other
-    elif pair and wider(right, left):
-        cast = f"{pair[1]}.to({pair[0]}.dtype)"
-    elif pair:
-        cast = f"{pair[0]}.to({pair[1]}.dtype)"
-    else:
-        cast = "b.to(a.dtype)"
-    return Explained(
-        message=f"{name} of {left} and {right}",
-        causes=[
-            Cause(
-                name="arguments of two dtypes",
-                score=3,
-                why=f"{name} takes one dtype and casts nothing: {roles}; what was made in fp32 (a grid, weights, a softmax) met {s.half}",
-                fix=f"cast one at the call: {cast}, or both to fp32 where the precision matters",
-                because=call.place if call else "the text names the arguments" if named else "",
-            )
-        ],
-    )
-
-
-def _interpolation(s: Seen, left: str, right: str) -> list[Cause]:
-    call = failing_call(s.situation)
-    causes = [
-        Cause(
-            name="ends of an interpolation differ" if s.words.get("which") != "weight" else "interpolation weight in another dtype",
-            score=3,
-            why=f"lerp takes one dtype for both ends and a tensor weight: it is {left}, the {s.words.get('which', 'other')} {right}",
-            fix="cast at the call: torch.lerp(a, b.to(a.dtype), weight.to(a.dtype)); a Python number as weight fits every dtype",
-            because="the text names the argument" + (f"; {call.frame.code}" if call else ""),
-        )
-    ]
-    if "averaging" in s.situation:
-        causes.append(
-            Cause(
-                name="the average and the model have two dtypes",
-                score=5,
-                why=(
-                    f"an average of weights (EMA, SWA) is kept in {left} and the model's weights are {right}: the model was cast after the "
-                    "average was made, or the average loaded in another dtype"
-                ),
-                fix=(
-                    "make the average after the cast; to keep it in fp32 (in bf16 small steps round away) give it fp32 weights: "
-                    "average.lerp_(p.float(), 1 - decay)"
-                ),
-                because=f"averaging in {s.situation.where('averaging')}",
-            )
-        )
-    return causes
 
 
 _NOT_DTYPE = """# EX000: not a dtype error
