@@ -19,6 +19,7 @@ LEVELS = [
     {"pages"},
     {"environment"},
     {"precision", "config"},
+    {"observe"},
     {"runs"},
     {"ops", "data"},
     {"lora", "doctor"},
@@ -39,7 +40,10 @@ LEVELS = [
 FORBIDDEN = [
     ("doctor", {"ops", "lora", "optimize", "training", "tasks", "model", "inference", "data", "runs", "testing"}),
     ("training", {"tasks"}),
-    *((room, {"doctor", "testing"}) for room in ("precision", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")),
+    *(
+        (room, {"doctor", "testing"})
+        for room in ("precision", "observe", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.cli.merge import merge as merge_command
 from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.interrupted import line
 from isotype.runs.checkpoint import atomic_folder
-from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
 
 
@@ -26,9 +24,19 @@ def ask(*arguments, text=None):
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
 @pytest.fixture
-def run(configured, tmp_path):
-    assert train(configured(train={"learning_rate": 2e-2})) == 0
+def run(configured, tmp_path, trained):
+    """The folder of a run, trained once for all tests here."""
+    if trained.exists():
+        shutil.copytree(trained, tmp_path / "run")
+    else:
+        assert train(configured(train={"learning_rate": 2e-2})) == 0
+        shutil.copytree(tmp_path / "run", trained)
     return tmp_path / "run"
 
 
@@ -58,17 +66,6 @@ def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_th
     assert skipped["loss"] == whole["loss"]
 
 
-def test_eval_takes_one_file(tmp_path):
-    with pytest.raises(UsageError, match="eval: "):
-        ask("eval", tmp_path, "a.jsonl", "--data", "b.jsonl")
-
-
-def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("isotype.inference.loaded.load_run", None)
-    with pytest.raises(UsageError, match=r"none\.jsonl: no such file"):
-        ask("eval", run, "--data", tmp_path / "none.jsonl")
-
-
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n")  # two lines
 
@@ -80,13 +77,6 @@ def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     assert answers() == answers()
     drawn = ("--temperature", 2.0)
     assert answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
-
-
-def test_prompts_from_the_command_line(run):
-    out = ask("sample", run, "How much is 1 plus 2?", "$x", "--tokens", 2, "--json")
-    assert [s["prompt"] for s in json.loads(out.splitlines()[-1])["samples"]] == ["How much is 1 plus 2?", "$x"]
-    with pytest.raises(UsageError, match="an empty prompt"):
-        ask("sample", run, " ")
 
 
 def test_chat_answers_what_is_piped_in(run):
@@ -107,37 +97,6 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
         assert "a�[2J��b\n\tc\n" in shown
     answer = json.loads(ask("sample", run, "one?", "--tokens", 1, "--json").splitlines()[-1])["samples"][0]["answer"]
     assert answer.startswith("a\x1b[2J")
-
-
-def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_is_stopped(run, monkeypatch):
-    from isotype.inference.loaded import Conversation
-
-    loaded = load_run(run)
-    talk = Conversation(loaded, max_new_tokens=2, temperature=0.0, top_p=1.0, stream=False)
-    asked = []
-    generate = loaded.model.generate
-
-    def seen(**given):
-        asked.append(loaded.tokenizer.decode(given["input_ids"][0]))
-        return generate(**given)
-
-    monkeypatch.setattr(loaded.model, "generate", seen)
-    talk.say("one?")
-    talk.say("two?")
-    assert "one?" in asked[1]
-    assert len(talk.messages) == 4
-
-    def stopped(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loaded.model, "generate", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        talk.say("three?")
-    assert [m["content"] for m in talk.messages if m["role"] == "user"] == ["one?", "two?"]
-    talk.clear()
-    monkeypatch.setattr(loaded.model, "generate", seen)
-    talk.say("four?")
-    assert "one?" not in asked[-1]
 
 
 def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
@@ -180,8 +139,6 @@ def test_a_run_leaves_what_its_report_shows_also_when_it_fails(configured, tmp_p
 
 
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
-    import shutil
-
     shutil.rmtree(run / "adapter")
     assert load_run(run).taken == "checkpoint step_6"
 
@@ -241,13 +198,6 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     assert load_run(merged).precision.base == "fp32"
 
 
-def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
-    merged = merge(load_run(run), tmp_path / "merged", dtype="bf16")
-    assert merged.noise > 1e-3
-    with pytest.raises(UsageError, match="not empty"):
-        merge(load_run(run), tmp_path / "merged")
-
-
 def test_a_merge_onto_a_full_disk_leaves_nothing_and_says_to_merge_again(run, tmp_path, monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -267,25 +217,7 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
         ask("merge", run, "--out", tmp_path / "words")
 
 
-@pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
-def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed, left):
-    """Interrupted before the merged folder is put in place, and after."""
-    out = tmp_path / "merged"
-
-    def interrupted(*given):
-        if placed:
-            write_folder(out, lambda folder: None)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
-    # of an interrupted run of another test in this process
-    monkeypatch.setattr("isotype.interrupted._inside", [])
-    monkeypatch.setattr("isotype.interrupted._said", False)
-    with pytest.raises(KeyboardInterrupt):
-        merge_command(tmp_path / "run", out)
-    assert line(["merge"]) == f"interrupted: {out} {left}"
-
-
+@pytest.mark.full
 def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path):
     """Without a dtype of its own a LoRA branch is computed in that of `compute`."""
     for name, branch in (("one", "compute"), ("two", "fp32")):

@@ -15,7 +15,7 @@ from isotype.lora import attach, fuse_lora, unfuse_lora
 from isotype.lora.dtypes import LoraDtypes
 from isotype.lora.group import Projection, lora_group
 from isotype.lora.linear import lora_linear
-from isotype.precision.observe.regions import observing
+from isotype.observe import observing
 
 from .layers import FEATURES, Checkpointed, assert_same, inputs, nf4_linear, results
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.errors import PreflightError, UsageError
+from isotype.observe import is_observed
 from isotype.optimize import regions
-from isotype.precision.observe import is_observed
 from isotype.tasks.choose import plan, train
 
 COMPILED = {"model": {"compile": "layers"}, "precision": {"preset": "bf16-lora"}, "run": {"observe_every": 100}}

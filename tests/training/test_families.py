@@ -10,10 +10,10 @@ from tests.models import FAMILIES, lora, rows, tiny
 from isotype.config.schema import AdapterSection, TrainSection
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter, save_adapter, trainable_share
+from isotype.observe import Observer
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
-from isotype.precision.observe import Observer
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.optimizer import build_optimizer

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isotype.config.schema import TrainSection
 from isotype.distributed.world import ALONE
 from isotype.environment.planned import planned_for
+from isotype.observe import share_changed
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
-from isotype.precision.observe import share_changed
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training import step

@@ -17,7 +17,7 @@ from isotype.distributed.world import ALONE, World
 from isotype.dtypes import to_torch
 from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
-from isotype.precision.part import Part
+from isotype.precision.parts import Part
 from isotype.precision.precision import Precision
 from isotype.training.feed import RowStream
 from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words

@@ -24,8 +24,7 @@ from ..dtypes import name, to_torch
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_block, is_quantised
 from ..precision.denoiser_blocks import denoiser_blocks
-from ..precision.own_part import own_part
-from ..precision.part import Part
+from ..precision.parts import Part, local_part
 from .world import World
 
 
@@ -77,7 +76,7 @@ class Sums:
     def take(self, parameter: nn.Parameter) -> Tensor:
         """This parameter's gradient. FSDP hands out the gradients of a unit in their order in `flat`, padded to equal parts."""
         assert self._flat is not None, "the hook runs before the gradients are handed out"
-        own = own_part(parameter)
+        own = local_part(parameter)
         gradient = self._flat[self._at : self._at + own.numel()].view(own.shape)
         self._at += math.ceil(parameter.shape[0] / self._parts) * (parameter.numel() // parameter.shape[0])
         return gradient
@@ -194,7 +193,7 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
         if not parameter.requires_grad:
             continue
         if id(parameter) not in found:
-            part = own_part(parameter).detach().to(dtype).cpu()
+            part = local_part(parameter).detach().to(dtype).cpu()
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
             if world.rank < sharding.parts:
                 world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))

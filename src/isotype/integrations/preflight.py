@@ -24,10 +24,10 @@ from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import PreflightError, RunError
+from ..libraries import hook_of_gradients
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
-from ..precision.own_optimizer import own_hooks
 from ..precision.resolve import Resolved
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
 from ..training.finite import non_finite_error
@@ -350,7 +350,7 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
         return "fp16: the gradient scaler would count the rehearsed step"
     if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
         return "the trainer makes its rows by generation in its first step"
-    if (hook := own_hooks(trainer.model.parameters())) is not None:
+    if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
         return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
     return "" if rows.largest else rows.why_no_tokens
 

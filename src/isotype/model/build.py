@@ -14,7 +14,7 @@ from ..environment.hardware import Hardware
 from ..optimize import Manifest, optimize
 from ..optimize.base import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
-from ..precision.part import Part
+from ..precision.parts import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve

@@ -29,7 +29,7 @@ from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
-from ..precision.part import Part, loaded_on
+from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder

@@ -22,7 +22,7 @@ from ..distributed.passes import Passes
 from ..distributed.random_states import gathered_random_state, restore_own_random_state
 from ..distributed.world import ALONE, World
 from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import Observation, Observer, is_observed
+from ..observe import Observation, Observer, is_observed
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,

@@ -25,7 +25,7 @@ from ..environment.hardware import measured_matmul_peak
 from ..environment.out_of_memory import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..interrupted import leaving, said
-from ..precision.observe import Observer
+from ..observe import Observer
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..precision.own_part import own_part
+from ..precision.parts import local_part
 from .spread import spread
 
 # what PyTorch does not count as a write (`p.data`, NumPy) is found in a sample: a few tensors, some elements of each
@@ -68,5 +68,5 @@ def _on_the_host(elements: dict[str, Tensor]) -> dict[str, bytes]:
 
 def _elements(tensor: Tensor) -> Tensor:
     """uint8[...]: their bytes."""
-    flat = own_part(tensor).detach().flatten()
+    flat = local_part(tensor).detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].clone().view(torch.uint8)

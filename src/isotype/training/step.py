@@ -18,9 +18,9 @@ from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
 from ..lora.narrow import copies_kept
+from ..observe import share_changed
 from ..precision.accumulate import GradientAccumulator
-from ..precision.observe import share_changed
-from ..precision.own_part import own_part
+from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error
 from .loss_scale import LossScale
@@ -143,7 +143,7 @@ class Stepper:
         return own, total, norm
 
     def _look(self) -> list[Tensor]:
-        return [own_part(p).detach().flatten()[index] for p, index in self._sampled]
+        return [local_part(p).detach().flatten()[index] for p, index in self._sampled]
 
     def non_finite(self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None) -> RunError:
         """NF001 with the module where a non-finite number appears first.
@@ -192,5 +192,5 @@ def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parame
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
         for p in spread(parameters, SAMPLED_PARAMETERS)
-        if (n := own_part(p).numel())
+        if (n := local_part(p).numel())
     ]

@@ -9,7 +9,7 @@ import torch
 from ..counted import counted
 from ..distributed.world import ALONE, World
 from ..model.adapter import trainable_share
-from ..precision.own_part import own_part
+from ..precision.parts import local_part
 from ..runs.folder import RunFolder
 from .attention_line import attention_line
 from .console import RunConsole, duration, size
@@ -26,7 +26,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     trainable, total = trainable_share(prepared.model)
     p = resolved.precision
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
-    weights = sum(own_part(p).numel() * p.element_size() for p in prepared.model.parameters())
+    weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
     line = attention_line(prepared.model, config.model.attention, p, device_type=prepared.device.type)
     rows = [
         ("run", str(folder.path)),

@@ -19,7 +19,7 @@ from ..config.schema import RunConfig, TrainSection
 from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
-from ..precision.part import Part
+from ..precision.parts import Part
 from ..precision.precision import Precision
 from .feed import Feed
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..precision.own_part import settle
+from ..precision.parts import settle
 from ..runs.checkpoint.snapshot import random_state, restore_random_state
 
 

@@ -164,7 +164,7 @@ def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Fin
 
 
 def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
-    """Raises UsageError for what `isotype doctor check` calls an error: such a file means two things."""
+    """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a translation would take one."""
     wrong = [f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS]
     if wrong:
         raise UsageError(
@@ -174,7 +174,7 @@ def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
 
 
 def _decide(draft: Draft, record: Record | None) -> None:
-    """The preset that does what the other tool's flags do, by `isotype doctor check`'s record; accounts for each key that took part."""
+    """The preset that does what the other tool's flags do, by the record of `isotype doctor check`; accounts for each key of it."""
     chosen, note = _chosen(draft, record)
     draft.settings.update(chosen)
     if chosen.get("precision.preset") == "bf16-pure" and draft.settings.get("train.optimizer") == "adamw8bit":

@@ -30,7 +30,7 @@ def test_rehearsal_restores_all_state(subject):
 
 
 def test_rehearsal_restores_states_and_settings_that_the_optimizer_has(subject, monkeypatch):
-    monkeypatch.setattr(rehearsal, "own_update", lambda _: None)  # the step below stands for a library's
+    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     one = subject()
     optimizer = one.prepared.stepper.optimizer
     for group in optimizer.param_groups:
@@ -56,7 +56,7 @@ def test_rehearsal_restores_states_and_settings_that_the_optimizer_has(subject, 
 
 
 def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
-    monkeypatch.setattr(rehearsal, "own_update", lambda _: None)  # the step below stands for a library's
+    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     one = subject()
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(RuntimeError("no kernel\nat all")))
     (finding,) = rehearsed_step(one)
@@ -73,7 +73,7 @@ def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
 ])  # fmt: skip
 def test_missing_memory_is_told_with_what_takes_less(subject, monkeypatch, error):
     one = subject()
-    monkeypatch.setattr(rehearsal, "own_update", lambda _: None)  # the step below stands for a library's
+    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(error))
     (finding,) = rehearsed_step(one)
     assert finding.code == "PF012"

@@ -14,7 +14,7 @@ from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
-from ...precision.part import Part, loaded_on
+from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from .denoiser import frozen_denoiser, put_under
 from .pipeline import PipelineFolder, widen_buffers

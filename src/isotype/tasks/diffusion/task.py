@@ -22,7 +22,7 @@ from ...model.adapter import check_branch
 from ...model.load import read_config
 from ...optimize import Manifest
 from ...precision.apply import inner_model
-from ...precision.part import Part, loaded_on
+from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from ...training.memory.bound import held_bytes
 from ...training.memory.quantised_outline import quantise_outline

@@ -15,7 +15,7 @@ from ...data.pack import joined
 from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
-from ...precision.own_part import gathered
+from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.preflight.subject import CheckedTask, Subject
 from ...training.task import Check

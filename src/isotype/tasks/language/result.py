@@ -18,7 +18,7 @@ from ...model.export import cast_once, embedding_and_head, refuse_untrue_config,
 from ...model.load import Source, load_base
 from ...optimize import optimize
 from ...precision.apply import apply_precision
-from ...precision.part import Part
+from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.task import Evaluation
 from ...training.undisturbed import evaluation_mode

@@ -28,7 +28,7 @@ from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...optimize import Manifest
 from ...precision.apply import is_quantised
-from ...precision.part import Part
+from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...runs.folder import RunFolder

@@ -28,8 +28,8 @@ from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...precision.own_optimizer import own_update
-from ...precision.own_part import own_part
+from ...libraries import code_of_update
+from ...precision.parts import local_part
 from ..undisturbed import random_state_restored
 from .subject import CheckedRun, Subject
 
@@ -102,7 +102,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        if (own := own_update(stepper.optimizer)) is not None:
+        if (own := code_of_update(stepper.optimizer)) is not None:
             yield _not_rehearsed(own)
             return
         try:
@@ -151,7 +151,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)
-    filled = _not_zero({name: own_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
+    filled = _not_zero({name: local_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
     lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)]
     if not lost:
         return

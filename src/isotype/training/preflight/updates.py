@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
-from ...precision.own_part import own_part
+from ...precision.parts import local_part
 from .subject import Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
@@ -36,10 +36,10 @@ def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
     stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
     if stochastic and precision.trainable != "fp32":
         return
-    trained = [(name, p) for name, p in subject.prepared.model.named_parameters() if p.requires_grad and own_part(p).numel()]
+    trained = [(name, p) for name, p in subject.prepared.model.named_parameters() if p.requires_grad and local_part(p).numel()]
     stuck, total, still = 0.0, 0, []
     for name, parameter in trained:
-        part = own_part(parameter)
+        part = local_part(parameter)
         share = stuck_share(part, rate * TYPICAL)
         stuck += share * part.numel()
         total += part.numel()
