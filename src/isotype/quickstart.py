@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .entry.stage import quoted, run_stage
-from .entry.stage_time import StageTime, take_fewer_threads_where_faster, timed
+from .entry.stage import StageTime, quoted, run_stage, timed
 from .errors import UsageError
-from .printable import printable
+from .wording import printable
 
 MOST_SECONDS = 280.0  # as counted here; with 300 the whole command took 5 min 10 s beside two busy loops
 TRAIN_SECONDS = 180.0  # of the steps of both stages, as planned before anything else of the command was timed
@@ -53,7 +52,6 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
     pace = StageTime(MOST_SECONDS, share=_share_of_pretraining(), least=_LEAST_STEPS)
-    take_fewer_threads_where_faster(say)
     _prepare(folder, size, say)
     results = {}
     for stage, file, what in (
@@ -62,7 +60,6 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
     ):
         say(f"\n{what}  ({folder / file})")
         if stage == "tune" and size is None:
-            take_fewer_threads_where_faster(say)
             _tune_in_what_is_left(folder, pace, say)
         pace.begin(stage)
         if (status := run_stage(folder / stage, folder / file, json_output=json_output, callbacks=[pace] if size is None else [])) != 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.entry.stage_time import StageTime
+from isotype.entry.stage import StageTime
 from isotype.training.callbacks import Moment
 
 STEPS = {"first": 1000, "second": 400}

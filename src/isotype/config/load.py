@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from ..near_file import near_file
+from ..wording import near_file
 from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED, WORDS
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe

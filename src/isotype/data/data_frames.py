@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .read import Record
 
 _ROWS = 'orient="records", lines=True'

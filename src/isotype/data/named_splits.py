@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..counted import counted
+from ..wording import counted
 
 TRAINED = {"train", "training"}
 SPLITS = TRAINED | {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "held_out"}

@@ -19,7 +19,7 @@ from typing import IO, Any
 from unicodedata import normalize
 
 from ..errors import UsageError
-from ..near_file import near_file
+from ..wording import near_file
 from .advice import another_name, converted_by
 from .progress import Meter
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import BadRow, RowError
 from .formats import Example
 from .json_rows import first_line, read_json

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..entry.stage import quoted, run_stage
-from ..entry.stage_time import StageTime, take_fewer_threads_where_faster, timed
+from ..entry.stage import StageTime, quoted, run_stage, timed
 from ..errors import UsageError
 from .shapes import COLOURS, SHAPES, SIDE, write_pictures
 
@@ -60,8 +59,6 @@ def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str =
     asked, size = size, size or Size()
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
     time = StageTime(MOST_SECONDS, share=size.full_steps / (size.full_steps + size.lora_steps), least=_LEAST_STEPS, after=_AFTER)
-    if asked is None:
-        take_fewer_threads_where_faster(say)
     _prepare(folder, size, preset, say, shorten=asked is None)
     results = {}
     for stage, file, what in (
