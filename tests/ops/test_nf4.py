@@ -77,6 +77,7 @@ def test_on_a_gpu_the_values_are_bitsandbytes(dtype, double):
     torch.testing.assert_close(got.cpu(), want, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize(("double", "beside"), [(False, 0), (True, 0), (True, 32)])

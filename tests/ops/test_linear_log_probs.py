@@ -10,7 +10,7 @@ from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
 from isotype.ops.linear_log_probs import OUTPUTS
 from isotype.ops.linear_log_probs.op import linear_log_probs_reference
-from tests.ops.trials import FACTOR, error, keeps_its_dtypes
+from tests.ops.trials import FACTOR, error
 
 OPTIONS = {"plain": {}, "all": {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}}
 DIFFERENTIABLE = ("log_probs", "entropy", "logsumexp")
@@ -48,7 +48,7 @@ def test_gradients_agree_with_finite_differences(options, outputs):
 
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", [(4, 5), (23,)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5)], ids=str)
 def test_every_output_is_the_references(backend, options, shape):
     tokens = int(torch.tensor(shape).prod())
     x, w, b, targets = make(tokens, 8, 8200, dtype=torch.float32)
@@ -77,19 +77,6 @@ def test_gradients_with_a_frozen_and_a_trainable_head(backend, trained, outputs)
         assert (a.grad is None) == (b.grad is None)
         if b.grad is not None:
             assert error(a.grad, b.grad) < 1e-5
-
-
-def test_values_are_fp32_and_gradients_have_their_tensors_dtypes():
-    x, w, _, targets = make(64, 8, 300)
-    tried = keeps_its_dtypes(
-        lambda x, w: linear_log_probs(x, w, targets).log_probs,
-        lambda x, w: torch.log_softmax(torch.nn.functional.linear(x, w).to(torch.promote_types(x.dtype, torch.float32)), -1)
-        .gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets == -100, 0.0),
-        [x, w],
-        groups=[0, 1],
-        out_dtype=lambda own, cast: torch.float32,
-    )  # fmt: skip
-    assert tried == 45
 
 
 @pytest.mark.parametrize("trained", ["hidden", "both"])
@@ -185,9 +172,9 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
+    from isotype.ops.cross_entropy.eager import Wanted
     from isotype.ops.cross_entropy.rule import LossRule
     from isotype.ops.linear_log_probs import op as chunked
-    from isotype.ops.linear_log_probs.rows import Wanted
 
     with Sizes():
         chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), "log_probs")

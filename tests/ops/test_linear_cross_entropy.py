@@ -10,8 +10,7 @@ from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
 from isotype.ops.linear_cross_entropy import products as chunks
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
-from tests.gpu import DEVICE, kernels, on_a_gpu
-from tests.ops.trials import FACTOR, error, keeps_its_dtypes
+from tests.ops.trials import FACTOR, error, plain_weighted
 
 OPTIONS = {
     "plain": {},
@@ -30,48 +29,13 @@ def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_agree_with_finite_differences(options, reduction):
     x, w, b, targets = make(6, 3, 7)
     assert torch.autograd.gradcheck(
         lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, reduction=reduction, chunk=2, **options),
         tuple(t.requires_grad_() for t in (x, w, b)),
     )
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("shape", [(20, 8, 50), (4160, 8, 33), (64, 128, 4099)], ids=str)
-def test_loss_is_fp32_and_gradients_have_their_tensors_dtypes(shape, reduction):
-    x, w, _, targets = make(*shape)
-    tried = keeps_its_dtypes(
-        lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction),
-        lambda x, w: plain(x, w, targets, reduction),
-        [x, w],
-        groups=[0, 1],
-        out_dtype=lambda own, cast: torch.float32,
-    )
-    assert tried == 45
-
-
-@on_a_gpu
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("chunk", [None, 64], ids=["one chunk", "chunks"])
-def test_dtypes_on_a_gpu(reduction, chunk):
-    """Products with fp32 results (`out_dtype`) straight into their place, and sums of them in the product's epilogue."""
-    x, w, _, targets = (t.to(DEVICE) for t in make(*((260, 128, 4099) if DEVICE == "cuda" else (5, 4, 33))))
-    with kernels():
-        keeps_its_dtypes(
-            lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction, chunk=chunk),
-            lambda x, w: plain(x, w, targets, reduction),
-            [x, w],
-            groups=[0, 1],
-            out_dtype=lambda own, cast: torch.float32,
-        )
-
-
-def plain(x, w, targets, reduction):
-    logits = F.linear(x, w)
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction=reduction)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -117,28 +81,17 @@ def test_a_loss_scale_that_is_a_power_of_two_is_exact_in_bf16():
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_a_trainable_bias_alone():
-    x, w, b, targets = make()
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 1)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_hidden_head_and_bias_may_be_frozen(trained, reduction):
     results = []
     for f in (linear_cross_entropy, linear_cross_entropy_reference):
-        bias = b.clone().requires_grad_()
-        f(x, w, targets, bias=bias, reduction="none").sum().backward()
-        results.append(bias.grad)
+        x, w, b, targets = make()
+        leaves = [t.requires_grad_(i in trained) for i, t in enumerate((x, w, b))]
+        f(x, w, targets, bias=b, reduction=reduction, **({"chunk": 5} if f is linear_cross_entropy else {})).sum().backward()
+        assert [t.grad is not None for t in leaves] == [i in trained for i in range(3)]
+        results.append([t.grad for t in leaves if t.grad is not None])
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_either_side_may_be_frozen(frozen, reduction):
-    x, w, _, targets = make()
-    mine = [x.clone().requires_grad_(frozen != "hidden"), w.clone().requires_grad_(frozen != "weight")]
-    theirs = [t.detach().clone().requires_grad_(t.requires_grad) for t in mine]
-    linear_cross_entropy(*mine, targets, reduction=reduction, chunk=5).sum().backward()
-    F.cross_entropy(F.linear(*theirs), targets, reduction=reduction).sum().backward()
-    for a, b in zip(mine, theirs):
-        assert (a.grad is None) == (b.grad is None)
-        if b.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -272,22 +225,6 @@ def test_bad_arguments_raise_errors_that_name_them():
         linear_cross_entropy(x, w, targets + 50)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_under_checkpointing_are_the_same(reentrant, reduction):
-    x, w, _, targets = make()
-    results = []
-    for wrapped in (True, False):
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-
-        def f(a, b):
-            return linear_cross_entropy(a * 2, b, targets, reduction=reduction)
-
-        (torch.utils.checkpoint.checkpoint(f, a, b, use_reentrant=reentrant) if wrapped else f(a, b)).sum().backward()
-        results.append((a.grad, b.grad))
-    torch.testing.assert_close(results[0], results[1])
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
 def test_compiles_without_a_graph_break(reduction, cast):
@@ -349,3 +286,78 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
     with torch.no_grad():
         loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())
+
+
+# --- weights of classes and tokens
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("which", ["classes", "tokens", "both"])
+def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
+    results = []
+    for op in ("mine", "plain"):
+        x, w, b, targets = make()
+        classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64) if which != "tokens" else None
+        tokens = torch.linspace(0.5, 3.0, 20, dtype=torch.float64).requires_grad_() if which != "classes" else None
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        if op == "mine":
+            loss = linear_cross_entropy(
+                x, w, targets, bias=b, reduction=reduction, class_weights=classes, token_weights=tokens, label_smoothing=0.1,
+                logit_scale=1.5, z_loss=1e-2, chunk=6,
+            )  # fmt: skip
+        else:
+            loss = plain_weighted(x, w, b, targets, reduction, classes, tokens, 0.1, 1.5, 1e-2)
+        (loss * torch.linspace(-1, 2, loss.numel(), dtype=torch.float64).view(loss.shape)).sum().backward()
+        results.append([loss.detach(), *(t.grad for t in leaves), *([tokens.grad] if tokens is not None else [])])
+    torch.testing.assert_close(*results)
+
+
+def test_torchs_own_mean_divides_by_the_weights_of_the_targets():
+    x, w, _, targets = make()
+    classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64)
+    torch.testing.assert_close(
+        linear_cross_entropy(x, w, targets, class_weights=classes), F.cross_entropy(F.linear(x, w), targets, weight=classes)
+    )
+
+
+def test_weighted_bf16_gradients_are_as_good_as_plain_pytorchs():
+    x, w, b, targets = make(256, 64, 900)
+    classes, tokens = torch.linspace(0.1, 2.0, 900), torch.linspace(0.5, 3.0, 256)
+    leaves = [t.bfloat16().requires_grad_() for t in (x, w, b)]
+    peer = [t.detach().clone().requires_grad_() for t in leaves]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    linear_cross_entropy(
+        leaves[0], leaves[1], targets, bias=leaves[2], class_weights=classes, token_weights=tokens, label_smoothing=0.1, chunk=64
+    ).backward()
+    for given in (peer, exact):
+        z = F.linear(*given)
+        z = z if z.dtype == torch.float64 else z.float()
+        loss = F.cross_entropy(z, targets, weight=classes.to(z), label_smoothing=0.1, reduction="none") * tokens.to(z)
+        (loss.sum() / (tokens * classes[targets.clamp(min=0)]).masked_fill(targets == -100, 0.0).sum()).backward()
+    for mine, theirs, truth in zip(leaves, peer, exact):
+        assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
+
+
+def test_statistics_return_logsumexp_and_the_z_loss():
+    x, w, b, targets = make()
+    loss, seen = linear_cross_entropy(x, w, targets, bias=b, z_loss=1e-2, statistics=True, reduction="none")
+    lse = torch.logsumexp(F.linear(x, w, b), -1).masked_fill(targets == -100, 0.0)
+    torch.testing.assert_close(seen.logsumexp, lse)
+    torch.testing.assert_close(seen.z_loss, 1e-2 * lse.square())
+    torch.testing.assert_close(loss - seen.z_loss, -seen.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
+        ({"token_weights": torch.ones(3)}, ShapeError, "token_weights"),
+        ({"class_weights": torch.ones(50, requires_grad=True)}, UsageError, "gets none"),
+        ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
+        ({"token_weights": torch.ones(20), "statistics": True}, UsageError, "linear_log_probs"),
+    ],
+)
+def test_weights_of_a_wrong_shape_are_refused(given, kind, words):
+    x, w, _, targets = make()
+    with pytest.raises(kind, match=words):
+        linear_cross_entropy(x, w, targets, **given)
