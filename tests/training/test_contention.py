@@ -74,12 +74,12 @@ def test_a_run_advises_fewer_threads_and_goes_on_with_those_that_it_has(configur
     assert torch.get_num_threads() == before
 
 
-def test_the_quickstart_takes_fewer_threads(monkeypatch):
-    from isotype.entry import stage_time
+def test_the_quickstart_uses_fewer_threads(monkeypatch, capsys):
+    from isotype.quickstart import stages
 
-    taken, said = [], []
+    taken = []
     monkeypatch.setattr(module, "contention", lambda *, load: SHARED if load() == math.inf else None)  # an idle last minute says nothing
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    stage_time.take_fewer_threads_where_faster(said.append)
+    stages.use_fewer_threads_where_faster()
     assert taken == [1]
-    assert "1 of 2 threads: 3.0 times as fast as all" in said[0]
+    assert "1 of 2 threads: 3.0 times as fast as all" in capsys.readouterr().out

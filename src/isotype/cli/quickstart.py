@@ -38,7 +38,7 @@ def quickstart(
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
     with leaving(f"isotype quickstart{' --diffusion' if diffusion else ''} --folder {folder} goes on where it stopped"):
         if diffusion:
-            from ..quickstart_pictures import quickstart_pictures
+            from ..quickstart import quickstart_pictures
 
             status = quickstart_pictures(folder, json_output=json_output)
         else:

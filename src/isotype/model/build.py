@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.embedding import is_kept_on_host
+from ..config.kind import is_kept_on_host
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..optimize import Manifest, optimize

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import json_objects
-from ..config.embedding import is_kept_on_host
+from ..config.kind import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..counted import counted

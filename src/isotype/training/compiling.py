@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.compiled import wants_compiled
+from ..config.kind import wants_compiled
 from .preflight.rehearsal import undone
 from .preflight.subject import Subject
 

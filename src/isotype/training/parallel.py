@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.embedding import wants_embedding_on_host
+from ..config.kind import wants_embedding_on_host
 from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError

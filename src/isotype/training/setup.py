@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..config.compiled import check_compile, wants_compiled
-from ..config.embedding import check_embedding
-from ..config.sizes import bytes_of
+from ..config.kind import check_compile, check_embedding, wants_compiled
+from ..config.schema import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
