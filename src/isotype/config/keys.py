@@ -128,7 +128,7 @@ _AS_OPTIONS = {"4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.p
 
 
 def setting_for_option(option: str) -> str | None:
-    """What to write for an option that there is not, as people type it: `train.learning_rate=VALUE` for `--lr`; or that it is not offered."""
+    """What to write for an unknown option: `train.learning_rate=VALUE` for `--lr`; or that it is not offered; None for an unknown word."""
     name = option.lstrip("-").replace("-", "_")
     if name in NOT_OFFERED:
         return NOT_OFFERED[name]
