@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import tomllib
@@ -43,7 +42,7 @@ def interrupted(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("module", ["isotype.cli", "isotype.cli.app", "typer", "isotype.cli.train", "isotype.config.load"])
+@pytest.mark.parametrize("module", ["isotype.cli.app", "typer", "isotype.config.load"])
 def test_an_interrupted_import_is_no_traceback(interrupted, module):
     ended = interrupted(module, "-m", "isotype", "train", "--model", "no/such", "--data", "none.jsonl")
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", TRAIN)
@@ -51,9 +50,7 @@ def test_an_interrupted_import_is_no_traceback(interrupted, module):
 
 @pytest.mark.parametrize(
     ("command", "left"),
-    [("eval run", "; the run is as it was"), ("sample run", "; the run is as it was"), ("chat run", "; the run is as it was"),
-     ("plan x.yaml", "; nothing was begun, and the same command starts again"),
-     ("report run", ""), ("ls", ""), ("doctor", ""), ("doctor trace x.py", "")],
+    [("eval run", "; the run is as it was"), ("plan x.yaml", "; nothing was begun, and the same command starts again"), ("doctor", "")],
 )  # fmt: skip
 def test_every_command_says_that_it_was_interrupted(interrupted, command, left):
     ended = interrupted("isotype.cli.train", "-m", "isotype", *command.split())
@@ -61,7 +58,7 @@ def test_every_command_says_that_it_was_interrupted(interrupted, command, left):
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
 
 
-@pytest.mark.parametrize("module", ["torch", "transformers", "isotype.inference.loaded", "isotype.tasks.language.sample"])
+@pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_an_interrupt_while_libraries_are_imported_is_one_line(interrupted, module, tmp_path):
     """With a model's folder, whose configuration is looked at after most of the imports."""
     (tmp_path / "model").mkdir()
@@ -75,7 +72,6 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(interrupted, modu
     "raised",
     [
         "raise KeyboardInterrupt",
-        "exec('raise KeyboardInterrupt')",  # as dataclasses and named tuples make their methods
         "try: raise KeyboardInterrupt\n    except BaseException as e: raise ImportError('no torch') from e",
     ],
 )
@@ -114,19 +110,3 @@ def test_nothing_slow_is_imported_before_ctrl_c_is_heeded():
     )
     imported = subprocess.run([sys.executable, "-S", "-c", program, source], capture_output=True, text=True, check=True, timeout=900).stdout
     assert {name.partition(".")[0] for name in imported.split()} <= {"isotype", "importlib", "warnings", "__future__"}
-
-
-def test_a_second_interrupt_while_python_shuts_down_is_no_traceback():
-    """An exit handler stands for the time that Python needs to shut down."""
-    program = (
-        "import atexit, os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import isotype.__main__ as entry, isotype.cli.app as app\n"
-        "def interrupted(): raise KeyboardInterrupt\n"
-        "app.main = interrupted\n"
-        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
-        "entry.main()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
-    assert ended.returncode == -signal.SIGINT
-    assert ended.stderr == "interrupted: isotype did not finish\n"
