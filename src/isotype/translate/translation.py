@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config.expected import keys, sections
+from ..config.keys import keys, sections
 from ..config.load import load
 from ..config.yaml_text import write_value
 from ..doctor.check import check
