@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
 from .other_shapes import refuse_data_frame, refuse_turn

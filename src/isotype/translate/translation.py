@@ -15,7 +15,7 @@ from ..config.keys import keys, sections
 from ..config.load import load
 from ..config.yaml_text import write_value
 from ..doctor.check import check
-from ..doctor.check.record import Record
+from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune
