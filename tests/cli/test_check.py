@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.warm import interpreter
+
 
 def isotype(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+    return subprocess.run([interpreter(), "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
 
 
 @pytest.fixture

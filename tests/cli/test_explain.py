@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import interpreter
 
 ERROR = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
 
 
 def isotype(*arguments: str, text: str | None = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isotype", *arguments], input=text, capture_output=True, text=True, timeout=900)
+    return subprocess.run([interpreter(), "-m", "isotype", *arguments], input=text, capture_output=True, text=True, timeout=900)
 
 
 def test_standard_input_a_file_and_pasted_text_say_the_same(tmp_path: Path):

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.config.expected import keys
+from isotype.config.keys import keys
 from isotype.config.kind import LANGUAGE, applies
-from isotype.config.load import load
-from isotype.config.recipes import names, recipe
+from isotype.config.load import load, names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
 from isotype.config.yaml_text import YamlError, read_value, write_value
 

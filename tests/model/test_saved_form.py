@@ -124,6 +124,28 @@ def test_one_changed_weight_is_named(workshop, tmp_path):
         refuse_difference(tmp_path, expected, model, torch.bfloat16)
 
 
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_a_result_ends_where_its_answers_end(workshop, configured, tmp_path, kind):
+    """With a named template the tokenizer's end token is the template's: `generate` of the saved and of the merged model stops there."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    end, old = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokenizer.eos_token, tokenizer.chat_template = tokenizer.pad_token, None
+    tokenizer.save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.eos_token_id = model.generation_config.eos_token_id = old
+    model.save_pretrained(base)
+    sections = {"model": {"name": str(base)}, "data": {"chat_template": "chatml"}, "adapter": {"kind": kind}}
+    assert train(configured(train={"steps": 2}, **sections)) == 0
+    result = tmp_path / "run/model"
+    if kind == "lora":
+        result = merge(load_run(tmp_path / "run"), tmp_path / "merged").folder
+    saved = AutoModelForCausalLM.from_pretrained(result)
+    assert saved.config.eos_token_id == end == AutoTokenizer.from_pretrained(result).eos_token_id
+    assert saved.generation_config.eos_token_id == [end, old], "the model's own end token still ends an answer"
+
+
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 

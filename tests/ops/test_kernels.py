@@ -10,9 +10,6 @@ import torch._dynamo  # library ops import it on their first call, which must no
 
 pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-
 from isotype.ops import (
     add_rms_norm,
     cross_entropy,
@@ -36,7 +33,7 @@ from isotype.ops.rms_norm import triton as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
-from tests.ops.trials import FACTOR, error
+from tests.ops.trials import FACTOR, error, ptx
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ALL = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -336,20 +333,6 @@ def test_rope_reads_its_tables_where_they_lie_and_launches_once(monkeypatch, kin
     torch.testing.assert_close(got, want)
     assert len(launches) == 1
     assert [t.data_ptr() for t in launches[0]] == [cos.data_ptr(), sin.data_ptr()]
-
-
-def ptx(kernel, types, flags, unaligned):
-    """What the kernel becomes for sm_90 where every pointer and integer but these is a multiple of 16."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in flags else types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in (*flags, *unaligned) and signature[name] != "fp32"]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in flags.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
 
 
 FP32 = dict.fromkeys(("smoothing", "scale", "softcap", "z_loss"), "fp32")

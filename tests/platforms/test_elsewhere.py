@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PRETEND = Path(__file__).with_name("pretend.py")
-SYSTEMS = ["win32", "darwin"] if sys.platform.startswith("linux") else [sys.platform]
+SYSTEMS = ["win32", pytest.param("darwin", marks=pytest.mark.full)] if sys.platform.startswith("linux") else [sys.platform]
 AXOLOTL = """base_model: a/b
 micro_batch_size: 1
 sequence_len: 512
@@ -55,13 +55,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
-        (["--help"], 0, "doctor"),
         (["doctor", "check", "run with spaces"], 1, "lora.yml:8"),
-        (["doctor", "check", "bad.py"], 1, "bad.py:8"),
         (["doctor", "explain", "train.log"], 1, "dtype"),
-        (["doctor", "explain", "CF092"], 0, "CF092"),
         (["init", "run.yaml"], 0, "wrote run.yaml"),
-        (["init", "--schema"], 0, '"properties"'),
         (["doctor", "env"], 1, "torch is not installed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

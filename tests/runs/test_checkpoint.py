@@ -133,6 +133,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert store.load(step).tensors["model.w"][0] == step
 
 
+def test_files_of_a_sealed_folder_are_as_readable_as_the_users_other_files(tmp_path):
+    """safetensors makes its files readable by their owner alone."""
+    CheckpointStore(tmp_path).save(checkpoint(1))
+    (tmp_path / "other").write_text("")
+    assert {file.stat().st_mode for file in (tmp_path / "step_1").iterdir()} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_replacing_always_leaves_one_complete_folder(tmp_path):
     for text in ("old", "new"):
         write_folder(tmp_path / "adapter", lambda f, text=text: (f / "a.txt").write_text(text))

@@ -6,7 +6,6 @@ A command is a module beside this file with `register(app)`; the doctor's comman
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -103,7 +102,6 @@ def prepare(command: str) -> None:
 
 def main() -> None:
     """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
-    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks must not end a run
             stream.reconfigure(errors="backslashreplace")
@@ -123,37 +121,6 @@ def main() -> None:
             f"isotype: this command needs {error.name}, which is not installed\n  fix       pip install 'isotype[{extra}]'", file=sys.stderr
         )
         sys.exit(2)
-    except BrokenPipeError:
-        _leave_out_output()
+    except BrokenPipeError:  # `isotype ls | head`: what is still buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or _can_write():
-            raise
-        _leave_out_output()
-        print(f"isotype: could not write the output: {error.strerror}\n  fix       send it to a file that has room", file=sys.stderr)
-        sys.exit(1)
-
-
-def _open_standard_streams() -> None:
-    """Opens what the shell closed (`2>&-`): else the next file that is opened gets its number, and what libraries print goes into it."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-def _can_write() -> bool:
-    try:
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError:
-        return False
-    return True
-
-
-def _leave_out_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

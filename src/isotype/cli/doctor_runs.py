@@ -162,7 +162,7 @@ def kernels(
     # what imported code prints must not end up in the JSON
     with contextlib.redirect_stdout(sys.stderr):
         if target[0] == "pytest":
-            from ..doctor.kernels.recorder import check_pytest
+            from ..doctor.kernels.target import check_pytest
 
             report = check_pytest(target[1:], targets, binary=binary)
         elif len(target) > 1:

@@ -36,7 +36,7 @@ def quickstart(
     wait_passively(always=True)
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
     if diffusion:
-        from ..quickstart_pictures import quickstart_pictures
+        from ..quickstart import quickstart_pictures
 
         status = quickstart_pictures(folder, json_output=json_output)
     else:

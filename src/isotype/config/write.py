@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from textwrap import wrap
 from typing import Any
 
-from .expected import default, expected, keys, sections
+from .keys import default, expected, keys, sections
 from .kind import LANGUAGE, applies, kind_of
-from .load import DEFAULT, LoadedConfig
-from .recipes import recipe
+from .load import DEFAULT, LoadedConfig, recipe
 from .schema import RunConfig
 from .yaml_text import write_value
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..wording import counted
-from .bounded import bounded
+from .chat import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example

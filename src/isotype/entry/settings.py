@@ -55,8 +55,7 @@ def of_this_start(loaded: LoadedConfig, resume: Path | None) -> tuple[LoadedConf
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
     from ..config.kind import DIFFUSION, is_denoiser, kind_of, refuse_inapplicable
-    from ..config.picture_sources import picture_sources
-    from ..config.sources import check_data, is_folder_name, near_model, source_specs, where_looked
+    from ..config.sources import check_data, is_folder_name, near_model, picture_sources, source_specs, where_looked
     from ..data.sources import refuse_absent
 
     config = loaded.config

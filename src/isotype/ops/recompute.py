@@ -129,9 +129,19 @@ def _last_term(output: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
+# one zero of each device and dtype
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares.
 
-    It is not filled: that is a launch each, 416 in a step of 32 layers.
+    That element is made once: filling it is a launch, 416 in a step of 32 layers.
     """
-    return like.new_empty((), dtype=dtype).expand(shape)
+    if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
+        # without data, or of a mode that keeps account of its tensors
+        return like.new_zeros((), dtype=dtype).expand(shape)
+    zero = _zeros.get((like.device, dtype))
+    if zero is None:
+        zero = _zeros[like.device, dtype] = like.new_zeros((), dtype=dtype)
+    return zero.expand(shape)

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 # Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
 FAMILIES = {
     "PR": "isotype.precision.rules",
-    "CF": "isotype.doctor.check.pages",
-    "EX": "isotype.doctor.explain.pages",
+    "CF": "isotype.doctor.check.rules",
+    "EX": "isotype.doctor.explain.sheets",
 }
 
 

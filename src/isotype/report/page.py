@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.expected import default, keys
-from ..config.recipes import recipe
+from ..config.keys import default, keys
+from ..config.load import recipe
 from ..config.sources import short_names
 from ..config.yaml_text import write_value
 from ..precision.presets import PRESETS

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config.compiled import wants_compiled
+from ..config.kind import wants_compiled
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, by_name, detect

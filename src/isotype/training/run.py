@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.compiled import wants_compiled
+from ..config.kind import wants_compiled
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
 from ..distributed.rank import asked_but_not_started

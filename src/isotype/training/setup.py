@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.compiled import check_compile, wants_compiled
-from ..config.embedding import check_embedding, wants_embedding_on_host
-from ..config.schema import RunConfig
-from ..config.sizes import bytes_of
+from ..config.kind import check_compile, check_embedding, wants_compiled, wants_embedding_on_host
+from ..config.schema import RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
 from ..distributed.shard import Sharding, keep_part, mesh_of, part_of

@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config.expected import keys, sections
+from ..config.keys import keys, sections
 from ..config.load import load
 from ..config.yaml_text import write_value
 from ..doctor.check import check
-from ..doctor.check.record import Record
+from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune

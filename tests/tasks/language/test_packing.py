@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.data.pack import joined
 from isotype.data.rows import IGNORED, Row
+from isotype.data.tokens import joined
 from isotype.optimize import optimize
 from isotype.optimize.attention import FEW
 from isotype.precision import PRESETS

@@ -14,7 +14,7 @@ from tests.training.interrupted import interrupted_after
 from tests.training.test_run import same_result
 from transformers import AutoConfig
 
-from isotype.config.embedding import check_embedding
+from isotype.config.kind import check_embedding
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run

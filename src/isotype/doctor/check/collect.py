@@ -12,13 +12,13 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .identify import identify
+from .binary_files import read_pickle, read_safetensors_header
+from .identify import identify, unknown_tool
 from .programs import from_environment, from_python, from_recipe, from_script
-from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
-from .readers.tree import Tree
+from .python_calls import read_notebook
 from .rules.autocast_regions import autocast_around_backward
 from .settings import Document, truth
-from .unknown_tools import unknown_tool
+from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
@@ -102,7 +102,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         if suffix == ".bin":
             if name == "training_args.bin" or (explicit and path.stat().st_size < LARGEST):
                 document = Document("hf", shown, attributes={"reader": "pickle"})
-                for key, value in pickled.read(path.read_bytes()).items():
+                for key, value in read_pickle(path.read_bytes()).items():
                     document.add(key, value, None)
                 keep(document)
             return
@@ -118,7 +118,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             for made in from_python(text, shown):
                 keep(made)
         elif suffix == ".ipynb":
-            code, line_of = notebook.read(text)
+            code, line_of = read_notebook(text)
             for made in from_python(code, shown):
                 made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
                 keep(made)
@@ -132,7 +132,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             for made in from_environment(text, shown):
                 keep(made)
         elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
-            tree = {".toml": toml_lines.read, ".yaml": yaml_lines.read, ".yml": yaml_lines.read}.get(suffix, json_lines.read)(text)
+            tree = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml}.get(suffix, read_json)(text)
             other = unknown_tool(tree.data)
             if other is not None:
                 why = f"{other} is not known to isotype doctor check: nothing in this file was judged"
@@ -148,11 +148,10 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             raise UsageError(
                 f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
             )
-    except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
-        if explicit or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):  # a template of something else is nobody's fault
+    except Unreadable as error:
+        # a text that says nothing of training (a template of something else) is nobody's fault
+        if explicit or error.line is None or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):
             found.trouble.append(_trouble(shown, error.line, str(error)))
-    except (pickled.BadPickle, safetensors_header.BadHeader) as error:
-        found.trouble.append(_trouble(shown, None, str(error)))
     except OSError as error:
         found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
     except UsageError:
@@ -241,7 +240,7 @@ def _both_halves_within(data: Any) -> bool:
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:
-    count = safetensors_header.read(path)
+    count = read_safetensors_header(path)
     floats = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
     held = {floats[word]: n for word, n in count.items() if word in floats}
     if not held or path.name.startswith(("adapter", "optimizer")):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...data.bad_rows import EMPTY
-from ...data.pack import joined
 from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
+from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gathered

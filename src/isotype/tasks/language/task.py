@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.bad_rows import FILE as BAD_ROWS
 from ...data.bad_rows import BadRow, BadRowFile
-from ...data.examples import examples
 from ...data.facts import source_lines
 from ...data.load import load_data
 from ...data.prompts import prompts_of_run
-from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
+from ...data.rows import LoadedData, Row, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import layer_settings

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...config.embedding import wants_embedding_on_host, why_not_on_host
+from ...config.kind import wants_embedding_on_host, why_not_on_host
 from ...config.schema import RunConfig
 from ...model.host_embedding import why_not_of
 from .device import shown
