@@ -310,7 +310,7 @@ _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
     """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
     trainer = attached.trainer
-    with _undisturbed(trainer) as readable:
+    with _program_state_restored(trainer) as readable:
         return _run(attached, TrainerRows.of(trainer) if readable else TrainerRows.unread(), folder, skip, resuming=resuming)
 
 
@@ -356,7 +356,7 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
 
 
 @contextmanager
-def _undisturbed(trainer: Any) -> Iterator[bool]:
+def _program_state_restored(trainer: Any) -> Iterator[bool]:
     """Restores on exit what the program's own code changes when the preflight calls it: random generators, counters, caches, metrics.
     Nothing is logged.
 
