@@ -188,7 +188,7 @@ def test_a_users_file_sees_classes_and_functions_of_the_installed_wheel(environm
     assert shown[4] in ("int", "builtins.int")
     assert "isotype.finding.Finding" in shown[5]
     assert shown[6].startswith("def (")
-    assert shown[6].endswith("isotype.entry.run.Run")
+    assert shown[6].endswith("isotype.entry.train.Run")
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1
     assert "bsae" in errors[0]

@@ -178,7 +178,7 @@ def _restored(material: Material, run: Any, draw: random.Random) -> None:
     from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.training.feed import RowStream
     from isotype.training.loop import Loop
-    from isotype.training.loss_scale import LossScale
+    from isotype.training.step import LossScale
 
     store = CheckpointStore(run.checkpoints)
     for step in store.steps():

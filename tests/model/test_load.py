@@ -9,7 +9,7 @@ from isotype.model.load import Source, base_source, check_vocabulary, load_base,
 from isotype.precision import PRESETS
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
-from isotype.training.memory.live_bytes import LiveBytes
+from isotype.training.memory.plan import LiveBytes
 from tests.models import SIZES, rows, tiny
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..environment.waiting import wait_passively
+from ..environment.threads import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 
@@ -53,6 +53,19 @@ class _Commands(TyperGroup):
         if arguments and (instead := _INSTEAD.get(arguments[0])):
             raise UsageError(f"{arguments[0]} is not a command of its own: {instead}")
         return super().resolve_command(context, arguments)
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":  # click's, or that of the copy of click in newer versions of typer
+                raise
+            from ..config.keys import setting_for_option
+
+            option, command = getattr(error, "option_name", ""), context.invoked_subcommand
+            if command not in ("train", "plan") or (setting := setting_for_option(option)) is None:
+                raise
+            raise UsageError(f"isotype {command} has no option {option}", fix=setting) from None
 
 
 def _version(asked: bool) -> None:

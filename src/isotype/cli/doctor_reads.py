@@ -175,7 +175,7 @@ def env(
         print(json.dumps({"requirements": pins.splitlines()}) + "\n" if json_output else pins, end="")
         return
     from ..doctor.output import answer
-    from ..environment.known_faults import faults
+    from ..environment.versions import faults
 
     here = versions.environment()
     if not json_output:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from ..near_file import near_file
+from ..wording import near_file
 from .keys import ELSEWHERE, MEANT, NOT_OFFERED, WORDS, expected, keys, options, sections, takes
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..counted import counted
+from ..wording import counted
 from .chat import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from ..config.sources import SPLITS as SPLITS_FILE
-from ..counted import counted
 from ..runs.folder import LOCK, RESOLVED
+from ..wording import counted
 
 TRAINED = {"train", "training"}
 SPLITS = TRAINED | {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "held_out"}

@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import RowError
 from .read import Record
 

@@ -20,7 +20,7 @@ from unicodedata import normalize
 from urllib.parse import unquote
 
 from ..errors import UsageError
-from ..near_file import near_file
+from ..wording import near_file
 from .progress import Meter
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")

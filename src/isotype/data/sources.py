@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import BadRow, RowError
 from .folder import BESIDE_DATA, is_saved, note_splits, without_runs
 from .formats import Example

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..config.schema import DataSection
-from ..counted import counted
 from ..errors import RunError, UsageError
+from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts

@@ -26,7 +26,7 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
 from ..tasks.language.result import evaluate, load_result
-from ..training.verify import ROWS
+from ..training.finish import ROWS
 from .loaded import LoadedRun
 
 TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less

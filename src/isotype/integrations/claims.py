@@ -24,7 +24,7 @@ from ..precision.presets import PRESETS
 from ..precision.quantised_base import check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
-from ..training.preflight.updates import TYPICAL, stuck_share
+from ..training.preflight.static import TYPICAL, stuck_share
 from .attachment import Claim, is_running
 from .weights import check_pure
 

@@ -24,7 +24,6 @@ from .. import json_objects
 from ..config.kind import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
-from ..counted import counted
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..environment.out_of_memory import out_of_memory
@@ -33,6 +32,7 @@ from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
+from ..wording import counted
 from .adapter import kept_whole
 from .architecture import AUTO, attention_options, explain_attention, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows

@@ -119,7 +119,6 @@ def run_stages(
     first, second = stages
     in_time = share is None
     if share is None:
-        use_fewer_threads_where_faster()
         seconds = step_seconds()
         share = planned(stages, seconds)
         if share < 1:
@@ -133,7 +132,6 @@ def run_stages(
     between()
     print(f"\n2/2  {second.what}  ({folder / second.name}.yaml)")
     if in_time:
-        use_fewer_threads_where_faster()
         share = max(LEAST, min(share, clock.left_for(second)))
     callbacks = [EndsInTime(ends, second, 1.0, 1)] if in_time else []
     return run_stage(folder, second, share=share, callbacks=callbacks)
@@ -144,20 +142,6 @@ def _status(run: Path) -> str:
         return str(json.loads((run / "result.json").read_text(encoding="utf-8")).get("status"))
     except (OSError, ValueError, AttributeError):
         return ""
-
-
-def use_fewer_threads_where_faster() -> None:
-    """Uses fewer threads where they are faster now. An ordinary run only advises this, since the number of threads decides the order of
-    sums."""
-    import torch
-
-    from ..training.contention import contention
-
-    found = contention(load=lambda: math.inf)  # whatever the load was in the last minute
-    if found is not None and found.best < found.threads:
-        gain = found.seconds[found.threads] / found.seconds[found.best]
-        print(f"cores     {found.best} of {found.threads} threads: {gain:.1f} times as fast as all, since other programs use the cores")
-        torch.set_num_threads(found.best)
 
 
 def timed(step: Callable[[], object], times: int = 12) -> float:

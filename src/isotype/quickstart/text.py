@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..printable import printable
+from ..wording import printable
 from .stages import Stage, run_stages, timed, write_folder
 
 MOST_SECONDS = 280.0  # as counted here; with 300 the whole command took 5 min 10 s beside two busy loops

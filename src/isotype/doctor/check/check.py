@@ -67,8 +67,8 @@ def _isotype(facts: Facts, found: Collection) -> list[Finding]:
 
 def _pairs() -> list[Finding]:
     """Installed packages whose own requirements are not met by what is installed beside them."""
-    from ...environment.known_faults import mismatched_pairs
     from ...environment.versions import installed as distributions
+    from ...environment.versions import mismatched_pairs
 
     return list(mismatched_pairs(distributions()))
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...counted import counted
 from ...data.bad_rows import EMPTY
 from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
 from ...data.tokens import joined
@@ -19,6 +18,7 @@ from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.preflight.subject import CheckedTask, Subject
 from ...training.task import Check
+from ...wording import counted
 from .batches import Batch, collate
 from .loss import model_inputs, takes_one_row
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...counted import counted
 from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
 from ...precision.parts import local_part
-from ..undisturbed import random_state_restored
+from ...wording import counted
+from ..eval_mode import random_state_restored
 from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it

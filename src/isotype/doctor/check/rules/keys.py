@@ -249,7 +249,7 @@ def versions(r: Record) -> Iterator[Finding]:
 
     **What to do.** The command in the finding.
     """
-    from ....environment.known_faults import known_fault
+    from ....environment.versions import known_fault
 
     f = r.facts
 
