@@ -24,7 +24,7 @@ ENGINE, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels 
 _MODULES = ("quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "merge", "ls", "cache", "doctor")
 _ORDER = ("quickstart", "init", "import", "plan", "train", *_MODULES[4:])
 # what people type by habit -> what to type
-_INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
+INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
     "lint": "isotype doctor check reads settings; conform, trace and kernels run the code",
     "diff": "isotype ls --diff RUN RUN",
     "schema": "isotype init --schema",
@@ -50,7 +50,7 @@ class _Commands(TyperGroup):
         return sorted(super().list_commands(context), key=_ORDER.index)
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        if arguments and (instead := _INSTEAD.get(arguments[0])):
+        if arguments and (instead := INSTEAD.get(arguments[0])):
             raise UsageError(f"{arguments[0]} is not a command of its own: {instead}")
         return super().resolve_command(context, arguments)
 
