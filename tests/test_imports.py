@@ -18,7 +18,7 @@ RECURSION = "isotype.doctor.lint.dataflow."
 LEVELS = [
     {"version"},
     {"errors", "json_objects", "printable", "instance_method", "placement", "near_file", "counted", "interrupted", "libraries"},
-    {"dtypes", "finding", "calling_frame"},
+    {"dtypes", "finding"},
     {"pages"},
     {"environment"},
     {"precision", "config"},

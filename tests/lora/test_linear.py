@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
-from isotype.lora.linear import LoraLinear
+from isotype.lora.linear import LoraLinear, decide
 
 T, K, OUT, R = 20, 24, 16, 3
 
@@ -80,8 +80,6 @@ def test_each_gradient_leaves_the_function_in_its_tensors_dtype():
         leaves = tensors()
         kinds = {"x": x, "weight": weight, "bias": weight, "a": adapter, "b": adapter}
         leaves = {name: leaves[name].detach().to(kind).requires_grad_() for name, kind in kinds.items()}
-        from isotype.lora.dtypes import decide
-
         with torch.autocast("cpu", dtype=autocast, enabled=autocast != torch.float32):
             if autocast == torch.float32 and x != weight:
                 continue

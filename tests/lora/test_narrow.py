@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.config.schema import TrainSection
-from isotype.lora import narrow as module
-from isotype.lora.narrow import copies_kept, narrow, stacked
+from isotype.lora import products as module
+from isotype.lora.products import copies_kept, narrow, stacked
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator

@@ -1,7 +1,8 @@
-"""Adapters of an attached trainer are cast down once for all micro-batches of a step, as in `isotype train`.
+"""What `isotype train` does at the beginning of a step, for an attached trainer: it asks whether the model is still what was optimized, and
+casts adapters down once for all micro-batches.
 
 Trainer's events bound a step: it begins before its first micro-batch, and its gradients are whole before the optimizer writes. A step of
-one micro-batch keeps no copies (docs/decisions/0234).
+one micro-batch keeps no copies: only a recompute would use them again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..lora.narrow import copies_kept
+from ..lora.products import copies_kept
+from ..optimize import check_placed
 
 
 class AdapterCopies(TrainerCallback):
@@ -31,6 +33,7 @@ class AdapterCopies(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # of a step that ended with an error
         self._step.close()
+        check_placed(self.trainer.model)
         if args.gradient_accumulation_steps > 1:
             self._step.enter_context(copies_kept())
 

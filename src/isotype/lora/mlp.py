@@ -23,24 +23,32 @@ from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.backend import fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import is_recomputed, output_is_unused, unwritten
-from .dtypes import LoraDtypes
+from .attach import bare_projection, dtypes_of, is_fused, projection, runs_fused, shared_dtypes
 from .group import (
     TENSORS,
     Branches,
-    Multiplied,
     Narrow,
-    Projection,
+    all_none,
     branch_gradient,
     branches,
     cast_down,
+    flattened,
     input_gradient,
     multiply,
     parts,
     tensor_gradients,
     wants_input,
-    with_adapters,
 )
-from .linear import base_weight, out_features
+from .linear import (
+    NO_SECOND_DERIVATIVE,
+    LoraDtypes,
+    Projection,
+    base_weight,
+    dropout_mask,
+    dropped_scale,
+    out_features,
+)
+from .plain import bare_reason, has_hooks, is_lora, why_not_fused
 from .products import product_fp32, scaled_product
 
 # Tokens of a tile: a product of 2,048 x 4,096 x 14,336 is 0.3 ms on an H200, 50 launches, and 896 tiles of 128 x 256 for its 132
@@ -66,31 +74,29 @@ def _forward(
     states: Sequence[Any],
     *,
     unused: bool = False,
-    ready: Sequence[Tensor] | None = None,
     down: tuple[Narrow | None, Narrow | None] = (None, None),
-) -> tuple[Multiplied, Branches, Tensor]:
-    """(gate and up, what backward needs of down, the output, or no values where it is unused).
+) -> tuple[list[Tensor], Branches, Branches, Tensor]:
+    """(gate and up, what backward needs of them and of down, the output, or no values where it is unused).
 
     down  `_adapters`, where they are cast for all tiles
     """
-    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], ready, down[0])
-    gate, up = halves(inner.ys)
+    ys, inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], down[0])
+    gate, up = halves(ys)
     if unused:
         weight = flat[-TENSORS]
         assert weight is not None
-        return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
-            (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
-        )  # fmt: skip
-    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down=down[1])
-    return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
+        output = unwritten((x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype)
+        return ys, inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), output
+    (output,), outer = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down[1])
+    return ys, inner, outer, output
 
 
 def _forward_in_tiles(
     kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
-) -> tuple[Multiplied, Branches, Tensor]:
+) -> tuple[list[Tensor], Branches, Branches, Tensor]:
     """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
     # once for all tiles
-    ready, wide_weights = _widened(x_TK, flat, scales, states)
+    wide_weights = _widened(x_TK, flat, states)
     down = _adapters(x_TK, flat, states)
     wide = list(flat)
     wide[0::TENSORS] = wide_weights
@@ -98,14 +104,14 @@ def _forward_in_tiles(
     inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
     for rows in _tiles(x_TK.shape[0]):
         # gate and up of one tile at a time: what this gives is dropped with it
-        first, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, ready=ready, down=down)
-        widths, a_RK, bs = [y.shape[1] for y in first.ys], first.a_RK, first.bs
-        inner_xas.append(first.xa_TR)
+        ys, inner, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, down=down)
+        widths = [y.shape[1] for y in ys]
+        inner_xas.append(inner.xa_TR)
         outer_xas.append(outer.xa_TR)
         outputs.append(y_TO)
-        del first, y_TO
-    inner = Multiplied([unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths], torch.cat(inner_xas), a_RK, bs)
-    return inner, outer._replace(xa_TR=torch.cat(outer_xas)), torch.cat(outputs)
+        del ys, y_TO
+    empty = [unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
+    return empty, inner._replace(xa_TR=torch.cat(inner_xas)), outer._replace(xa_TR=torch.cat(outer_xas)), torch.cat(outputs)
 
 
 def _adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Narrow, Narrow]:
@@ -115,15 +121,9 @@ def _adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
     return cast_down(flat[:-TENSORS], x_TK.dtype, x_TK.shape[1]), cast_down(flat[-TENSORS:], x_TK.dtype, features)
 
 
-def _widened(
-    x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
-) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """(gate's and up's weights with their adapters beside them where those go into the product, else None; every weight), in x's dtype."""
-    ready = with_adapters(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
-    weights = [(weight, state) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
-    rest = weights if ready is None else weights[-1:]
-    wide = [base_weight(weight, state, x_TK.dtype) for weight, state in rest]
-    return ready, wide if ready is None else [*(both[:, : x_TK.shape[1]] for both in ready), *wide]
+def _widened(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[Tensor]:
+    """Every weight, in x's dtype."""
+    return [base_weight(weight, state, x_TK.dtype) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
 
 
 def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
@@ -200,21 +200,20 @@ def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool
     return frozen and wants_input(needs[:-TENSORS]) and all(t.dtype == torch.float32 for t in adapters)
 
 
-def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
+def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[list[Tensor], Branches, Branches, Tensor]:
     """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward computes every tensor of token size."""
     tokens, dtype = x_TK.shape[0], x_TK.dtype
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     (a_RK, inner_bs), (a_RI, outer_bs) = _adapters(x_TK, flat, states)
     ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
     xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
-    return Multiplied(ys, xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
+    return ys, Branches(xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
 
 
 class _Whole(NamedTuple):
     """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
 
-    wide   weights in the products' dtype
-    ready  gate's and up's with their adapters beside them, or None
+    wide  weights in the products' dtype
     """
 
     kind: Gated
@@ -222,7 +221,6 @@ class _Whole(NamedTuple):
     a_RI: Tensor
     bs: Sequence[Tensor | None]
     wide: Sequence[Tensor]
-    ready: Sequence[Tensor] | None
     scales: Sequence[float]
     leaves: Sequence[torch.dtype | None]
 
@@ -239,11 +237,11 @@ class _Whole(NamedTuple):
         dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
         for rows in _tiles(x_TK.shape[0]):
             x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
-            inner = multiply(x, flat, self.scales[:-1], none, self.ready, (self.a_RK, list(self.bs[:-1])))
+            ys, inner = multiply(x, flat, self.scales[:-1], none, (self.a_RK, list(self.bs[:-1])))
             dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
             down = parts(self.bs[-1:])
             dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)
-            dgate, dup, h = gated_gradients_(self.kind, *halves(inner.ys), dh)
+            dgate, dup, h = gated_gradients_(self.kind, *halves(ys), dh)
             ha = scaled_product(h, self.a_RI.t()) if self.a_RI.shape[0] else h[:, :0]
             last = tensor_gradients(
                 h, ha, dha, [dy], [dy], self.scales[-1:], [None], down, needs[-TENSORS:], self.leaves[-TENSORS:]
@@ -259,7 +257,7 @@ class _Whole(NamedTuple):
             if dx_TK is not None:
                 dx_TK[rows] = input_gradient(dxa, inner.a_RK, dys, self.wide[:-1], none, none, slices, dx_TK.dtype)
             # before the next tile's are made
-            del inner, dh, dgate, dup, h, dys
+            del ys, dh, dgate, dup, h, dys
         return dx_TK, totals
 
 
@@ -276,17 +274,17 @@ class LoraMlp(torch.autograd.Function):
         with autocast_off(x):
             x_TK = narrowed(x_TK, dtypes.compute)
             # the layer will run again, so that what is saved now is dropped: gate, up and product exist for one tile at a time
-            tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
+            tiled = x_TK.shape[0] > TILE and fused_runs(x_TK) and all_none(flat[4::TENSORS])
             if tiled and unused and _backward_can_start_at_x(flat, needs):
-                inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
+                ys, inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
             elif tiled and ctx.owns:
-                inner, outer, y_TO = _forward_in_tiles(kind, x_TK, flat, scales, states)
+                ys, inner, outer, y_TO = _forward_in_tiles(kind, x_TK, flat, scales, states)
             else:
-                inner, outer, y_TO = _forward(kind, x_TK, flat, scales, states, unused=unused)
+                ys, inner, outer, y_TO = _forward(kind, x_TK, flat, scales, states, unused=unused)
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
-            *inner.ys, *inner.bs, *outer.bs, *flat[0::TENSORS], *flat[4::TENSORS],
+            *ys, *inner.bs, *outer.bs, *flat[0::TENSORS], *flat[4::TENSORS],
         )  # fmt: skip
         ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
@@ -294,7 +292,8 @@ class LoraMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("lora_mlp", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)")
+        if torch.is_grad_enabled():
+            refuse_second_derivative("lora_mlp", **NO_SECOND_DERIVATIVE)
         needs, leaves, scales, states = ctx.needs_input_grad[5:], ctx.leaf_dtypes, ctx.scales, ctx.states
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
         n = len(scales) - 1
@@ -305,8 +304,7 @@ class LoraMlp(torch.autograd.Function):
             if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
                 # the recompute has left gate and up out
                 flat = [t for w, b in zip(weights, bs) for t in (w, None, None, b, None)]
-                ready, wide = _widened(x_TK, flat, scales, states)
-                whole = _Whole(ctx.kind, a_RK, a_RI, bs, wide, ready, scales, leaves)
+                whole = _Whole(ctx.kind, a_RK, a_RI, bs, _widened(x_TK, flat, states), scales, leaves)
                 dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, ctx.x_dtype if ctx.needs_input_grad[0] else None)
                 return None if dx_TK is None else dx_TK.view(ctx.x_shape), None, None, None, None, *grads
             down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])
@@ -333,7 +331,61 @@ def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gat
     """
     assert not dtypes.wide
     assert dtypes.out == dtypes.compute
-    every = [*inner, down]
-    flat = [t for p in every for t in (p.weight, p.bias, p.a, p.b, p.keep)]
-    out: Tensor = applied(LoraMlp, x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
+    flat, scales, states = flattened(x, inner)
+    keep, scale = None, down.scale
+    if down.dropout:
+        # the product that is dropped from is not made yet: of it only the shape and the device count
+        keep = dropout_mask(torch.empty((*x.shape[:-1], down.features), dtype=torch.bool, device=x.device), down.dropout)
+        keep, scale = keep.reshape(-1, down.features), dropped_scale(scale, down.dropout)
+    flat += (down.weight, down.bias, down.a, down.b, keep)
+    out: Tensor = applied(LoraMlp, x, kind, (*scales, scale), (*states, down.quant_state), dtypes, *flat)
     return out
+
+
+# --- over a model's own layers
+
+
+def why_not_one(layers: Sequence[Any]) -> str | None:
+    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function, or None."""
+    adapted = 0
+    for layer in layers:
+        if has_hooks(layer):
+            return "a hook on a layer"
+        if is_lora(layer):
+            if not is_fused(layer):
+                return "a LoRA layer that is not fused"
+            reason = why_not_fused(layer)
+            adapted += 1
+        else:
+            reason = bare_reason(layer)
+        if reason is not None:
+            return reason
+    return None if adapted else "no LoRA layer"
+
+
+def run_gated(layers: Sequence[Any], x: Tensor, kind: Gated) -> Tensor | None:
+    """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
+    if not runs_fused(x):
+        return None
+    calls = []
+    adapted = False
+    for layer in layers:
+        if (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks) and has_hooks(layer):
+            return None
+        # `fuse_lora` puts its forward on LoRA layers only
+        if is_fused(layer):
+            call, adapted = projection(layer, x), True
+            if call is None:
+                return None
+        elif is_lora(layer) or bare_reason(layer) is not None:
+            return None
+        else:
+            call = bare_projection(layer)
+        calls.append(call)
+    if not adapted:
+        return None
+    *inner, down = calls
+    dtypes = shared_dtypes(x, inner)
+    if dtypes is None or dtypes.out != dtypes.compute or dtypes_of(down, x, dtypes.out) != dtypes:
+        return None
+    return lora_mlp(x, inner, down, kind, dtypes)

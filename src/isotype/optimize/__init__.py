@@ -17,9 +17,9 @@ from typing import Any
 
 from .head import deferring
 from .manifest import Manifest
-from .place import optimize, restore
+from .place import check_placed, optimize, restore
 
-__all__ = ["Manifest", "deferring", "optimize", "restore"]
+__all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lora.gated import run_gated, why_not_one
+from ..lora.mlp import run_gated, why_not_one
 from ..lora.plain import has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated

@@ -74,6 +74,11 @@ def settings_of(module: nn.Module) -> Any:
     return module.__dict__.get(_MARK, (None,))[0]
 
 
+def method_of(module: nn.Module) -> InstanceMethod | None:
+    """What `put` has put on this instance; None where nothing was put."""
+    return module.__dict__.get(_MARK, (None, 0, None))[2]
+
+
 def take_back(module: nn.Module) -> int:
     """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
     nothing to undo."""

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..lora.plain import has_hooks
 from ..ops.recompute import hooks_read_here
 from ..placement import Placement
-from . import ahead, boundary, norms
+from . import norms
 from .attention import implementation_of
 from .instances import foreign, placement, put, same_in_both_modes, settings_of, stand_in, taken
 from .regions import region
@@ -181,13 +181,10 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     s: LayerSettings = settings_of(self)
     recomputed = self.training and bool(self.gradient_checkpointing)
     if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
-        ahead.forget(hidden_states)
         return type(self).forward(self, hidden_states, *args, **kwargs)
     given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
     if not recomputed:
-        run = region(self, _whole)
-        return run(self, s, given, hidden_states, boundary.next_of(self) if run is _whole else None)
-    ahead.forget(hidden_states)
+        return region(self, _whole)(self, s, given, hidden_states)
     without_cache(given)
     split: Callable[..., Tensor] | None = vars(self).get(_SPLIT)
     if split is None:
@@ -204,8 +201,8 @@ def without_cache(given: dict[str, Any]) -> None:
         logger.warning_once(f"Caching is incompatible with gradient checkpointing: training goes on without {', '.join(taken)}.")
 
 
-def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor, following: ahead.Next | None = None) -> Tensor:
-    return _mlp(self, s, *_attended(self, s, given, x), following)
+def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
+    return _mlp(self, s, *_attended(self, s, given, x))
 
 
 def _first_half(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
@@ -227,8 +224,7 @@ def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tenso
     return attended if half.after is None else _child(self, half.after)(attended), residual
 
 
-def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None, following: ahead.Next | None = None) -> Tensor:
-    """following  what reads the layer's output next, where their sum and norm can be made together"""
+def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) -> Tensor:
     half = s.mlp
     mlp = _child(self, half.part)
     if residual is not None and (half.before is None or s.scale is not None):
@@ -239,13 +235,7 @@ def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None, 
         hooks_read_here()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)
     made = made if half.after is None else _child(self, half.after)(made)
-    return _sum(self, s, total, made) if following is None or s.scale is not None else boundary.sum_before(following, total, made)
-
-
-def first_norm(module: nn.Module) -> nn.Module | None:
-    """The norm before the attention of a layer that runs as the form now."""
-    s = settings_of(module)
-    return _child(module, s.attention.before) if isinstance(s, LayerSettings) and s.attention.before is not None else None
+    return _sum(self, s, total, made)
 
 
 def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:

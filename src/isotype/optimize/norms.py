@@ -14,7 +14,6 @@ from ..ops import add_rms_norm, rms_norm
 from ..ops.backend import saves
 from ..ops.remade import remember
 from ..placement import Placement
-from . import ahead
 from .instances import placement, put, same_in_both_modes, settings_of, stand_in
 
 PART = "norm"
@@ -107,12 +106,9 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
 
 def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | None = None, **kwargs: Any) -> Tensor:
     s: NormSettings = settings_of(self)
-    ready = None if args or kwargs or s.remade or (beside is not None and beside.residual is not None) else ahead.take(self, hidden_states)
     if beside is not None:
-        normed, beside.total = (ready, hidden_states) if ready is not None else normed_sum(self, hidden_states, beside.residual)
+        normed, beside.total = normed_sum(self, hidden_states, beside.residual)
         return normed
-    if ready is not None:
-        return ready
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own

@@ -2,7 +2,7 @@
 module.
 
 The globals are a copy of the module's own. They live in a module registered in `sys.modules`, where Dynamo looks a function's globals up by
-name. Where a program has given one of the module's own globals another value since, the class's forward runs, which reads it.
+name. A value that a program gives one of the module's own globals later is not seen: `restore(model)` before that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..instance_method import MadeMethod
@@ -45,36 +44,9 @@ def why_not_rebuilt(forward: Any) -> str | None:
     return None if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
 
 
-class RebuiltMethod(MadeMethod):
-    """called  the globals that the class's forward reads, with their values when it was rebuilt"""
-
-    __slots__ = ("called",)
-
-    def __init__(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...], instance: Any, name: str = "forward") -> None:
-        super().__init__(make, arguments, instance, name)
-        code, values = getattr(self.over, "__code__", None), getattr(self.over, "__globals__", {})
-        self.called = [(one, values[one]) for one in (code.co_names if code else ()) if one in values]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(type(self.instance), self.name)
-        # a compiled graph reads the copy: what was traced stays
-        stands = self.has(own) if torch.compiler.is_compiling() else self.stands
-        return (self.function if stands else own)(self.instance, *args, **kwargs)
-
-    @property
-    def stands(self) -> bool:
-        if not self.has(getattr(type(self.instance), self.name)):
-            return False
-        values = getattr(self.over, "__globals__", {})
-        for one, value in self.called:  # noqa: SIM110  # asked at every call: no generator
-            if values.get(one) is not value:
-                return False
-        return True
-
-
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put_method(module, RebuiltMethod(rebuilt, (replacements,), module), None, len(replacements))
+    put_method(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:

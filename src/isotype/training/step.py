@@ -17,7 +17,8 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
-from ..lora.narrow import copies_kept
+from ..lora.products import copies_kept
+from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
 from ..precision.own_part import own_part
@@ -90,6 +91,7 @@ class Stepper:
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
+        check_placed(self.model)
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
         own_loss, loss, norm = self._add_up(loss_tensor)
