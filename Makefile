@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart quickstart-diffusion test test-full lint format docs wheel clean
+.PHONY: install quickstart quickstart-diffusion test test-full lint format size docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -25,7 +25,6 @@ lint: install
 	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/mypy
-	$(BIN)/isotype lint src
 
 # every promise of README and docs
 test: lint
@@ -38,6 +37,10 @@ test-full: lint
 format: install
 	$(BIN)/ruff check --fix src tests benchmarks docs examples
 	$(BIN)/ruff format src tests benchmarks docs examples
+
+# the figures of docs/design/README.md: lines, files, files of a step, calls of a layer, circles
+size: install
+	$(BIN)/python benchmarks/size.py
 
 # the site; a warning fails
 docs: install

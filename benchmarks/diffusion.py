@@ -34,12 +34,10 @@ from isotype.config.load import load
 from isotype.environment.hardware import detect
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
-from isotype.tasks.diffusion.build import built
+from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.flux import Flux, packed, positions, unpacked
-from isotype.tasks.diffusion.loss import picture_losses
-from isotype.tasks.diffusion.noise_levels import NoiseLevels
-from isotype.tasks.diffusion.objective import FlowMatching
+from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import resolve_precision
 from isotype.training.step import Stepper

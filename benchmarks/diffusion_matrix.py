@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.denoisers import QwenImage, Sana, Wan
 from diffusers import (
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
@@ -34,19 +35,13 @@ from isotype.precision.observe import Observer
 from isotype.precision.precision import Precision
 from isotype.precision.presets import PRESETS
 from isotype.tasks.diffusion.batches import Batch
-from isotype.tasks.diffusion.build import built
+from isotype.tasks.diffusion.denoiser import built, quantise
 from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flux import Flux
 from isotype.tasks.diffusion.families.pixart import PixArtSigma
-from isotype.tasks.diffusion.families.qwen_image import QwenImage
-from isotype.tasks.diffusion.families.sana import Sana
 from isotype.tasks.diffusion.families.sd3 import SD3
 from isotype.tasks.diffusion.families.sdxl import SDXL
-from isotype.tasks.diffusion.families.wan import Wan
-from isotype.tasks.diffusion.loss import picture_losses
-from isotype.tasks.diffusion.noise_levels import NoiseLevels
-from isotype.tasks.diffusion.objective import Ddpm, FlowMatching, Objective
-from isotype.tasks.diffusion.quantise import quantise
+from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import resolve_precision
 from isotype.training.step import Stepper

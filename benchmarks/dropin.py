@@ -315,7 +315,7 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
     step around it, in the same steps. Clipping, which replaces the trainer's, counts whole: an upper bound.
     """
     from isotype.integrations import attach
-    from isotype.integrations.guards import Guards
+    from isotype.integrations.steps import Guards
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = large_trainer("SFT", Path(folder), length=length, rows=2, checkpointing=False, layers=layers)

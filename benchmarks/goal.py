@@ -1,6 +1,6 @@
 """One training step of a whole model with random weights: tokens a second, peak memory, back ends, and where its time goes.
 
-    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute layers+offload --keep all
+    python benchmarks/goal.py --who isotype --base nf4 --tokens 4096 16384 --recompute layers+offload --keep attention
     python benchmarks/goal.py --who peft --base nf4 --tokens 4096 16384
     python benchmarks/goal.py --who isotype --layers 4 --tokens 4096 --profile --ledger    # a profile, beside what the ledger counts
     python benchmarks/goal.py --who isotype --model tiny --tokens 64 --device cpu          # the same code, to see that it runs
@@ -39,7 +39,6 @@ TINY = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
         "num_key_value_heads": 2}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"llama-8b": LLAMA, "gemma-2b": GEMMA, "tiny": TINY}
 KEPT = {
-    "all": {"keep_attention": True, "keep_projections": True, "halves": True},
     "attention": {"keep_attention": True},
     "nothing": {},
 }

@@ -140,7 +140,7 @@ def profile(a: argparse.Namespace) -> list[Part]:
     ways = {
         "none": ("--recompute", "none"),
         "layers": ("--recompute", "layers", "--keep", "attention"),
-        "offload": ("--recompute", "layers+offload", "--keep", "all"),
+        "offload": ("--recompute", "layers+offload", "--keep", "attention"),
     }
     if a.device == "cpu":
         del ways["offload"]
@@ -150,7 +150,7 @@ def profile(a: argparse.Namespace) -> list[Part]:
 
 def goal(a: argparse.Namespace) -> list[Part]:
     """The geometry with most to say first: 8B QLoRA, 8B LoRA, Gemma-2-2B; ours fast and lean, PEFT, Unsloth."""
-    lean = ("--recompute", "layers") if a.device == "cpu" else ("--recompute", "layers+offload", "--keep", "all")
+    lean = ("--recompute", "layers") if a.device == "cpu" else ("--recompute", "layers+offload", "--keep", "attention")
     whos = {
         "isotype": ("--who", "isotype", "--recompute", "none"),
         "isotype-lean": ("--who", "isotype", *lean),

@@ -64,7 +64,7 @@ def device(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernels(a: argparse.Namespace) -> str:
-    from isotype.ops.probe import why_no_kernels
+    from isotype.ops.backend import why_no_kernels
 
     return "not asked on a CPU" if a.device == "cpu" else why_no_kernels(torch.device(a.device, 0)) or "run"
 

@@ -29,8 +29,8 @@ def cases() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
     from tests.ops.test_adamw import NUMBERS, tensors
     from tests.ops.test_kernels import COMPILED
 
-    from isotype.ops.adamw import kernels as adamw
-    from isotype.ops.nf4 import kernels as nf4
+    from isotype.ops.adamw import triton as adamw
+    from isotype.ops.nf4 import triton as nf4
 
     found: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
         name: (op, tuple(torch.randn(shape, requires_grad=True) for shape in shapes)) for name, (op, shapes) in COMPILED.items()

@@ -24,7 +24,7 @@ from torch import Tensor
 from isotype import ops
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
-from isotype.ops.linear_cross_entropy.chunks import extent
+from isotype.ops.linear_cross_entropy.products import extent
 
 Step = Callable[[], list[Tensor]]
 
@@ -365,7 +365,7 @@ def main() -> None:
     for name in names:
         only(name, o) if o.only else compare(name, o)
     if not o.only:
-        from isotype.ops.compiled import fallbacks
+        from isotype.ops.cpp import fallbacks
 
         for formula, why in fallbacks().items():
             print(f"plain PyTorch: {formula}: {why}")

@@ -1,6 +1,6 @@
 """Builds the site: `python docs/build.py build/site`. Needs the extra `docs`; a warning fails (exit 1).
 
-The pages are copied as they lie in the repository (docs, evidence, benchmarks and the files beside README.md), so that links between
+The pages are copied as they lie in the repository (docs, benchmarks and the files beside README.md), so that links between
 them stay valid. Two things are done to the copy: links to files that are no pages become the file's path as text, and each family of
 the doctor's codes gets a page, with the text that `isotype explain CODE` prints.
 """
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/**/*.md", "evidence/*.md", "benchmarks/**/*.md", "examples/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = ("docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 HOME = '<!doctype html><meta charset="utf-8"><title>Isotype</title><meta http-equiv="refresh" content="0; url=docs/index.html">'
@@ -57,7 +57,7 @@ def copy(folder: Path) -> None:
         copied = folder / picture.relative_to(ROOT)
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_bytes(picture.read_bytes())
-    for index in ("docs/decisions/README.md", "evidence/README.md", "benchmarks/README.md"):
+    for index in ("docs/design/README.md", "benchmarks/README.md"):
         list_siblings(folder / index)
     write_codes(folder / "docs/codes")
 

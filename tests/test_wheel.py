@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BAD = """import torch
 
 
-def build(make):
-    torch.set_default_dtype(torch.bfloat16)
-    model = make()
-    torch.set_default_dtype(torch.float32)
+def step(model, x, optimizer):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
 """
 
 USER = """
@@ -143,7 +144,7 @@ def test_version_is_stated_once(wheel):
         (["--help"], 0, "check"),
         (["explain", "mat1 and mat2 must have the same dtype, but got Float and BFloat16"], 1, "dtype"),
         (["check", "lora.yml"], 1, "lora.yml:5"),
-        (["lint", "bad.py"], 1, "LT006"),
+        (["check", "bad.py"], 1, "CF018"),
         (["import", "lora.yml", "--json"], 0, '"tool": "axolotl"'),
         (["init", "run.yaml"], 0, "wrote run.yaml"),
         (["train", "run.yaml"], 2, "pip install 'isotype[train]'"),

@@ -21,7 +21,7 @@ from .printable import printable
 
 MOST_SECONDS = 280.0  # as counted here; with 300 the whole command took 5 min 10 s beside two busy loops
 TRAIN_SECONDS = 180.0  # of the steps of both stages, as planned before anything else of the command was timed
-TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured (0058)
+TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured
 _PROBED = 12  # steps that are timed before the training
 LEAST = 0.1  # of the steps, by plan: below it an untrained model's answers can hardly be told from a trained one's
 _LEAST_STEPS = {"pretrain": 60, "tune": 20}  # done in any case: the losses fall visibly
@@ -185,7 +185,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
 
 
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
-    from .report.terminal import terminal_chart
+    from .report.chart import terminal_chart
 
     for stage in ("pretrain", "tune"):
         say(f"\nloss of {stage}")

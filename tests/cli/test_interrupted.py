@@ -53,8 +53,8 @@ def test_an_interrupted_import_is_no_traceback(interrupted, module):
     ("command", "left"),
     [("eval run", "; the run is as it was"), ("sample run", "; the run is as it was"), ("chat run", "; the run is as it was"),
      ("diff one two", "; both runs are as they were"), ("plan x.yaml", "; nothing was begun, and the same command starts again"),
-     ("report run", ""), ("doctor", ""), ("lint x.py", ""), ("kernels x.py", ""), ("conform x.py", ""), ("trace x.py", ""),
-     ("explain LT001", "")],
+     ("report run", ""), ("doctor", ""), ("kernels x.py", ""), ("conform x.py", ""), ("trace x.py", ""),
+     ("explain CF001", "")],
 )  # fmt: skip
 def test_every_command_says_that_it_was_interrupted(interrupted, command, left):
     ended = interrupted("isotype.cli.train", "-m", "isotype", *command.split())
@@ -94,7 +94,7 @@ def test_what_an_interrupted_command_leaves_is_told_by_the_innermost_that_writes
             pass
         with leaving(lambda: "inner"):
             raise KeyboardInterrupt
-    assert line(["lint"]) == "interrupted: inner"
+    assert line(["plan"]) == "interrupted: inner"
     interrupted_module._inside.clear()
     assert line(["--version"]) == "interrupted: isotype did not finish"
 

@@ -69,7 +69,7 @@ def test_answers_at_once_without_torch(arguments):
 LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16\n"
 
 
-@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("lint", "FOLDER"), ("explain", "--json"), ("explain", "CF001")])
+@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("explain", "--json"), ("explain", "CF001")])
 def test_the_doctors_static_commands_too(arguments, tmp_path):
     (tmp_path / "x.py").write_text("x = 1\n")
     (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nfp16: true\nlogging_steps: 1\n")

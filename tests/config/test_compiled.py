@@ -10,7 +10,7 @@ from isotype.errors import UsageError
 
 CANNOT = [
     "model.trust_remote_code=true", "data.packing=true", "train.gradient_checkpointing=layers+offload", "train.keep_attention=true",
-    "train.keep_attention=all", "run.observe_every=1", "parallel.kind=shard", "parallel.kind=hybrid",
+    "run.observe_every=1", "parallel.kind=shard", "parallel.kind=hybrid",
 ]  # fmt: skip
 
 

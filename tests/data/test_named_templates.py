@@ -12,7 +12,7 @@ from isotype.data.formats import Example
 from isotype.data.named_templates import NAMED
 from isotype.data.rows import IGNORED
 from isotype.errors import UsageError
-from isotype.model.added_tokens import add_tokens
+from isotype.model.tokens import add_tokens
 
 
 def tokenizer_for(families: SimpleNamespace, name: str):

@@ -12,7 +12,6 @@ PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("evidence/**/*.md"),
         *ROOT.glob("benchmarks/**/*.md"),
         *ROOT.glob("examples/**/*.md"),
     ]

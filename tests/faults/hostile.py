@@ -121,9 +121,8 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.config.compare import compare
     from isotype.config.load import load
     from isotype.report.record import read_run
-    from isotype.runs.folder import RunFolder
-    from isotype.runs.lock import LOCK
-    from isotype.runs.metrics import Metrics
+    from isotype.runs.folder import LOCK, RunFolder
+    from isotype.runs.record import Metrics
     from isotype.training.preflight.check import skipped_before
 
     place = folder / "run"

@@ -110,7 +110,7 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
 
 
 def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_is_stopped(run, monkeypatch):
-    from isotype.inference.conversation import Conversation
+    from isotype.inference.loaded import Conversation
 
     loaded = load_run(run)
     talk = Conversation(loaded, max_new_tokens=2, temperature=0.0, top_p=1.0, stream=False)

@@ -13,7 +13,7 @@ from tests.tasks.diffusion.conftest import drawn, studio  # noqa: F401  # fixtur
 
 from isotype.cli.merge import merge
 from isotype.errors import UsageError
-from isotype.inference.merge_denoiser import merge_denoiser, random_batch
+from isotype.inference.diffusion import merge_denoiser, random_batch
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.families import Asked
 

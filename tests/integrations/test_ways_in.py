@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from isotype.errors import UsageError
 from isotype.integrations import IsotypeCallback
-from isotype.integrations.refusals import ATTACHED
+from isotype.integrations.claims import ATTACHED
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain, sft
 
 pytest.importorskip("trl")

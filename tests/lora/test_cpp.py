@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.lora import products
 from isotype.lora.products import add_product_, product_fp32, scaled_product, why_not_native
-from isotype.ops import build, compiled
+from isotype.ops import cpp as ops_cpp
 from isotype.optimize import optimize
 from tests.models import lora, tiny
 
@@ -116,8 +116,8 @@ def test_what_is_not_finite_comes_through():
 
 def test_without_kernels_pytorchs_products_run_and_the_manifest_gives_the_reason(monkeypatch):
     model = lora(tiny())
-    monkeypatch.setattr(build, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(compiled, "_fallbacks", {})
+    monkeypatch.setattr(ops_cpp, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(ops_cpp, "_fallbacks", {})
     monkeypatch.setattr(products.KERNELS, "library", None)
     monkeypatch.setattr(products, "native", products.native.__wrapped__)
     manifest = optimize(model)

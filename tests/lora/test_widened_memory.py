@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from isotype.config.load import load
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.ledger.step import recorded
+from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 
 LLAMA = {
@@ -51,7 +51,8 @@ def test_widened_weights_of_one_function_are_alive_at_a_time(kind, length):
     made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
     what = Checkpointing(kind, tuple(range(3)) if kind == "layers" else (), 3, "asked")
     with Widened() as widened:
-        recorded(made, config.train, precision, step_outline(config, precision, length=length, device_type="cuda"), checkpointing=what)
+        largest = step_outline(config, precision, length=length, device_type="cuda")
+        plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
     # gate's and up's with 32 columns beside them for their adapters, and down's: what an MLP in tiles reads again and again
     hidden, inner = 512, 1792
     of_an_mlp = 2 * (2 * inner * (hidden + 32) + hidden * inner)

@@ -16,8 +16,8 @@ from isotype.errors import UsageError
 from isotype.lora.attach import projection
 from isotype.lora.plain import lora_layers
 from isotype.model.adapter import attach_adapter, check_branch, left_out, load_adapter, save_adapter
-from isotype.model.run_precision import resolve_precision
-from isotype.model.saved_form import trained_tensors
+from isotype.model.build import resolve_precision
+from isotype.model.export import trained_tensors
 from isotype.precision import PRESETS
 from isotype.tasks.language.outline import outline
 from isotype.training.quiet import quiet_libraries

@@ -13,8 +13,8 @@ from isotype.config.schema import ModelSection
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.model.added_tokens import add_tokens, grow_embeddings
 from isotype.model.load import load_tokenizer
+from isotype.model.tokens import add_tokens, grow_embeddings
 from isotype.tasks.choose import train
 from tests.models import SIZES, tiny
 

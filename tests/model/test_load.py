@@ -170,13 +170,13 @@ def test_a_key_given_twice_in_model_config_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
 def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, family, word):
-    from isotype.model.attention import said, taken
+    from isotype.model.architecture import attention_line, attention_of
 
     tiny(family).save_pretrained(tmp_path)
     model = load(Source(str(tmp_path)), attention="auto")
-    assert taken(model) == word
-    assert said(model, "auto").startswith(f"{word} (auto: ")
-    assert said(model, word) == word
+    assert attention_of(model) == word
+    assert attention_line(model, "auto").startswith(f"{word} (auto: ")
+    assert attention_line(model, word) == word
 
 
 WITHOUT_SDPA = {
@@ -194,11 +194,11 @@ WITHOUT_SDPA = {
 
 @pytest.mark.parametrize("family", WITHOUT_SDPA)
 def test_a_family_without_sdpa_trains_by_default(tmp_path, family):
-    from isotype.model.attention import taken
+    from isotype.model.architecture import attention_of
 
     tiny(family, **WITHOUT_SDPA[family]).save_pretrained(tmp_path)
     model = load(Source(str(tmp_path)), "fp32", trainable=True, attention="auto")
-    assert taken(model) == "eager"
+    assert attention_of(model) == "eager"
     batch_loss_sum(model, collate(rows(2), pad_id=0), dtype="fp32").backward()
     with pytest.raises(UsageError, match="does not have it") as caught:
         load(Source(str(tmp_path)), attention="sdpa")

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isotype.errors import RunError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.model.saved_form import cast_once, digests, refuse_difference, refuse_untrue_config, trained_tensors
-from isotype.runs.untrusted import CONSENT
+from isotype.model.export import cast_once, digests, refuse_difference, refuse_untrue_config, trained_tensors
+from isotype.runs.folder import CONSENT
 from isotype.tasks.choose import train
 from isotype.training.quiet import quiet_libraries
 from tests.models import lora, tiny

@@ -10,7 +10,7 @@ import torch._dynamo  # library ops import it on their first call, which must no
 
 pytest.importorskip("triton")
 
-from isotype.ops.adamw import AdamwNumbers, adamw_, adamw_reference_, kernels
+from isotype.ops.adamw import AdamwNumbers, adamw_, adamw_reference_, triton
 from isotype.ops.backend import using
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
@@ -89,6 +89,6 @@ def test_on_a_gpu_the_update_is_the_references(weight):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_the_kernel_compiles_for_every_dtype_and_target(target, stochastic):
     def run(weight, gradient, mean, square):
-        kernels.adamw_(weight, gradient, mean, square, NUMBERS, 12345 if stochastic else None)
+        triton.adamw_(weight, gradient, mean, square, NUMBERS, 12345 if stochastic else None)
 
     compile_matrix(run, tuple(tensors(300, *[torch.float32] * 3)), targets=[target], fail_on="note", binary=True)

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from isotype.errors import DtypeError, ShapeError
-from isotype.ops import attention, compiled
-from isotype.ops.attention.function import kernels_take
-from isotype.ops.attention.reference import attention_reference
+from isotype.ops import attention, cpp
+from isotype.ops.attention.op import attention_reference, kernels_take
 from tests.ops.trials import FACTOR, error
 
-needs_compiler = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 # batch, query heads, key heads, queries, keys, head size: below, at and past a block of 64; the last two share work by key heads
 SHAPES = [
     (2, 4, 4, 128, 128, 64),

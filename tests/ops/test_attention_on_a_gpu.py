@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
-from isotype.ops.attention import Documents, attention, attention_reference, backend_of, choice, flex, function
+from isotype.ops.attention import Documents, attention, attention_reference, backend_of, flex, gpu, op
 from isotype.optimize.attention import by_the_op
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
@@ -45,15 +45,15 @@ def of(shape, dtype=torch.bfloat16, grad=True):
 @pytest.fixture
 def pretend(monkeypatch):
     """`pretend(capability, **asked)`: the back end on a GPU of this capability, with a cuDNN that serves and kernels that run."""
-    monkeypatch.setattr(choice, "cudnn_version", lambda: 92200)
-    monkeypatch.setattr(choice, "has_flash", lambda: True)
-    monkeypatch.setattr(choice, "why_no_kernels", lambda device: "")
+    monkeypatch.setattr(gpu, "cudnn_version", lambda: 92200)
+    monkeypatch.setattr(gpu, "has_flash", lambda: True)
+    monkeypatch.setattr(gpu, "why_no_kernels", lambda device: "")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
 
     def chosen(capability, depth=128, keys=256, dtype=torch.bfloat16, **asked):
-        monkeypatch.setattr(choice, "capability", lambda device: capability)
+        monkeypatch.setattr(gpu, "capability", lambda device: capability)
         asked = {"causal": True, "masked": False, "window": None, "softcap": None, "packed": False, **asked}
-        return choice.on_a_gpu(dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked)
+        return gpu.on_a_gpu(dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked)
 
     return chosen
 
@@ -76,7 +76,7 @@ def test_cudnn_runs_where_pytorch_would_run_it(pretend, monkeypatch):
     assert [pretend(c) for c in (HOPPER, BLACKWELL, ADA, CONSUMER_BLACKWELL)] == ["cudnn", "cudnn", "flash", "flash"]
     with monkeypatch.context() as m:
         # 9.15.0 and older are wrong for lengths that are no multiple of 128
-        m.setattr(choice, "cudnn_version", lambda: 91500)
+        m.setattr(gpu, "cudnn_version", lambda: 91500)
         assert pretend(HOPPER) == "flash"
     with monkeypatch.context() as m:
         m.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
@@ -94,13 +94,13 @@ def test_a_back_end_that_the_user_switched_off_is_not_called(pretend, monkeypatc
     with sdpa_kernel(SDPBackend.MATH):
         assert [pretend(HOPPER), pretend(HOPPER, packed=True)] == ["sdpa", "sdpa"]
     assert pretend(HOPPER) == "cudnn"
-    monkeypatch.setattr(choice, "has_flash", lambda: False)
+    monkeypatch.setattr(gpu, "has_flash", lambda: False)
     assert [pretend(HOPPER, packed=True), pretend(AMPERE)] == ["sdpa", "sdpa"]
 
 
 def test_a_softcap_is_computed_plainly_where_triton_cannot_run(pretend, monkeypatch):
     assert pretend(AMPERE, softcap=50.0) == "flex"
-    monkeypatch.setattr(choice, "why_no_kernels", lambda device: "Triton cannot run a kernel")
+    monkeypatch.setattr(gpu, "why_no_kernels", lambda device: "Triton cannot run a kernel")
     assert pretend(AMPERE, softcap=50.0) == "plain"
     # a plan launches nothing
     with planned_for("cuda"):
@@ -179,7 +179,7 @@ def test_cudnn_gets_no_mask_tensor(masked, monkeypatch):
     q = of((1, 8, 192, 64))
     mask = of((1, 1, 192, 192)).bool() if masked else None
     # the op, for keys and queries of other lengths or a mask, and the model's own function where the op does not serve
-    monkeypatch.setattr(function.F, "scaled_dot_product_attention", lambda *a, **k: original(*a, **k)[0])
+    monkeypatch.setattr(op.F, "scaled_dot_product_attention", lambda *a, **k: original(*a, **k)[0])
     with planned_for("cuda"):
         assert torch.backends.cuda.cudnn_sdp_enabled()
         if masked:
@@ -251,9 +251,9 @@ def written_out(q, k, v, *, causal, window=None, softcap=None, documents=None, m
 def test_windows_softcaps_and_documents_are_what_they_say(causal, documents, window, softcap):
     options = {"causal": causal, "window": window, "softcap": softcap, "documents": documents}
     results = []
-    for op in (attention, written_out):
+    for attend in (attention, written_out):
         leaves = drawn(torch.float64)
-        out = op(*leaves, **options)
+        out = attend(*leaves, **options)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)
 
@@ -291,7 +291,7 @@ def test_on_a_gpu_every_back_end_is_as_near_to_fp64_as_pytorchs(dtype, depth, wi
         return [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape).to(out))]
 
     allowed = torch.ones(256, 256, dtype=torch.bool, device=DEVICE).tril()
-    allowed = allowed if window is None else function.in_window(allowed, window)
+    allowed = allowed if window is None else op.in_window(allowed, window)
     mask = allowed if documents is None else allowed & documents.mask(2, 256)
     truth = run(lambda *x: attention_reference(*x, mask=mask), torch.float64)
     theirs = run(lambda *x: attention_reference(*x, mask=mask), dtype)

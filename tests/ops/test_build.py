@@ -5,18 +5,18 @@ import sys
 
 import pytest
 
-from isotype.ops import build
+from isotype.ops import cpp as ops_cpp
 
 
 def test_the_folder_follows_the_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ISOTYPE_CACHE", "~/mine")
-    assert build.folder() == tmp_path / "mine"
+    assert ops_cpp.folder() == tmp_path / "mine"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("ISOTYPE_CACHE")
-    assert build.folder() == tmp_path / "xdg/isotype"
+    assert ops_cpp.folder() == tmp_path / "xdg/isotype"
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
-    assert build.folder().name.startswith("isotype-")
+    assert ops_cpp.folder().name.startswith("isotype-")
 
 
 @pytest.mark.parametrize("windows", [False, True])
@@ -26,19 +26,19 @@ def test_a_build_works_without_flock(tmp_path, monkeypatch, windows):
         monkeypatch.delattr("os.getuid")
         monkeypatch.setenv("USERNAME", "someone")
         monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "mine"))
-        assert build.folder() == tmp_path / "mine"
-    with build.locked(tmp_path / "x.lock"):
+        assert ops_cpp.folder() == tmp_path / "mine"
+    with ops_cpp.locked(tmp_path / "x.lock"):
         assert (tmp_path / "x.lock").exists() is not windows
 
 
-@pytest.mark.skipif(build.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 def test_using_a_cached_library_renews_its_age(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "kept"))
     source = tmp_path / "one" / "kernels.cpp"
     source.parent.mkdir()
     source.write_text('extern "C" int one() { return 1; }\n')
-    assert build.library(source).one() == 1
-    (built,) = (path for path in build.built_files() if path.suffix == ".so")
+    assert ops_cpp.library(source).one() == 1
+    (built,) = (path for path in ops_cpp.built_files() if path.suffix == ".so")
     os.utime(built, (0, 0))
-    assert build.library(source).one() == 1
+    assert ops_cpp.library(source).one() == 1
     assert built.stat().st_mtime > 0

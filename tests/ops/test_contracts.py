@@ -13,7 +13,7 @@ import torch
 from isotype.ops import (
     add_rms_norm,
     attention,
-    compiled,
+    cpp,
     cross_entropy,
     gated_residual,
     gelu,
@@ -25,30 +25,16 @@ from isotype.ops import (
     rope,
     silu_mul,
 )
-from isotype.ops.attention.contract import ATTENTION
-from isotype.ops.attention.reference import attention_reference
+from isotype.ops.attention.op import ATTENTION, attention_reference
 from isotype.ops.backend import using
 from isotype.ops.contract import OpContract
-from isotype.ops.cross_entropy.contract import CROSS_ENTROPY
-from isotype.ops.cross_entropy.reference import cross_entropy_reference
-from isotype.ops.gated_residual.contract import GATED_RESIDUAL
-from isotype.ops.gated_residual.reference import gated_residual_reference
-from isotype.ops.gelu.contract import GELU
-from isotype.ops.gelu.reference import gelu_reference
-from isotype.ops.gelu_mul.contract import GELU_MUL
-from isotype.ops.gelu_mul.reference import gelu_mul_reference
-from isotype.ops.linear_cross_entropy.contract import LINEAR_CROSS_ENTROPY
-from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
-from isotype.ops.linear_log_probs.contract import LINEAR_LOG_PROBS
-from isotype.ops.linear_log_probs.reference import linear_log_probs_reference
-from isotype.ops.modulated_layer_norm.contract import MODULATED_LAYER_NORM
-from isotype.ops.modulated_layer_norm.reference import modulated_layer_norm_reference
-from isotype.ops.rms_norm.contract import ADD_RMS_NORM, RMS_NORM
-from isotype.ops.rms_norm.reference import rms_norm_reference
-from isotype.ops.rope.contract import ROPE
-from isotype.ops.rope.reference import rope_reference
-from isotype.ops.silu_mul.contract import SILU_MUL
-from isotype.ops.silu_mul.reference import silu_mul_reference
+from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
+from isotype.ops.gated.op import GELU, GELU_MUL, SILU_MUL, gelu_mul_reference, gelu_reference, silu_mul_reference
+from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
+from isotype.ops.linear_log_probs.op import LINEAR_LOG_PROBS, linear_log_probs_reference
+from isotype.ops.modulation.op import GATED_RESIDUAL, MODULATED_LAYER_NORM, gated_residual_reference, modulated_layer_norm_reference
+from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
+from isotype.ops.rope.op import ROPE, rope_reference
 from isotype.testing import ampcheck
 from isotype.testing.amp import inexact
 
@@ -188,7 +174,7 @@ def without_a_finding(case: Case, inputs: Any) -> int:
 
 ON_A_CPU = [
     "eager",
-    pytest.param("cpp", marks=pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")),
+    pytest.param("cpp", marks=pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")),
 ]
 
 
@@ -197,7 +183,7 @@ ON_A_CPU = [
 def test_keeps_its_contract(case, backend):
     with using(backend):
         assert without_a_finding(case, [case.inputs(6), case.inputs(LONG)]) >= 32
-    assert not compiled.fallbacks()
+    assert not cpp.fallbacks()
 
 
 @pytest.mark.parametrize("backend", ON_A_CPU)

@@ -14,7 +14,7 @@ from torch import Tensor
 from isotype.errors import DtypeError, ShapeError
 from isotype.ops.contract import OpContract
 from isotype.ops.debug import held_to
-from isotype.ops.silu_mul.contract import SILU_MUL
+from isotype.ops.gated.op import SILU_MUL
 
 PLAIN = OpContract("x: F[*n] -> F[*n]", grads={"x": "F"})
 
@@ -75,7 +75,7 @@ def test_a_correct_op_raises_nothing():
 PROGRAM = """
 import torch
 import isotype.ops as ops
-from isotype.ops.silu_mul import function
+from isotype.ops.gated import op
 
 x = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
 ids = torch.randint(0, 16, (8,))
@@ -93,8 +93,7 @@ ops.linear_log_probs(x(8, 4), x(16, 4), ids)[0].sum().backward()
 ops.attention(x(1, 2, 4, 8), x(1, 2, 4, 8), x(1, 2, 4, 8), causal=True).sum().backward()
 sum(out.sum() for out in ops.rope(x(1, 2, 4, 8), x(1, 2, 4, 8), torch.randn(4, 4), torch.randn(4, 4))).backward()
 print(sum(hasattr(getattr(ops, name), "__wrapped__") for name in ops.__all__))
-function.silu_mul_reference = lambda gate, up: (gate * up).float()
-function.reference_runs = lambda: True
+op.call_op = lambda function, reference, gate, up, activation: (gate * up).float()
 try:
     ops.silu_mul(x(4, 8), x(4, 8))
 except ValueError as error:

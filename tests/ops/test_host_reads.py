@@ -23,7 +23,7 @@ from isotype.ops import (
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
-from isotype.ops.linear_log_probs import chunked as log_probs
+from isotype.ops.linear_log_probs import op as log_probs
 from isotype.ops.linear_log_probs.rows import Wanted
 from tests.host_reads import HostReadError, NoHostReads
 

@@ -24,13 +24,13 @@ from isotype.ops import (
     silu_mul,
 )
 from isotype.ops.backend import using
-from isotype.ops.cross_entropy import kernels as loss_kernels
+from isotype.ops.cross_entropy import triton as loss_kernels
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.gated import gated_gradients, gated_product
 from isotype.ops.linear_log_probs import OUTPUTS
-from isotype.ops.linear_log_probs import kernels as log_prob_kernels
+from isotype.ops.linear_log_probs import triton as log_prob_kernels
 from isotype.ops.linear_log_probs.rows import Upstream, Wanted
-from isotype.ops.rms_norm import kernels as norm_kernels
+from isotype.ops.rms_norm import triton as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
@@ -304,7 +304,7 @@ def test_a_row_of_nan_poison_is_overwritten(monkeypatch):
 @pytest.mark.parametrize("kind", ["first half of a wider table", "every second value", "turned over"])
 def test_rope_reads_its_tables_where_they_lie_and_launches_once(monkeypatch, kind, batches):
     """transformers' tables are twice as wide as what is used of them; a copy of a part of them costs a launch a table, layer and pass."""
-    from isotype.ops.rope import kernels as rope_kernels
+    from isotype.ops.rope import triton as rope_kernels
 
     def table():
         return {

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.ops import build, compiled
+from isotype.ops import cpp as ops_cpp
 
-pytestmark = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 EPS = 2.0**-24  # half a step of fp32: the error of one rounding
 
 
-class Probe(compiled.CppKernels):
+class Probe(ops_cpp.CppKernels):
     def __init__(self) -> None:
         super().__init__(__file__, apply="ippi", convert="ddppi")
         self.source = Path(__file__).parent / "lanes_probe.cpp"
@@ -23,7 +23,7 @@ class Probe(compiled.CppKernels):
 @pytest.fixture(scope="module")
 def probe():
     made = Probe()
-    assert made.loaded(), compiled.fallbacks()
+    assert made.loaded(), ops_cpp.fallbacks()
     return made
 
 
@@ -99,14 +99,14 @@ def test_normal_distribution_is_within_the_roundings_of_its_exponent(probe):
 
 def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
-    monkeypatch.setattr(build, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(ops_cpp, "PATIENCE_S", 0.0)
     source = Path(__file__).parent / "lanes_probe.cpp"
-    build.library(source)
+    ops_cpp.library(source)
     (built,) = (tmp_path / "new" / "folder").glob("*.so")
     assert built.parent.stat().st_mode & 0o077 == 0
     assert f"compiling C++ kernels for this processor, once; they are kept in {built.parent}" in capsys.readouterr().err
     before = built.stat().st_ino
-    build.library(source)
+    ops_cpp.library(source)
     assert built.stat().st_ino == before
     assert not list(built.parent.glob("*.tmp"))
     assert capsys.readouterr().err == ""
@@ -115,7 +115,7 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
 def test_a_library_that_does_not_load_is_rebuilt_once_then_a_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     built = []
-    monkeypatch.setattr(build, "build", lambda compiler, source, path: (built.append(path), path.write_bytes(b"no library")))
-    with pytest.raises(build.BuildError, match="does not load"):
-        build.library(Path(__file__).parent / "lanes_probe.cpp")
+    monkeypatch.setattr(ops_cpp, "build", lambda compiler, source, path: (built.append(path), path.write_bytes(b"no library")))
+    with pytest.raises(ops_cpp.BuildError, match="does not load"):
+        ops_cpp.library(Path(__file__).parent / "lanes_probe.cpp")
     assert len(built) == 2

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 from bitsandbytes.functional import quantize_4bit
 
 from isotype.ops.backend import using
-from isotype.ops.nf4 import kernels, widen_4bit
+from isotype.ops.nf4 import triton, widen_4bit
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, on_a_gpu
@@ -85,6 +85,6 @@ def test_the_kernel_compiles_for_every_output_and_target(target, double, beside)
     inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if double else (None, None, None, 1)
 
     def run(out):
-        kernels.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
+        triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
 
     compile_matrix(run, (torch.empty(64, 640 + beside),), targets=[target], fail_on="note", binary=True)

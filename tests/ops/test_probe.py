@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from isotype.ops import backend, probe
+from isotype.ops import backend, launch
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    probe.why_no_kernels.cache_clear()
+    backend.why_no_kernels.cache_clear()
     backend.widens_products.cache_clear()
     yield
-    probe.why_no_kernels.cache_clear()
+    backend.why_no_kernels.cache_clear()
     backend.widens_products.cache_clear()
 
 
@@ -28,25 +28,25 @@ def on(device, dtype=torch.bfloat16):
 def test_a_device_whose_kernels_fail_runs_plain_pytorch_and_others_do_not(monkeypatch):
     asked = []
 
-    def launch(device):
+    def probe(device):
         asked.append(device)
         if device == FIRST:
             raise RuntimeError("\nFailed to find C compiler. Please specify via CC environment variable.\n more")
 
-    monkeypatch.setattr(probe, "launch", launch)
+    monkeypatch.setattr(launch, "probe", probe)
     assert [backend.triton_runs(on(FIRST)) for _ in range(3)] == [False] * 3
     assert backend.triton_runs(on(SECOND))
     assert asked == [FIRST, SECOND]  # once each
     assert (
-        probe.why_no_kernels(FIRST)
+        backend.why_no_kernels(FIRST)
         == "Triton cannot run a kernel: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
     )
     assert not backend.triton_runs(on(SECOND, torch.float64))
 
 
 def test_a_missing_triton_is_named(monkeypatch):
-    monkeypatch.setattr(probe, "find_spec", lambda name: None)
-    assert probe.why_no_kernels(FIRST) == "Triton is not installed"
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert backend.why_no_kernels(FIRST) == "Triton is not installed"
 
 
 def test_the_probes_kernel_adds_one():
@@ -55,9 +55,7 @@ def test_the_probes_kernel_adds_one():
 
     x = torch.ones(1)
     with interpreted():
-        from isotype.ops.probe_kernel import add_one
-
-        add_one[(1,)](x)
+        launch.add_one[(1,)](x)
     assert x.tolist() == [2.0]
 
 

@@ -11,16 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from isotype.errors import DtypeError, ShapeError, UsageError
-from isotype.ops import add_rms_norm, build, compiled, gated_residual, gelu, gelu_mul, modulated_layer_norm, rms_norm, rope, silu_mul
+from isotype.ops import add_rms_norm, cpp, gated_residual, gelu, gelu_mul, modulated_layer_norm, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
-from isotype.ops.gated_residual.reference import gated_residual_reference
-from isotype.ops.gelu.reference import gelu_reference
-from isotype.ops.gelu_mul.reference import gelu_mul_reference
-from isotype.ops.modulated_layer_norm.reference import modulated_layer_norm_reference
-from isotype.ops.rms_norm.reference import rms_norm_reference
-from isotype.ops.rope.reference import rope_reference
-from isotype.ops.silu_mul import cpp as silu_cpp
-from isotype.ops.silu_mul.reference import silu_mul_reference
+from isotype.ops.gated import cpu as silu_cpp
+from isotype.ops.gated.op import gelu_mul_reference, gelu_reference, silu_mul_reference
+from isotype.ops.modulation.op import gated_residual_reference, modulated_layer_norm_reference
+from isotype.ops.rms_norm.op import rms_norm_reference
+from isotype.ops.rope.op import rope_reference
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.trials import error, keeps_its_dtypes
@@ -302,7 +299,7 @@ def test_add_rms_norm():
 @pytest.mark.parametrize("used", ["both", "normed", "sum"])
 def test_the_sums_two_gradients_leave_as_one(dtype, backend, added, used):
     """Against fp64, no worse than twice the error of the same steps one by one; and of either output alone."""
-    if backend == "cpp" and compiled.cpu_compiler() is None:
+    if backend == "cpp" and cpp.cpu_compiler() is None:
         pytest.skip("no C++ compiler")
     torch.manual_seed(0)
     made = [torch.randn(s) for s in ((37, 48), (37, 48), (48,), (37, 48), (37, 48))]
@@ -357,7 +354,7 @@ def test_dtypes_without_a_compiler(case, rows):
         )
 
 
-@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_cpp_equals_plain_pytorch_on_rows_of_any_length_and_stride(name, dtype):
@@ -377,7 +374,7 @@ def test_cpp_equals_plain_pytorch_on_rows_of_any_length_and_stride(name, dtype):
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 def test_dispatch_modes_see_one_op_with_the_right_outputs():
     """What observes or traces dtypes sees the kernels' results; a fake tensor gets the same shapes and dtypes without running them."""
     x, w = torch.randn(4, 6, dtype=torch.bfloat16), torch.ones(6)
@@ -385,12 +382,12 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
     tokens, vector = torch.randn(2, 5, 6, dtype=torch.bfloat16), torch.randn(2, 6)
     ops = torch.ops.isotype
     for op, inputs in [
-        (ops.silu_mul_forward_cpp, (x, x)),
-        (ops.silu_mul_backward_cpp, (x, x, x)),
-        (ops.gelu_mul_forward_cpp, (x, x, True)),
-        (ops.gelu_mul_backward_cpp, (x, x, x, False)),
-        (ops.gelu_forward_cpp, (x, True)),
-        (ops.gelu_backward_cpp, (x, x, False)),
+        (ops.gated_forward_cpp, (x, x, "silu")),
+        (ops.gated_backward_cpp, (x, x, x, "silu", False)),
+        (ops.gated_forward_cpp, (x, x, "gelu_tanh")),
+        (ops.gated_backward_cpp, (x, x, x, "gelu", True)),
+        (ops.gated_forward_cpp, (x, None, "gelu")),
+        (ops.gated_backward_cpp, (x, None, x, "gelu", False)),
         (ops.modulated_layer_norm_forward_cpp, (tokens, vector, vector, 1e-6, torch.float32)),
         (ops.modulated_layer_norm_backward_cpp, (tokens, vector, tokens, 1e-6, True)),
         (ops.modulated_layer_norm_backward_cpp, (tokens, vector, tokens, 1e-6, False)),
@@ -431,10 +428,10 @@ def test_a_vectors_gradient_does_not_depend_on_the_threads(op, shape, vectors):
     ("compiler", "why"), [(None, "no C++ compiler (g++ or clang++) was found"), ("/bin/false", "false failed after 0 s: exit code 1")]
 )
 def test_without_a_working_compiler_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path, compiler, why):
-    monkeypatch.setattr(build, "cpu_compiler", lambda: compiler)
+    monkeypatch.setattr(cpp, "cpu_compiler", lambda: compiler)
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiled, "_fallbacks", {})
+    monkeypatch.setattr(cpp, "_fallbacks", {})
     monkeypatch.setattr(silu_cpp.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(silu_mul(x, x), silu_mul_reference(x, x))
-    assert compiled.fallbacks() == {"silu_mul": why}
+    assert cpp.fallbacks() == {"gated": why}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import logging
 
-from isotype.ops import compiled
+from isotype.ops import cpp
 from isotype.optimize import attention as placed
 from isotype.optimize import optimize
 from tests.ops.trials import FACTOR, error
 from tests.optimize.models import batch, tiny
 
 logging.set_verbosity_error()
-pytestmark = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 SDPA = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 

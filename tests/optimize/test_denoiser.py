@@ -16,8 +16,8 @@ from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from diffusers.models.attention_processor import AttnProcessor
 
-from isotype.ops import compiled
-from isotype.optimize import joint_attention, modulation, optimize, restore, streams
+from isotype.ops import cpp as ops_cpp
+from isotype.optimize import denoiser, joint_attention, optimize, restore
 from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
@@ -62,8 +62,8 @@ def test_results_and_gradients_are_the_models_own(name):
     plain, ours, family, batch = pair(name)
     manifest = optimize(ours)
     parts = [entry for entry in manifest.entries if entry.op]
-    adaptive = [e for e in parts if e.part == modulation.PART and e.kind != "LayerNorm"]
-    assert (sum(e.part == streams.PART for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
+    adaptive = [e for e in parts if e.part == denoiser.NORM and e.kind != "LayerNorm"]
+    assert (sum(e.part == denoiser.BLOCK for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
     results = []
     for model in (plain, ours):
         made = loss(model, family, batch)
@@ -190,7 +190,7 @@ def test_a_model_in_fp16_is_clipped_as_its_class_does():
 def test_a_line_says_what_computes_attention(name, said):
     model = nn.Linear(2, 2) if name is None else MODELS[name][0]()
     optimize(model)
-    here = "cpp" if compiled.cpu_compiler() else "sdpa"
+    here = "cpp" if ops_cpp.cpu_compiler() else "sdpa"
     depth = 16 if name == "Flux" else 4  # the op's own kernel takes multiples of 16
     assert joint_attention.said(model, "bf16", device_type="cpu") in _orders(said.format(here if depth == 16 else "sdpa"))
     assert joint_attention.said(model, "bf16", device_type="cuda") in _orders(said.format("flash" if depth == 16 else "sdpa"))

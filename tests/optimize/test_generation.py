@@ -10,11 +10,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype import optimize, restore
 from isotype.integrations import attach
-from isotype.ops import build, compiled
-from isotype.ops.gelu_mul import cpp as gelu
-from isotype.ops.rms_norm import cpp as norm
-from isotype.ops.rope import cpp as rope
-from isotype.ops.silu_mul import cpp as silu
+from isotype.ops import cpp
+from isotype.ops.gated import cpu as gated
+from isotype.ops.rms_norm import cpu as norm
+from isotype.ops.rope import cpu as rope
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
@@ -149,9 +148,9 @@ def test_norms_in_fp32_and_head_in_bf16(tmp_path, how, monkeypatch):
         apply_precision(model, PRESETS["nf4-lora"], device_type="cpu")
     else:
         if "without" in how:
-            monkeypatch.setattr(build, "cpu_compiler", lambda: None)
-            monkeypatch.setattr(compiled, "_fallbacks", {})
-            for op in (gelu, norm, rope, silu):
+            monkeypatch.setattr(cpp, "cpu_compiler", lambda: None)
+            monkeypatch.setattr(cpp, "_fallbacks", {})
+            for op in (gated, norm, rope):
                 monkeypatch.setattr(op.KERNELS, "library", None)
         optimize(model, PRESETS["nf4-lora"])
     _, seen = trained(model, tmp_path, generates=True, bf16=True)

@@ -10,7 +10,6 @@ from transformers import IdeficsConfig, logging
 from transformers.models.idefics.modeling_idefics import IdeficsDecoderLayer
 
 from isotype.optimize import layers, optimize, restore
-from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from tests.optimize.models import batch, tiny
 
 logging.set_verbosity_error()
@@ -74,18 +73,6 @@ def test_in_bf16_the_layers_change_no_bit_of_what_the_other_ops_give(monkeypatch
         torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6 * want.abs().max().item())
     else:
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "gpt_oss"])
-def test_halves_that_are_recomputed_by_themselves_give_the_same_gradients(family):
-    _, mine, _ = pair(family)
-    want, theirs = step(mine)
-    apply_checkpointing(mine, Checkpointing("layers", (0, 1), 2, keep_attention=True, keep_projections=True, halves=True))
-    assert all(layers.has_halves(layer) for layer in mine.model.layers)
-    got, grads = step(mine)
-    assert torch.equal(got, want)
-    assert grads.keys() == theirs.keys()
-    assert all(torch.equal(grads[name], gradient) for name, gradient in theirs.items())
 
 
 def test_granites_multiplier_is_read_at_each_call():

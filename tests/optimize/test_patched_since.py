@@ -41,5 +41,5 @@ def test_the_class_that_fsdp_makes_of_a_layer_is_none():
     assert type(layer).forward is not llama.LlamaDecoderLayer.forward
     check_placed(model)
     layer.__class__ = type("Patched", (llama.LlamaDecoderLayer,), {"forward": scaled(llama.LlamaDecoderLayer.forward)})
-    with pytest.raises(UsageError, match="Patched.forward"):
+    with pytest.raises(UsageError, match=r"Patched\.forward"):
         check_placed(model)

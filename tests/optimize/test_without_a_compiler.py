@@ -4,20 +4,19 @@ import types
 
 import torch
 
-from isotype.ops import build, compiled
-from isotype.ops.attention import cpp as attention
-from isotype.ops.gelu_mul import cpp as gelu
-from isotype.ops.rms_norm import cpp as norm
-from isotype.ops.rope import cpp as rope
-from isotype.ops.silu_mul import cpp as silu
+from isotype.ops import cpp
+from isotype.ops.attention import cpu as attention
+from isotype.ops.gated import cpu as gated
+from isotype.ops.rms_norm import cpu as norm
+from isotype.ops.rope import cpu as rope
 from isotype.optimize import optimize
 from tests.models import tiny
 
 
 def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypatch):
-    monkeypatch.setattr(build, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(compiled, "_fallbacks", {})
-    for op in (silu, gelu, norm, rope, attention):
+    monkeypatch.setattr(cpp, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(cpp, "_fallbacks", {})
+    for op in (gated, norm, rope, attention):
         monkeypatch.setattr(op.KERNELS, "library", None)
     manifest = optimize(tiny("llama"))
     assert {entry.op for entry in manifest.entries if entry.op} == {"generate", "linear_cross_entropy"}

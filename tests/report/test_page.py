@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isotype.report.page import page, progress, status, tiles
+from isotype.report.page import differences, page, progress, status, tiles
 from isotype.report.plots import loss_plot
 from isotype.report.record import read_run
-from isotype.report.settings import differences
 from isotype.report.verdicts import precision, preflight
 from isotype.report.words import plain
 from isotype.report.write import render

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from isotype.report.picture import picture
-from isotype.report.record import read_run
-from isotype.report.sampled_pictures import spread
+from isotype.report.record import read_run, spread
 
 from .runs import run_folder, step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from isotype.report.terminal import terminal_chart
+from isotype.report.chart import terminal_chart
 
 
 def test_it_falls_where_the_values_fall() -> None:

@@ -8,8 +8,7 @@ import os
 import pytest
 
 from isotype.errors import UsageError
-from isotype.runs.folder import RESOLVED, RunFolder, require_run
-from isotype.runs.lock import LOCK, take_lock
+from isotype.runs.folder import LOCK, RESOLVED, RunFolder, require_run, take_lock
 
 
 def failed_start(path, *files):

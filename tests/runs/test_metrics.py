@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.runs.metrics import Metrics
+from isotype.runs.record import Metrics
 
 
 @pytest.mark.parametrize(

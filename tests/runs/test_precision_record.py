@@ -9,7 +9,7 @@ from isotype.precision import resolve
 from isotype.precision.observe import Observation
 from isotype.precision.observe.record import ROUNDED_TO_ZERO
 from isotype.runs.folder import RunFolder
-from isotype.runs.precision_record import PrecisionRecord
+from isotype.runs.record import PrecisionRecord
 
 
 @pytest.mark.parametrize(("branch", "declared"), [("fp32", {"value": "fp32", "reason": "model.lora_branch"}), ("compute", None)])

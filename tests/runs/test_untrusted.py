@@ -20,8 +20,7 @@ from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision.presets import PRESETS
 from isotype.report.record import read_run
 from isotype.runs.checkpoint.atomic_folder import write_text
-from isotype.runs.folder import RunFolder
-from isotype.runs.untrusted import CONSENT
+from isotype.runs.folder import CONSENT, RunFolder
 from isotype.tasks.choose import train
 from tests.models import lora, tiny
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.errors import PreflightError, UsageError
-from isotype.optimize import regions
+from isotype.optimize import layers as regions
 from isotype.precision.observe import is_observed
 from isotype.tasks.choose import plan, train
 

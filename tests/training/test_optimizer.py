@@ -4,8 +4,7 @@ from torch import nn
 
 from isotype.config.schema import TrainSection
 from isotype.ops.adamw import adamw_reference_, stochastic_round_
-from isotype.ops.adamw.numbers import AdamwNumbers
-from isotype.ops.adamw.reference import BLOCK, noise
+from isotype.ops.adamw.op import BLOCK, AdamwNumbers, noise
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.training.optimizer import MixedAdamW, build_optimizer

@@ -14,7 +14,7 @@ import pytest
 
 from isotype.errors import RunError, UsageError
 from isotype.runs.folder import RunFolder
-from isotype.runs.metrics import Metrics
+from isotype.runs.record import Metrics
 from isotype.tasks.choose import train
 from isotype.training.disk_errors import refused_by_disk
 from isotype.training.loop import Loop

@@ -24,7 +24,7 @@ ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the pa
 _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
-_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
+_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
 LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report", "trace", "conform", "kernels"))
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
@@ -58,7 +58,7 @@ def build_app() -> typer.Typer:
             linux = "WSL 2, a container or a remote machine" if sys.platform == "win32" else "a container or a remote machine"
             raise UsageError(
                 f"isotype {context.invoked_subcommand} runs on Linux only; this is {here}",
-                fix=f"{linux}; check, lint, explain, doctor, import, init, schema and env run here",
+                fix=f"{linux}; check, explain, doctor, import, init, schema and env run here",
             )
 
         if context.invoked_subcommand in LINUX_ONLY - {"trace"}:  # it runs another's program

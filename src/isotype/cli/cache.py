@@ -82,7 +82,7 @@ def _tokens(place: Path, clear: bool, before: float, *, quiet: bool) -> dict[str
 
 def _kernels(clear: bool, before: float, *, quiet: bool) -> dict[str, Any]:
     """A library is used by its compiler, processor and version of Isotype alone; a process that has loaded it keeps it."""
-    from ..ops.build import built_files, folder
+    from ..ops.cpp import built_files, folder
     from ..report.words import bytes_written
 
     libraries, total, removed = 0, 0, 0

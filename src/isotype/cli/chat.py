@@ -12,7 +12,7 @@ import typer
 from .app import RUNS
 
 if TYPE_CHECKING:
-    from ..inference.conversation import Conversation
+    from ..inference.loaded import Conversation
 
 
 def register(app: typer.Typer) -> None:
@@ -45,8 +45,7 @@ def chat(
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
-    from ..inference.conversation import Conversation
-    from ..inference.loaded import load_run
+    from ..inference.loaded import Conversation, load_run
 
     loaded = load_run(run)
     conversation = Conversation(loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output)

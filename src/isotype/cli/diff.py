@@ -31,8 +31,8 @@ def diff(
     from ..config.compare import compare
     from ..config.load import load
     from ..config.yaml_text import write_value
-    from ..report.precision_differences import precision_differences
     from ..report.record import read_run
+    from ..report.verdicts import precision_differences
     from ..runs.folder import require_run
 
     one, two = (load(require_run(run) / "resolved.yaml", resolved=True).config for run in (first, second))

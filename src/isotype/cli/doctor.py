@@ -17,10 +17,9 @@ from ..finding import Severity, exit_code, worst_first
 from .app import DOCTOR
 from .shared_options import refuse_two_forms, threshold
 
-HELP = """Check a folder with every part of the doctor: configurations, source code, logs, Triton kernels.
+HELP = """Check a folder with every part of the doctor: configurations, logs, Triton kernels.
 
-Files with kernels are imported to compile them, and functions in which lint suspects a fault are executed, each in a separate process
-with limits on time and memory; `--static` does neither.
+Files with kernels are imported to compile them, each in a separate process with limits on time and memory; `--static` leaves them out.
 
 Examples:
 
@@ -38,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     path: Annotated[Path, typer.Argument(help="A folder or a file.")] = Path("."),
-    static: Annotated[bool, typer.Option("--static", help="Import and execute nothing: leave kernels and proofs out.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Import nothing: leave kernels out.")] = False,
     seconds: Annotated[
         float, typer.Option("--seconds", help="Time for compiling kernels; those that are not reached are counted.")
     ] = 120.0,

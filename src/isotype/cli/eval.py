@@ -77,7 +77,7 @@ def evaluate(
     from ..data.bad_rows import FIX
     from ..data.load import load_data
     from ..inference.loaded import load_run
-    from ..tasks.language.evaluate import evaluate as measure
+    from ..tasks.language.result import evaluate as measure
 
     loaded = load_run(run)
     other: dict[str, Any] = {"packing": False}
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
-    from ..tasks.diffusion.loaded import evaluate_with
+    from ..inference.diffusion import evaluate_with
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()

@@ -80,7 +80,7 @@ def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
 
     refuse_filled(out)  # before a model is loaded, which may take minutes
     if kind_of_run(run) == DIFFUSION:
-        from ..inference.merge_denoiser import merge_denoiser
+        from ..inference.diffusion import merge_denoiser
 
         return merge_denoiser(run, out, dtype=dtype)
     from ..inference.loaded import load_run

@@ -102,7 +102,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
         source = context.get_parameter_source(option)
         if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
-    from ..tasks.diffusion.loaded import draw_with
+    from ..inference.diffusion import draw_with
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()

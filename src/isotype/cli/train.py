@@ -133,9 +133,6 @@ def plan(
     device: Annotated[
         str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu) instead of the present one.", show_default=False)
     ] = None,
-    ledger: Annotated[
-        bool, typer.Option("--ledger", help="List the launches of one step on a GPU, beside Unsloth's; times are computed, not measured.")
-    ] = False,
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", min=2, help="Plan for so many, in machines of 8: memory and traffic.", show_default=False),
@@ -143,7 +140,7 @@ def plan(
     json_output: Json = False,
 ) -> None:
     loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
-    _print_plan(loaded, json_output, device=device, ledger=ledger, gpus=gpus)
+    _print_plan(loaded, json_output, device=device, gpus=gpus)
 
 
 @contextmanager
@@ -218,14 +215,12 @@ def _loaded(
     )
 
 
-def _print_plan(
-    loaded: LoadedConfig, json_output: bool, *, device: str | None = None, ledger: bool = False, gpus: int | None = None
-) -> None:
+def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None = None, gpus: int | None = None) -> None:
     import json
 
     from ..tasks.choose import plan as make
 
-    made = make(loaded, device=device, ledger=ledger, gpus=gpus)
+    made = make(loaded, device=device, gpus=gpus)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
 
 

@@ -252,12 +252,9 @@ class TrainSection(Section):
     offload. `true` means `layers`, `false` means `none`."""
     checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
     """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
-    keep_attention: bool | Literal["all"] = False
+    keep_attention: bool = False
     """With `layers`: attention's output and logsumexp are kept, and backward does not compute attention again; with `layers+offload` they
-    wait in host memory. About twice what a layer keeps otherwise. `all` keeps query, key, value and the residual between attention and MLP
-    too, so that backward makes neither their products again nor attention's own, and recomputes half a layer at a time: about 4.5 times
-    what a layer keeps otherwise. `gradient_checkpointing: auto` keeps attention's results where they fit, and on a GPU with published
-    figures `all` where the ledger says that it saves time, with offload too if the host's memory holds it."""
+    wait in host memory. About twice what a layer keeps otherwise. `gradient_checkpointing: auto` keeps them where they fit."""
     memory: MemorySize | None = None
     """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise
     takes all the memory there is to be fast."""

@@ -1,4 +1,4 @@
-"""Limits the time, memory and text that a chat template may use for a conversation, since it is a program from elsewhere (decision 0090).
+"""Limits the time, memory and text that a chat template may use for a conversation, since it is a program from elsewhere.
 
 Jinja's sandbox blocks access to Python objects and limits `range`, but not nested loops or a text that a loop doubles.
 """

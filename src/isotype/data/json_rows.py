@@ -1,7 +1,7 @@
 """The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects over several lines.
 
 An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
-than memory can be read, tokenised and kept (0088).
+than memory can be read, tokenised and kept.
 """
 
 from __future__ import annotations

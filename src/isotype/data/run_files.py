@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from ..runs.folder import RESOLVED
-from ..runs.lock import LOCK
+from ..runs.folder import LOCK, RESOLVED
 
 _FIRST = ("preflight.json", "env.json")  # what a run writes before resolved.yaml
 

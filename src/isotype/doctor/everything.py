@@ -1,9 +1,7 @@
 """`isotype doctor PATH`: runs every part of the doctor that applies to the files there, and prints one summary.
 
-check   configurations                  lint    Python files
-explain logs (*.log, *.err, *.out)      kernels files that define Triton kernels
-
-Kernels' files are imported, and functions that lint accuses are cut out and executed, each in a process of its own; `static` does neither.
+check   configurations and programs     explain logs (*.log, *.err, *.out)
+kernels files that define Triton kernels, each imported in a process of its own; `static` leaves them out
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..finding import Finding, Place, Severity
-from .lint.files import SKIPPED_FOLDERS
+from .check.collect import SKIPPED_FOLDERS
 
 SECONDS = 120.0  # for all kernels together
 _KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
@@ -52,9 +50,6 @@ def visit(path: Path, *, static: bool = False, seconds: float = SECONDS, tell: T
     if path.is_dir() or not logs:
         tell("check   configurations")
         visits.append(_check(path))
-    if python:
-        tell(f"lint    {count(len(python), 'Python file')}")
-        visits.append(_lint(path, prove=not static))
     if logs:
         tell(f"explain {count(len(logs), 'log')}")
         visits.append(_explain(logs))
@@ -111,13 +106,6 @@ def _check(path: Path) -> Visit:
     if not found.files:
         return Visit("check", "no file that may be a configuration", looked_at=False)
     return Visit("check", f"{count(found.files, 'configuration file')}, {count(len(found.records), 'run')}", list(found.findings))
-
-
-def _lint(path: Path, *, prove: bool) -> Visit:
-    from .lint.command import lint_command
-
-    run = lint_command([path], prove=prove and importlib.util.find_spec("torch") is not None)
-    return Visit("lint", run.subject, run.findings)
 
 
 def _explain(logs: list[Path]) -> Visit:

@@ -12,8 +12,7 @@ from ..report.record import RunRecord, read_run
 if TYPE_CHECKING:
     import pandas
 
-    from ..inference.conversation import Conversation
-    from ..inference.loaded import LoadedRun
+    from ..inference.loaded import Conversation, LoadedRun
 
 
 class Run:
@@ -83,7 +82,7 @@ class Run:
     def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0) -> str:
         """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply."""
         if self._conversation is None:
-            from ..inference.conversation import Conversation
+            from ..inference.loaded import Conversation
 
             self._conversation = Conversation(
                 self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False

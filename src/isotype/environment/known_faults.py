@@ -163,7 +163,7 @@ def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
     if not torch:
         yield Finding(
             code="EV003", severity=Severity.ERROR, place=Place(symbol="torch"), message="torch is not installed, or does not load",
-            cause="training needs it; check, lint and explain do not", fix="pip install 'isotype[train]'",
+            cause="training needs it; check and explain do not", fix="pip install 'isotype[train]'",
         )  # fmt: skip
     elif (torch["cuda"] or torch["hip"]) and not gpus:
         build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"

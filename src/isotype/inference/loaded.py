@@ -1,38 +1,42 @@
-"""Loads a finished or unfinished run under its own precision: the base with its adapter or newest complete checkpoint. Also loads the
-folder of an adapter or a model that belongs to no run."""
+"""Loads a finished or unfinished run under its own precision, the base with its adapter or newest complete checkpoint, and talks with it.
+Also loads the folder of an adapter or a model that belongs to no run.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from transformers import TextStreamer
 
 from ..config.kind import DIFFUSION
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
+from ..data.chat import chat_template
 from ..dtypes import name as name_of
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
-from ..model.build import build_model
+from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
-from ..model.run_precision import resolve_precision
 from ..optimize import optimize
-from ..precision.apply import apply_precision
+from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
+from ..printable import printable
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, kind_of_run, require_run, without_run
-from ..runs.untrusted import refuse_code_of
+from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, without_run
 from ..tasks.language.result import load_result
+from ..tasks.language.sample import Generates, generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 _TRIES = 5  # a run would have to save, and remove its oldest, once in each
 
@@ -166,3 +170,37 @@ def _source(config: RunConfig, run: RunFolder) -> Source:
         return Source(str(run.base))
     assert config.model.name is not None, "a run with a pretrained base has its name"
     return Source(config.model.name, config.model.revision, config.model.trust_remote_code)
+
+
+class _Stream(TextStreamer):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
+
+
+class Conversation:
+    """Stores the earlier turns. A run whose tokenizer has no template continues the given text instead."""
+
+    def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float, stream: bool = True) -> None:
+        self.run, self.stream = run, stream
+        self.config = generation_config(run.model, run.tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        self.messages: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self.messages.clear()
+
+    def say(self, text: str) -> str:
+        """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it was."""
+        tokenizer, model = self.run.tokenizer, self.run.model
+        asked = [*self.messages, {"role": "user", "content": text}]
+        if tokenizer.chat_template:
+            text = chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the question")
+        ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
+        streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
+        with torch.no_grad(), generating(model):
+            out = cast(Generates, model).generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer
+            )
+        answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+        if tokenizer.chat_template:
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer

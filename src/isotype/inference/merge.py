@@ -18,14 +18,13 @@ from ..data.load import load_data
 from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
+from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..model.load import Source
-from ..model.saved_form import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
-from ..tasks.language.evaluate import evaluate
-from ..tasks.language.result import load_result
+from ..tasks.language.result import evaluate, load_result
 from ..training.verify import ROWS
 from .loaded import LoadedRun
 

@@ -1,20 +1,35 @@
-"""What `attach` changed in a trainer: printed once, and used by `detach`."""
+"""What `attach` changed in a trainer: printed once, and used by `detach`; and the trainer's methods that it wraps (no class is touched)."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..optimize import Manifest
+from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
 from ..precision.resolve import Resolved
-from .owners import Claim
-from .pure import PureWeights
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
 READ_ONLY = ("ref_model", "teacher_model")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached precision."""
+
+    owner: str
+    value: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.owner:22s} {self.value:44s} {self.now}"
 
 
 @dataclass
@@ -25,7 +40,7 @@ class Attachment:
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
     notes further lines to print
     undo functions that undo the changes, called in reverse order
-    pure       where low-precision weights are trained: what holds their gradients
+    accumulator  where low-precision weights are trained: holds their gradients
     """
 
     trainer: Any
@@ -34,7 +49,7 @@ class Attachment:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     undo: list[Any] = field(default_factory=list)
-    pure: PureWeights | None = None
+    accumulator: GradientAccumulator | None = None
 
     @property
     def precision(self) -> Precision:
@@ -42,7 +57,7 @@ class Attachment:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's summed gradient, wherever it is."""
-        return parameter.grad if self.pure is None else self.pure.accumulator.gradient(parameter)
+        return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
 
     @property
     def manifest(self) -> Manifest:
@@ -76,3 +91,57 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     """The trained model, and those that the trainer only reads."""
     named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
     return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+
+
+_ABSENT = object()
+
+
+class Methods:
+    """The methods of one trainer that are wrapped, in order."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.before: list[tuple[str, Any]] = []
+        self.originals: dict[str, Callable[..., Any]] = {}
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is the bound method that was there."""
+        trainer, original = self.trainer, getattr(self.trainer, name)
+        self.originals[name] = original
+        self.before.append((name, trainer.__dict__.get(name, _ABSENT)))
+
+        @functools.wraps(original)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(trainer, name, MethodType(wrapped, trainer))
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """The bound method below the wrapper."""
+        return self.originals[name]
+
+    def restore(self) -> None:
+        for name, before in reversed(self.before):
+            if before is _ABSENT:
+                delattr(self.trainer, name)
+            else:
+                setattr(self.trainer, name, before)
+        self.before.clear()
+
+
+def overridden(trainer: Any, method: str) -> str | None:
+    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
+    for cls in type(trainer).__mro__:
+        if method in cls.__dict__:
+            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
+                return None
+            function = inspect.unwrap(cls.__dict__[method])
+            code = getattr(function, "__code__", None)
+            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
+            return f"{cls.__name__}.{method}{at}"
+    return None
+
+
+def defined_in(trainer: Any, method: str) -> str:
+    """The module of the class that defines this method; empty where the trainer itself has another one."""
+    return "" if method in trainer.__dict__ else next(cls.__module__ for cls in type(trainer).__mro__ if method in cls.__dict__)

@@ -1,32 +1,303 @@
 """The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and rows, before step 1.
 
-Checks that need a run file are left out, and those that the trainer cannot be rehearsed for, each with its reason. It draws, updates and
-logs nothing: a run with the preflight is bit-identical to one without.
+A trainer is presented to them as a run: its arguments, its step, its rows. Checks that need a run file are left out, and those that the
+trainer cannot be rehearsed for, each with its reason. It draws, updates and logs nothing: a run with the preflight is bit-identical to one
+without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import PreflightError
+import torch
+from torch import Tensor, nn
+
+from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
+from ..counted import counted
+from ..data.rows import IGNORED, LoadedData, Row, SamplePrompt
+from ..distributed.shard import Sharding
+from ..distributed.world import ALONE, World
+from ..dtypes import to_torch
+from ..errors import PreflightError, RunError
+from ..optimize import Manifest
+from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.own_optimizer import own_hooks
-from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
-from ..tasks.language.checks.positions import beyond_the_positions
-from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
+from ..precision.resolve import Resolved
+from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
+from ..training.finite import non_finite_error
+from ..training.loss_scale import LossScale
+from ..training.milestones import Milestones
 from ..training.own_state import own_state_restored
-from ..training.preflight.check import Check, Outcome, preflight
+from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
+from ..training.preflight.subject import Subject
 from ..training.preflight.updates import vanishing_updates
-from ..training.undisturbed import random_state_restored
-from .attachment import Attachment, models_of
-from .methods import Methods
-from .trainer_rows import TrainerRows
-from .trainer_subject import subject_of, tokenizer_of
-from .trainer_words import in_trainers_words
+from ..training.step import gradient_norm
+from ..training.task import Check, Evaluation
+from ..training.undisturbed import evaluation_mode, random_state_restored
+from .attachment import Attachment, Methods, models_of
+
+_ARGUMENTS = {
+    "run.sample_every: 0 trains without samples; ": "",
+    "train.learning_rate": "learning_rate",
+    "train.clip": "max_grad_norm",
+    "train.batch_size": "per_device_train_batch_size",
+    "train.accumulate": "gradient_accumulation_steps",
+    "train.gradient_checkpointing: layers": "gradient_checkpointing=True",
+    "precision.compute: ": "",
+    "precision.trainable: fp32": "precision='bf16-mixed'",
+    "precision.preset": "precision",
+    "data.eval": "eval_dataset",
+    "data.train": "train_dataset",
+    "data.max_length": "max_length",
+}
+
+
+def in_trainers_words(text: str) -> str:
+    for ours, theirs in _ARGUMENTS.items():
+        text = text.replace(ours, theirs)
+    return text
+
+
+MOST = 4096  # rows looked at: the first ones
+_LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+
+
+@dataclass(frozen=True)
+class TrainerRows:
+    """train, eval: as tokens, empty where they are none; largest: the rows of the largest batch, as the dataset has them."""
+
+    train: Sequence[Row]
+    eval: Sequence[Row]
+    largest: Sequence[Any]
+    largest_eval: Sequence[Any]
+    why_no_tokens: str = ""
+
+    @property
+    def tokens(self) -> bool:
+        return bool(self.train)
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerRows:
+        args = trainer.args
+        train, why = _first(trainer.train_dataset)
+        evaluated = trainer.eval_dataset
+        evaluated, _ = _first(next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated)
+        rows = _token_rows(train)
+        return cls(
+            rows,
+            _token_rows(evaluated) if rows else [],
+            _largest(train, args.per_device_train_batch_size),
+            _largest(evaluated, args.per_device_eval_batch_size),
+            why or "the rows are no plain tokens with labels",
+        )
+
+    @classmethod
+    def unread(cls) -> TrainerRows:
+        return cls([], [], [], [], "the dataset, collator or loss holds an iterator, which reading rows would take from")
+
+
+def _first(dataset: Any) -> tuple[list[Any], str]:
+    """The first rows; a stream is not read, as that would take rows from it."""
+    if dataset is None:
+        return [], "no dataset"
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return [], "the dataset is a stream"
+    return [dataset[i] for i in range(min(MOST, len(dataset)))], ""
+
+
+def _ids(value: Any) -> tuple[int, ...] | None:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(value) if isinstance(value, list | tuple) and all(isinstance(i, int) for i in value) else None
+
+
+def _token_rows(rows: list[Any]) -> list[Row]:
+    """Rows with input_ids; labels from their column, or every token where only ids are given. Padding of masked positions is left out."""
+    made = []
+    for row in rows:
+        ids = _ids(row.get("input_ids")) if isinstance(row, dict) else None
+        if ids is None:
+            return []
+        labels = _ids(row["labels"]) if row.get("labels") is not None else None
+        mask = _ids(row["completion_mask"]) if row.get("completion_mask") is not None else None
+        if labels is None:
+            labels = ids if mask is None else tuple(i if m else IGNORED for i, m in zip(ids, mask))
+        if len(labels) != len(ids):  # an encoder-decoder's
+            return []
+        mask = _ids(row["attention_mask"]) if row.get("attention_mask") is not None else None
+        if mask is not None:
+            there = [k for k, seen in enumerate(mask) if seen]
+            ids, labels = tuple(ids[k] for k in there), tuple(labels[k] for k in there)
+        prompt = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
+        made.append(Row(ids, labels, prompt))
+    return made
+
+
+def _largest(rows: list[Any], count: int) -> list[Any]:
+    def length(row: Any) -> int:
+        return sum(len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")) if isinstance(row, dict) else 0
+
+    return sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
+
+
+NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
+
+
+class TrainerBatch:
+    """One collated batch. weight: supervised tokens, 1 where there are no labels."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.inputs = inputs
+        ids = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() == 2), None)
+        self.rows: int = ids.shape[0] if ids is not None else 1
+        self.length: int = ids.shape[1] if ids is not None else 0
+        labels = inputs.get("labels")
+        self.weight = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else 1
+        self.units = self.rows * self.length
+
+    def to(self, device: torch.device) -> TrainerBatch:
+        return self  # the trainer moves its inputs itself
+
+    def __str__(self) -> str:
+        return f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
+
+
+class TrainerStepper:
+    """A step as the trainer makes it: its own compute_loss, its own optimizer."""
+
+    def __init__(self, attached: Attachment) -> None:
+        self.trainer, self.compute = attached.trainer, attached.precision.compute
+        self.model: nn.Module = self.trainer.model
+        self.optimizer = self.trainer.optimizer
+        self.loss_scale: LossScale | None = None  # under accelerate's scaler no step is rehearsed
+        self.sharding: Sharding | None = None  # one process has the whole model
+        self.world = ALONE
+        dtype = attached.precision.trainable
+        # of weights in their gradients' dtype: those stay in .grad
+        self.accumulator = attached.accumulator or GradientAccumulator(self.model.parameters(), dtype=dtype)
+        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "weights are in their declared dtype"
+
+    def accumulate(self, batches: Sequence[TrainerBatch]) -> Tensor:
+        total = torch.zeros(())
+        for batch in batches:
+            loss = self._loss(batch)
+            loss.backward()
+            total = total + loss.detach().float().cpu()
+        return total
+
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return float(gradient_norm(self.accumulator.gradients()))
+
+    def _loss(self, batch: TrainerBatch) -> Tensor:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(self.model, trainer._prepare_inputs(dict(batch.inputs)))
+            return loss
+
+    def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
+        passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
+        args = self.trainer.args
+        return non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
+            clip=args.max_grad_norm or None, compute=self.compute,
+        )  # fmt: skip
+
+
+class TrainerTask:
+    """The task of an attached trainer: answers what the checks ask of a task."""
+
+    def __init__(self, attached: Attachment, rows: TrainerRows) -> None:
+        self.trainer, self.rows_of, self.model = attached.trainer, rows, attached.trainer.model
+        self.tokenizer = tokenizer_of(self.trainer)
+        train, evaluated = rows.train, rows.eval
+        answered = any(IGNORED in row.labels for row in train)  # else every token is learnt: no answers that should end
+        facts = {
+            "train": {
+                "dropped": [], "truncated": 0, "lengths": {"longest": _longest(train)},
+                "files": [{"format": "messages" if answered else "text"}],
+            },
+            "eval": {"dropped": [], "lengths": {"longest": _longest(evaluated)}},
+            "tokens": {"end_of_turn": {}}, "template": None, "max_length": _longest(train),
+        }  # fmt: skip
+        self.data = LoadedData(train, evaluated, [], None, facts)
+        self.prompts: list[SamplePrompt] = []
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        return {}
+
+    def largest(self, count: int) -> Sequence[Any]:
+        return self.rows_of.largest
+
+    def collate(self, rows: Sequence[Any]) -> TrainerBatch:
+        return TrainerBatch(self.trainer.data_collator(list(rows)))
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+        if not self.rows_of.largest_eval:
+            return None
+        batch = self.collate(self.rows_of.largest_eval)
+        with evaluation_mode(model):
+            loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
+        return None if loss is None else Evaluation(float(loss.mean()), batch.weight)
+
+    @property
+    def samples(self) -> int:
+        return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
+
+    def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
+        row = self.rows_of.train[0]
+        ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
+        with evaluation_mode(model), random_state_restored():
+            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return []
+
+
+def tokenizer_of(trainer: Any) -> Any | None:
+    """The trainer's tokenizer, also inside a processor; None where it has none."""
+    given = getattr(trainer, "processing_class", None)
+    found = getattr(given, "tokenizer", given)
+    return found if hasattr(found, "added_tokens_decoder") else None
+
+
+@dataclass(frozen=True)
+class AttachedRun:
+    """The parts of an attached trainer that the checks use."""
+
+    model: nn.Module
+    resolved: Resolved
+    device: torch.device
+    stepper: TrainerStepper
+    manifest: Manifest
+
+
+def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject[TrainerTask]:
+    """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
+    trainer, args = attached.trainer, attached.trainer.args
+    config = RunConfig(
+        model=ModelSection(name="the trainer's model"),
+        data=DataSection(train="the trainer's train_dataset", max_length=max(1, _longest(rows.train))),
+        train=TrainSection(
+            learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
+            eval_batch_size=args.per_device_eval_batch_size,
+        ),
+    )  # fmt: skip
+    stepper = TrainerStepper(attached)
+    return Subject(
+        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
+        prepared=AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest),
+        plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
+    )  # fmt: skip
+
+
+def _longest(rows: Sequence[Any]) -> int:
+    return max((len(row.input_ids) for row in rows), default=0)
+
 
 _ROWS = (Check(("PF005",), nothing_to_learn),)
 _POSITIONS = (Check(("PF020",), beyond_the_positions),)

@@ -4,6 +4,9 @@ manifest.json   owners, ops, notes, and what ran in the first step      precisio
 preflight.json  the checks before step 1                                env.json         versions and devices
 metrics.jsonl   the trainer's own log                                   settings.json    what a resumed run is compared with
 result.json     how it ended                                            report.html      all of it on one page
+
+In the first step of a training fused calls are counted, and others with their reason; in the second dtypes are observed. Neither changes
+what is computed: their hooks are marked as observing, so that fused code runs as in every other step.
 """
 
 from __future__ import annotations
@@ -11,20 +14,30 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback
 
 from ..environment.versions import environment
+from ..lora.plain import lora_layers, why_not_fused
+from ..optimize.deferred import materialised
+from ..optimize.deferred_values import answered
+from ..optimize.head import fused_head_of
+from ..precision.observe import Observation, Observer
+from ..precision.observe.record import as_written, noted
+from ..precision.observe.regions import observing
 from ..report.write import write_report
 from ..runs.folder import RunFolder
-from ..runs.metrics import Metrics
-from .attachment import Attachment
-from .first_steps import FirstSteps
-from .guards import Guards
-from .own_callbacks import OwnCallbacks
+from ..runs.record import Metrics
+from .attachment import Attachment, Methods
 from .preflight import run_preflight
+from .steps import Guards
 
 FOLDER = "isotype"
 # the arguments that decide how a resumed run goes on
@@ -42,9 +55,7 @@ class Record(TrainerCallback):
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None
         self.first: FirstSteps | None = None
-        self.callbacks: OwnCallbacks | None = None
         self._said = 0
-        self._warned = 0
         self._started = 0.0
 
     def install(self) -> None:
@@ -53,17 +64,11 @@ class Record(TrainerCallback):
     def remove(self) -> None:
         if self.first is not None:
             self.first.stop()
-        if self.callbacks is not None:
-            self.callbacks.remove()
         self.attached.trainer.remove_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
         self.first = FirstSteps(self.attached)
-        if self.callbacks is not None:
-            self.callbacks.remove()
-        self.callbacks = OwnCallbacks(self.attached, self.first, self._found_in_callbacks)
-        self.callbacks.install()
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -91,24 +96,12 @@ class Record(TrainerCallback):
         seen = self.first.seen
         if state.is_world_process_zero:
             self._write_manifest()
-            self._write_precision()
+            self.folder.write_json("precision.json", self.first.precision_json())
         if seen is None:
             return
         self.guards.extra["promotions"] = self.first.promotions
         if seen.violations:
             warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
-
-    def _write_precision(self) -> None:
-        if self.first is not None and self.callbacks is not None:
-            self.folder.write_json("precision.json", self.first.precision_json(self.callbacks.seen))
-
-    def _found_in_callbacks(self) -> None:
-        if self.attached.trainer.is_world_process_zero():
-            self._write_precision()
-        violations = self.callbacks.seen.violations if self.callbacks is not None else []
-        if violations and not self._warned:
-            warnings.warn(f"isotype: {violations[0].render()}", stacklevel=2)
-        self._warned = len(violations)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:
@@ -152,3 +145,124 @@ class Record(TrainerCallback):
                     self.attached.notes.append(note)
                     warnings.warn(f"isotype: {note}", stacklevel=2)
         self.folder.write_json("settings.json", now)
+
+
+_NO_STEP = "the second step of a training is observed, and there was none"
+# roles that a run of Isotype's own observes and an attached trainer does not, or not always
+_OF_THE_TRAINER = {
+    "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
+    "generate": "nothing was generated in the observed step",
+    "save": "the trainer writes its own files, which are not read",
+    "what callbacks write": "code between the forward, the backward and the update of a step, and between steps, is not followed",
+}
+_COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
+
+
+class FirstSteps:
+    """Counts calls in the first step of a training and observes dtypes in the second; every other step costs nothing."""
+
+    def __init__(self, attached: Attachment) -> None:
+        self.attached, self.model = attached, attached.trainer.model
+        read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
+        self.observer = Observer(self.model, attached.precision, read_only=read_only)
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.seen: Observation | None = None
+        self.steps = 0
+        self.watching = False
+        self._stack = ExitStack()
+        self._hooks: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """At the beginning of a step, whose number is `step`."""
+        self.steps += 1
+        self.watching = self.steps <= 2
+        if self.steps == 1:
+            self._begin_counting()
+        elif self.steps == 2:
+            # accelerate's optimizer wraps the one whose step is observed
+            optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
+            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
+            methods = Methods(self.attached.trainer)
+            methods.wrap("compute_loss", self._compute_loss)
+            self._stack.callback(methods.restore)
+
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, with its batch made known to the observer."""
+        self.observer.know_batch([dict(value) for value in (*args, *kwargs.values()) if isinstance(value, Mapping)])
+        return original(*args, **kwargs)
+
+    def _begin_counting(self) -> None:
+        for entry in self.attached.manifest.entries:
+            if entry.part in _COUNTED:
+                self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
+        for _, layer in lora_layers(self.model):
+            self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
+        self._materialised, self._before = Counter(materialised), self._heads()
+
+    def end(self) -> None:
+        """After the update of an observed step."""
+        self.stop()
+        if self.seen is not None:
+            return
+        for op, count in (self._heads() - self._before).items():
+            self.calls["head", op] += count
+        for where, count in (Counter(materialised) - self._materialised).items():
+            self.calls["head", f"logits computed: {where}"] += count
+
+    def stop(self) -> None:
+        """Removes every hook."""
+        self.watching = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stack.close()
+
+    def _count(self, module: nn.Module, part: str, op: str) -> None:
+        def hook(*_: Any) -> None:
+            self.calls[part, op] += 1
+
+        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
+
+    def _count_lora(self, layer: nn.Module, args: Any) -> None:
+        reason = why_not_fused(layer)
+        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
+
+    def _heads(self) -> Counter[str]:
+        found = Counter(answered)
+        for module in self.model.modules():
+            head = fused_head_of(module)
+            found += Counter(
+                {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
+            )
+        return found
+
+    @property
+    def promotions(self) -> int:
+        """Module outputs wider than `compute` that the declaration does not speak of."""
+        return sum(self.seen.promotions.values()) if self.seen is not None else 0
+
+    def calls_json(self) -> list[dict[str, Any]]:
+        return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
+
+    def precision_json(self) -> dict[str, Any]:
+        """precision.json, as a run of Isotype's own writes it."""
+        resolved = self.attached.resolved
+        record = noted({}, self.seen) if self.seen is not None else {"places": {"every role": _NO_STEP}}
+        return {
+            "precision": resolved.text,
+            "preset": resolved.preset,
+            "declared": resolved.as_json(),
+            **as_written(record, compute=resolved.precision.compute, more=self._unseen()),
+        }
+
+    def _unseen(self) -> dict[str, str]:
+        """The reason for each role, and each model beside the trained one, of which nothing is counted."""
+        reasons = dict(_OF_THE_TRAINER)
+        if self.seen is None:
+            reasons["generate"] = _NO_STEP
+        if all(p.requires_grad for p in self.model.parameters()):
+            reasons["base"] = "every weight is trained"
+        for name in self.attached.manifests:
+            if name != "model":
+                reasons[f"the weights of {name}"] = "they are not counted; what is computed with them is judged with the step's"
+        return reasons

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from isotype.integrations.callback import attach_at_first_use
+from isotype.integrations.attach import attach_at_first_use
 
 NAME = "isotype"
 

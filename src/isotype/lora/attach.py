@@ -11,7 +11,7 @@ same tensor, else it computes its own. No attention or MLP class is changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .linear import LoraDtypes, Projection, apply_linear, decide
 from .plain import DENSE, has_hooks, kind_reason, lora_layers, parts_of, parts_reason, why_not_fused
 from .quantised import state_reason
 
-_FUSED, _PLAN, _GROUP, _READY, _BRANCH = (f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32"))
+FUSED, _PLAN, _GROUP, _READY, _BRANCH = (f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32"))
 
 # Children of one module that transformers' and diffusers' families call with one tensor, the first of them first.
 GROUPS = (
@@ -55,8 +55,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             if "forward" in vars(layer):
                 reason = "the layer's forward has been replaced by another library"
             else:
-                vars(layer)[_FUSED] = InstanceMethod(forward, layer)
-                vars(layer)[_FUSED].put()
+                vars(layer)[FUSED] = InstanceMethod(forward, layer)
+                vars(layer)[FUSED].put()
         if reason is None:
             # past nn.Module's own __setattr__
             vars(layer)[_BRANCH] = branch_fp32
@@ -71,9 +71,9 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 def unfuse_lora(model: nn.Module) -> int:
     """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other libraries added since, are unchanged."""
-    fused = [layer for _, layer in lora_layers(model) if _FUSED in vars(layer)]
+    fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
-        vars(layer).pop(_FUSED).take_back()
+        vars(layer).pop(FUSED).take_back()
         for word in (_PLAN, _GROUP, _READY, _BRANCH):
             vars(layer).pop(word, None)
     return len(fused)
@@ -81,7 +81,7 @@ def unfuse_lora(model: nn.Module) -> int:
 
 def is_fused(layer: nn.Module) -> bool:
     """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
-    return _FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[_FUSED]
+    return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 
 
 def _link(parent: nn.Module, path: str) -> None:
@@ -107,16 +107,14 @@ class Plan:
     reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
     """
 
-    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "quantised", "reason")
+    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "reason")
 
     def __init__(self, layer: Any) -> None:
         # an adapter may be appended to a list in place
         self.active = list(layer._active_adapter) if isinstance(layer._active_adapter, list) else layer._active_adapter
         self.reason = parts_reason(layer)
         if self.reason is None:
-            self.adapter, self.a, self.b, dropout, self.base = parts_of(layer)
-            self.dropout = dropout if type(dropout) is nn.Dropout else None
-            self.quantised = type(self.base) is not nn.Linear
+            self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -131,22 +129,26 @@ def look_again(layer: Any) -> Plan:
     return plan
 
 
-def projection(layer: Any, x: Tensor) -> Projection | None:
-    """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now."""
-    if torch.compiler.is_dynamo_compiling():
-        # a graph has guards of its own
-        return None if why_not_fused(layer) else _projection(layer, x, *parts_of(layer))
+def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | None:
+    """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
+
+    graph  a graph is made, which has guards of its own
+    """
     if layer._disable_adapters or layer.merged_adapters:
         return None
-    plan: Plan | None = layer.__dict__.get(_PLAN)
-    # an adapter may also have been deleted, and added again under the same name
-    stale = plan is None or layer._active_adapter != plan.active
-    if stale or (plan.reason is None and layer._modules["lora_A"]._modules.get(plan.adapter) is not plan.a):
-        plan = look_again(layer)
-    return None if plan.reason else _projection(layer, x, plan.adapter, plan.a, plan.b, plan.dropout, plan.base)
-
-
-def _projection(layer: Any, x: Tensor, adapter: str, a: nn.Module, b: nn.Module, dropout: Any, base: Any) -> Projection | None:
+    if graph:
+        if parts_reason(layer) is not None:
+            return None
+        adapter, a, b, dropout, base = parts_of(layer)
+    else:
+        plan: Plan | None = layer.__dict__.get(_PLAN)
+        stale = plan is None or layer._active_adapter != plan.active
+        # an adapter may also have been deleted, and added again under the same name
+        if stale or (plan.reason is None and layer._modules["lora_A"]._modules.get(plan.adapter) is not plan.a):
+            plan = look_again(layer)
+        if plan.reason is not None:
+            return None
+        adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base
     parameters = base._parameters
     weight, bias, a_RK, b_OR = parameters["weight"], parameters["bias"], a._parameters["weight"], b._parameters["weight"]
     state, dtype = None, weight.dtype
@@ -160,7 +162,9 @@ def _projection(layer: Any, x: Tensor, adapter: str, a: nn.Module, b: nn.Module,
         state, dtype = weight.quant_state, base.compute_dtype
     elif type(weight) not in DENSE:
         return None
-    p = dropout.p if dropout is not None and dropout.training and type(dropout) is nn.Dropout else 0.0
+    if type(a_RK) not in DENSE or type(b_OR) not in DENSE:
+        return None
+    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH])
     return Projection(weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
 
@@ -176,16 +180,20 @@ def bare_projection(layer: Any) -> Projection:
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
-    if args or kwargs or not runs_fused(x):
+    if args or kwargs or not x.dtype.is_floating_point:
         return _peft_forward(self, x, *args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         # a graph's compiler finds what projections share
-        call = projection(self, x)
-        return _peft_forward(self, x) if call is None else apply_linear(x, call, dtypes_of(call, x, x.dtype))
+        call = projection(self, x, graph=True)
+        return _peft_forward(self, x) if call is None else apply_linear(x, call, decided(call, x, x.dtype))
     ready = self.__dict__.pop(_READY, None)
-    if ready is not None and ready[0] is x and ready[2] == _version(x) and ready[3] is torch.is_grad_enabled() and not self._disable_adapters:
-        made: Tensor = ready[1]
-        return made
+    if ready is not None and ready[0] is x and not self._disable_adapters:
+        _, output, version, grad = ready
+        if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
+            made: Tensor = output
+            return made
+    if not runs_fused():
+        return _peft_forward(self, x)
     call = projection(self, x)
     if call is None:
         return _peft_forward(self, x)
@@ -196,29 +204,24 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         together = _together(followers, x, call)
         if together is not None:
             return together
-    return apply_linear(x, call, dtypes_of(call, x, x.dtype))
+    return apply_linear(x, call, dtypes_of(call, x, x.dtype), now=True)
 
 
-def runs_fused(x: Tensor) -> bool:
-    """Whether fused functions may run on x now: not under torch.func, in forward-mode AD, nor where selective checkpointing keeps what
-    operators give, since they add in place."""
-    if torch.compiler.is_dynamo_compiling():
-        return x.dtype.is_floating_point
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or not x.dtype.is_floating_point:
+def runs_fused() -> bool:
+    """Whether fused functions may run now, outside a graph: not under torch.func, in forward-mode AD, nor where selective checkpointing
+    keeps what operators give, since they add in place."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     return not torch._C._len_torch_dispatch_stack() or not results_are_kept()
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor | None:
     """Computes a layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
     calls = [first]
     for other in followers:
-        other.__dict__.pop(_READY, None)
-        call = projection(other, x) if is_fused(other) else None
+        own = other.__dict__
+        own.pop(_READY, None)
+        call = projection(other, x) if FUSED in own and own.get("forward") is own[FUSED] else None
         if call is None:
             return None
         calls.append(call)
@@ -226,9 +229,10 @@ def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor 
     if dtypes is None:
         return None
     y, *others = lora_group(x, calls, dtypes)
+    version, grad = 0 if x.is_inference() else x._version, torch.is_grad_enabled()
     for other, output in zip(followers, others):
         # past nn.Module's own __setattr__, which takes 2 us
-        other.__dict__[_READY] = _Ready((x, output, _version(x), torch.is_grad_enabled()))
+        other.__dict__[_READY] = _Ready((x, output, version, grad))
     return y
 
 
@@ -243,27 +247,31 @@ class _Ready(tuple[Any, ...]):
 
 
 # Decisions that were taken: a model asks for the same few, several times a layer
-_decided: dict[tuple[Any, ...], LoraDtypes] = {}
+_known: dict[tuple[Any, ...], LoraDtypes] = {}
 
 
 def dtypes_of(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     """The dtypes of this projection for an input of `x_dtype` on x's device."""
-    if torch.compiler.is_dynamo_compiling():
-        return _decide(call, x, x_dtype)
-    key = (x_dtype, autocast_dtype(x), call.kind)
-    found = _decided.get(key)
+    device = x.device.type
+    if device == "meta":
+        cast = autocast_dtype(x)
+    else:
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = (x_dtype, cast, device, call.kind)
+    found = _known.get(key)
     if found is None:
-        found = _decided[key] = _decide(call, x, x_dtype)
+        found = _known[key] = decided(call, x, x_dtype)
     return found
 
 
-def _decide(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+def decided(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+    """`dtypes_of`, not kept: where a graph is made."""
     weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = call.kind
     adapter = None if call.a is None else torch.promote_types(a_dtype, b_dtype)
     return decide(x, weight_dtype or x_dtype, adapter, quantised=not dense, branch_fp32=branch_fp32, x_dtype=x_dtype)
 
 
-def shared_dtypes(x: Tensor, calls: Sequence[Projection]) -> LoraDtypes | None:
+def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..., LoraDtypes] = dtypes_of) -> LoraDtypes | None:
     """The dtypes with which these can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
     first, features = calls[0], x.shape[-1]
     dtypes = dtypes_of(first, x, x.dtype)

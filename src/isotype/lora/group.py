@@ -10,15 +10,13 @@ T tokens, K in features, O out features of a projection, R ranks of all projecti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.applied import applied
-from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import refuse_second_derivative
-from ..ops.recompute import projected, projections_are_kept, unwritten
+from ..ops.autocast import autocast_off, now_without_autocast
+from ..ops.backend import apply_of, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
 from .linear import (
     NO_SECOND_DERIVATIVE,
@@ -32,22 +30,15 @@ from .linear import (
     bias_gradient,
     dropout_mask,
     dropped_scale,
-    out_features,
 )
-from .products import add_product_, adds_in_place, gradient_product, narrow, scaled_product, stacked
+from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, gradient_product, scaled_product
 
 # tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what the dropout before A keeps
 TENSORS = 5
 
 
-class Branches(NamedTuple):
-    """x Aᵀ of all projections, and A and B as cast down."""
-
-    xa_TR: Tensor
-    a_RK: Tensor
-    bs: list[Tensor | None]
-
-
+# x Aᵀ of all projections, and A and B as cast down: of all in one tensor, and of each
+Branches = tuple[Tensor, Tensor, list[Tensor | None]]
 Narrow = tuple[Tensor, list[Tensor | None]]
 
 
@@ -61,65 +52,67 @@ def parts(bs: Sequence[Tensor | None]) -> list[slice]:
     return found
 
 
-def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> Narrow:
-    """Every A in one tensor, and each B, in the products' dtype."""
-    every_a = [a for a in flat[2::TENSORS] if a is not None]
-    bs = [None if b is None else narrow(b, dtype) for b in flat[3::TENSORS]]
-    if not every_a:
-        weight = flat[0]
-        assert weight is not None
-        return torch.empty(0, features, dtype=dtype, device=weight.device), bs
-    return stacked(every_a, dtype), bs
-
-
-def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None) -> Branches:
-    """The adapters' part of `multiply` that backward needs too."""
-    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1]) if down is None else down
-    if not a_RK.shape[0]:
-        return Branches(x_TK[:, :0], a_RK, bs)
-    keeps = flat[4::TENSORS]
-    if all_none(keeps):
-        return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
-    return Branches(torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1), a_RK, bs)
-
-
 def all_none(tensors: Sequence[Tensor | None]) -> bool:
-    # asked six times a layer: no generator
+    # asked at every call: no generator
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None:
             return False
     return True
 
 
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False) -> Branches:
+    """The adapters' part of `multiply` that backward needs too."""
+    if down is None:
+        assert flat[0] is not None
+        down = cast_down(flat[2::TENSORS], flat[3::TENSORS], flat[0], x_TK.shape[1], x_TK.dtype)
+    a_RK, bs = down
+    if not a_RK.shape[0]:
+        return x_TK[:, :0], a_RK, bs
+    keeps = flat[4::TENSORS]
+    if all_none(keeps):
+        return scaled_product(x_TK, a_RK.t(), now=now), a_RK, bs
+    return torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1), a_RK, bs
+
+
 def multiply(
-    x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any], down: Narrow | None = None
+    x: Tensor,
+    flat: Sequence[Tensor | None],
+    scales: Sequence[float],
+    states: Sequence[Any],
+    down: Narrow | None = None,
+    *,
+    now: bool = False,
 ) -> tuple[list[Tensor], Branches]:
-    """Every projection of x, in x's dtype, and what backward needs of their adapters.
+    """Every projection of x, in x's dtype and dimensions, and what backward needs of their adapters.
 
     down  what `cast_down` gave, for all tiles
+    now   what `at_once` says of the adapters' products
     """
-    made = branches(x_TK, flat, down)
-    before, start, ys = adapter_first(x_TK), 0, []
-    for i, b in enumerate(made.bs):
+    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    xa_TR, a_RK, bs = branches(x_TK, flat, down, now=now)
+    before, start, ys = not now and adapter_first(x_TK), 0, []
+    for i, b in enumerate(bs):
         weight, bias = flat[TENSORS * i], flat[TENSORS * i + 1]
         assert weight is not None
         if b is None:
-            ys.append(base_product(x_TK, weight, bias, states[i]))
+            ys.append(base_product(x, weight, bias, states[i]))
             continue
         end = start + b.shape[1]
-        ys.append(adapted_product(x_TK, weight, bias, states[i], made.xa_TR[:, start:end], b, scales[i], before=before))
+        ys.append(adapted_product(x, weight, bias, states[i], xa_TR[:, start:end], b, scales[i], before=before, now=now))
         start = end
-    return ys, made
+    return ys, (xa_TR, a_RK, bs)
 
 
-def branch_gradient(dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor) -> Tensor:
+def branch_gradient(
+    dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor, *, now: bool = False
+) -> Tensor:
     """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
     if like_TR.shape[1] == 0:
         return like_TR
     columns = []
     for dy, b, scale in zip(dys, bs, scales):
         if b is not None:
-            columns.append(scaled_product(dy, b, scale) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1]))
+            columns.append(scaled_product(dy, b, scale, now=now) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1]))
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
@@ -129,19 +122,23 @@ def input_gradient(
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     states: Sequence[Any],
-    keeps: Sequence[Tensor | None],
+    keeps: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     dtype: torch.dtype,
+    *,
+    now: bool = False,
 ) -> Tensor:
     """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a time.
 
     The small share is rounded to the products' dtype, and each large product is summed onto it inside itself; or, where the kernels
     run, the share is added to the sum unrounded.
+
+    keeps  None where there is no dropout
     """
     share_TK = None
     last = False
-    if all_none(keeps):
-        last = adds_in_place(dtype, dxa_TR, a_RK)
+    if keeps is None:
+        last = (now and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= SKINNY) or adds_in_place(dtype, dxa_TR, a_RK)
         share_TK = dxa_TR @ a_RK if a_RK.shape[0] and not last else None
     else:
         for keep, part in zip(keeps, slices):
@@ -151,7 +148,7 @@ def input_gradient(
     dx_TK = None if share_TK is None else share_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
         if dy is not None:
-            w_OK = base_weight(weight, state, dxa_TR.dtype)
+            w_OK = weight if state is None and weight.dtype == dxa_TR.dtype else base_weight(weight, state, dxa_TR.dtype)
             if dx_TK is None:
                 dx_TK = (dy @ w_OK).to(dtype)
             elif dtype == dy.dtype:
@@ -159,7 +156,7 @@ def input_gradient(
             else:
                 dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    return add_product_(dx_TK, dxa_TR, a_RK) if last else dx_TK
+    return add_product_(dx_TK, dxa_TR, a_RK, now=now) if last else dx_TK
 
 
 def tensor_gradients(
@@ -169,19 +166,21 @@ def tensor_gradients(
     dys: Sequence[Tensor | None],
     wide_dys: Sequence[Tensor | None],
     scales: Sequence[float],
-    keeps: Sequence[Tensor | None],
+    keeps: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
+    *,
+    now: bool = False,
 ) -> list[Tensor | None]:
     """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A has one.
 
     dys       in the products' dtype
     wide_dys  as they came, for the biases
+    keeps     None where there is no dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
     together: Tensor | None = None
-    plain = all_none(keeps)
     for i, dy in enumerate(dys):
         weight = TENSORS * i
         bias, a, b = weight + 1, weight + 2, weight + 3
@@ -194,15 +193,15 @@ def tensor_gradients(
         if needs[bias]:
             grads[bias] = bias_gradient(wide_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
         if needs[b]:
-            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b])  # type: ignore[arg-type]
+            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b], now=now)  # type: ignore[arg-type]
         if needs[a]:
             assert x_TK is not None
             widest = torch.promote_types(torch.float32, x_TK.dtype)
-            if plain:
-                together = gradient_product(dxa_TR, x_TK, 1.0, widest) if together is None else together
+            if keeps is None:
+                together = gradient_product(dxa_TR, x_TK, 1.0, widest, now=now) if together is None else together
                 da = together[slices[i]]
             else:
-                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest)
+                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest, now=now)
             grads[a] = da.to(dtypes[a])
     return grads
 
@@ -219,24 +218,20 @@ class LoraGroup(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scales: tuple[float, ...], states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None
     ) -> tuple[Tensor, ...]:
-        x_TK = x.reshape(-1, x.shape[-1])
-        with autocast_off(x):
-            x_TK = narrowed(x_TK, dtypes.compute)
-            if projections_are_kept():
-                # a recompute: backward needs x's product with every A, and attention has what it needs
-                widths = [out_features(w, state) for w, state in zip(flat[0::TENSORS], states) if w is not None]
-                outputs, made = [unwritten((x_TK.shape[0], n), x_TK, dtypes.out) for n in widths], branches(x_TK, flat)
-            else:
-                outputs, made = multiply(x_TK, flat, scales, states)
-            ys = tuple([no_view(narrowed(y, dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in outputs])
-        projected(*ys)
-        ctx.make_x, kept_x = kept_for(x, x_TK if wants_input(ctx.needs_input_grad[4:]) else None)
-        ctx.save_for_backward(made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
-        ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype
+        compute, out, _ = dtypes
+        now = at_once(compute, x)
+        with now_without_autocast() if now else autocast_off(x):
+            low = x if x.dtype == compute else x.to(compute)
+            ys, (xa_TR, a_RK, bs) = multiply(low, flat, scales, states, now=now)
+        if out != compute:
+            ys = [y.to(out) for y in ys]
+        ctx.make_x, kept_x = kept_for(x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None)
+        ctx.save_for_backward(xa_TR, a_RK, *bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
+        ctx.given = scales, states, compute, x.shape, x.dtype, now, all_none(flat[4::TENSORS])
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
         ctx.set_materialize_grads(False)
-        return ys
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -244,24 +239,31 @@ class LoraGroup(torch.autograd.Function):
             refuse_second_derivative("lora_group", **NO_SECOND_DERIVATIVE)
         n, needs = len(dys), ctx.needs_input_grad[4:]
         xa_TR, a_RK, *rest = ctx.saved_tensors
-        bs, weights, keeps, kept_x = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
+        bs, weights, kept_x = rest[:n], rest[n : 2 * n], rest[3 * n :]
         if all_none(dys):
             return (None,) * (4 + len(needs))
-        slices, compute = parts(bs), ctx.dtypes.compute
-        with autocast_off(xa_TR):
-            came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
-            down = [None if dy is None else dy.to(compute) for dy in came]
-            dxa_TR = branch_gradient(down, bs, ctx.scales, xa_TR)
+        scales, states, compute, x_shape, x_dtype, now, plain = ctx.given
+        keeps = None if plain else rest[2 * n : 3 * n]
+        slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
+        with now_without_autocast() if now else autocast_off(xa_TR):
+            came, down = list[Tensor | None](), list[Tensor | None]()
+            for dy in dys:
+                came.append(None if dy is None else dy.reshape(-1, dy.shape[-1]))
+                down.append(None if dy is None else came[-1].to(compute))
+            dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
             x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
-            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, down, came, ctx.scales, keeps, slices, needs, ctx.leaf_dtypes)
+            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, down, came, scales, keeps, slices, needs, ctx.leaf_dtypes, now=now)
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = input_gradient(dxa_TR, a_RK, down, weights, ctx.states, keeps, slices, ctx.x_dtype).view(ctx.x_shape)
+                dx = input_gradient(dxa_TR, a_RK, down, weights, states, keeps, slices, x_dtype, now=now).view(x_shape)
         return dx, None, None, None, *grads
 
 
+_apply = apply_of(LoraGroup)
+
+
 def flattened(x: Tensor, calls: Sequence[Projection]) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
-    """(the tensors of projections of x, TENSORS each, their branches' scales, the states of 4-bit weights): what an autograd function takes.
+    """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit weights): what an autograd function takes.
 
     Dropouts are drawn in the order in which PEFT's layers would draw them, and their factor goes into the scale.
     """
@@ -276,8 +278,8 @@ def flattened(x: Tensor, calls: Sequence[Projection]) -> tuple[list[Tensor | Non
 
 
 def lora_group(x: Tensor, calls: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
-    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
+    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch). Not under torch.func or in a graph."""
     assert not dtypes.wide
     flat, scales, states = flattened(x, calls)
-    outs: tuple[Tensor, ...] = applied(LoraGroup, x, scales, states, dtypes, *flat)
+    outs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)
     return outs

@@ -1,5 +1,5 @@
 // Products one of whose dimensions is an adapter's rank, of bf16 with fp32 sums: each large operand is read once, row after row.
-// PyTorch's products of these shapes take up to three times the time, and their fp32 result takes two of them (decision 0076).
+// PyTorch's products of these shapes take up to three times the time, and their fp32 result takes two of them.
 //
 // T tokens, N features, R ranks. Operands of one instruction are pairs: two bf16 that are multiplied with two others and summed in fp32.
 #include <algorithm>

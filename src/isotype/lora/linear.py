@@ -18,13 +18,12 @@ from torch import Tensor
 from ..dtypes import name
 from ..environment.planned import stands_for
 from ..errors import DtypeError, ShapeError
-from ..ops.applied import applied
-from ..ops.autocast import autocast_dtype, autocast_off, narrowed, no_view
-from ..ops.backend import refuse_second_derivative, saves
+from ..ops.autocast import autocast_dtype, autocast_off, no_view, now_without_autocast
+from ..ops.backend import applied, apply_of, refuse_second_derivative
 from ..ops.contract import OpContract
 from ..ops.recompute import output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
-from .products import add_product_, adds_in_place, gradient_product, narrow, row_blocks, scaled_product
+from .products import SKINNY, add_product_, adds_in_place, at_once, gradient_product, row_blocks, scaled_product
 from .quantised import dequantised, product_4bit
 
 LORA_LINEAR = OpContract(
@@ -114,11 +113,13 @@ def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
 
 
 def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any) -> Tensor:
-    """x Wᵀ + bias in x's dtype."""
-    bias = None if bias is None else bias.to(x_TK.dtype)
+    """x Wᵀ + bias in x's dtype; x of any number of dimensions."""
+    dtype = x_TK.dtype
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
     if quant_state is not None:
         return product_4bit(x_TK, weight, quant_state, bias)
-    return F.linear(x_TK, weight if weight.dtype == x_TK.dtype else weight.to(x_TK.dtype), bias)
+    return F.linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
 
 
 def out_features(weight: Tensor, quant_state: Any) -> int:
@@ -133,27 +134,44 @@ def adapter_first(x_TK: Tensor) -> bool:
     """Whether the adapter's product of x is made before the large one: on a GPU, for more than a generated token's row, which has a
     product of its own over the packed weight."""
     gpu = not x_TK.is_cpu and stands_for(x_TK.device) != "cpu" and x_TK.shape[0] > 1
-    return gpu and not torch.compiler.is_compiling() and saves("adapters in the product")
+    return gpu and not torch.compiler.is_compiling()
 
 
 def adapted_product(
-    x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any, xa_TR: Tensor, b_OR: Tensor, scale: float, *, before: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quant_state: Any,
+    xa_TR: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    *,
+    before: bool,
+    now: bool,
 ) -> Tensor:
-    """x Wᵀ + bias + scale xa Bᵀ in x's dtype.
+    """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
 
     On a GPU the adapter's product is made first and the large one is summed onto it inside itself, which reads it while it multiplies: 2
     bytes an element of the output, where a sum after the product takes 4.
 
     before  what `adapter_first` says of x
+    now     what `at_once` says of the adapter's product
     """
+    dtype = x.dtype
     if not before:
-        return add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale)
-    w_OK = base_weight(weight, quant_state, x_TK.dtype)
+        if quant_state is None and weight.dtype == dtype:
+            y = F.linear(x, weight, bias if bias is None or bias.dtype == dtype else bias.to(dtype))
+        else:
+            y = base_product(x, weight, bias, quant_state)
+        add_product_(y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now)
+        return y
+    w_OK = base_weight(weight, quant_state, dtype)
     if bias is None:
         y_TO = scaled_product(xa_TR, b_OR.t(), scale)
     else:
-        y_TO = torch.addmm(bias.to(x_TK.dtype), xa_TR, b_OR.t(), alpha=scale)
-    return y_TO.addmm_(x_TK, w_OK.t())
+        y_TO = torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
+    y_TO.addmm_(x.reshape(-1, x.shape[-1]), w_OK.t())
+    return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
 def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
@@ -268,30 +286,32 @@ class LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
         compute, out, wide = dtypes
-        x_TK = x.reshape(-1, x.shape[-1])
+        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        with autocast_off(x):
+        unused, now = output_is_unused(ctx), not wide and at_once(compute, x)
+        with now_without_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
-            unused = output_is_unused(ctx)
+            low = narrow_TK.view(x.shape)
             if wide:
-                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(out)
+                y = base_product(low, weight, bias, quant_state).to(out)
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
-                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
+                xa_TR = add_branch_fp32(y.view(-1, y.shape[-1]), branch_TK, keep_TK, a, b, branch_scale)
             else:
-                branch_TK, a, b = narrow_TK, narrow(a_RK, compute), narrow(b_OR, compute)
-                xa_TR = scaled_product(branch_TK if keep_TK is None else branch_TK * keep_TK, a.t())
+                branch_TK, a, b = narrow_TK, a_RK.to(compute), b_OR.to(compute)
+                xa_TR = scaled_product(branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now)
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
-                    y_TO = unwritten((x_TK.shape[0], out_features(weight, quant_state)), narrow_TK, out)
+                    y = unwritten((*x.shape[:-1], out_features(weight, quant_state)), low, out)
                 else:
-                    y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale, before=adapter_first(narrow_TK))
+                    before = not now and adapter_first(narrow_TK)
+                    y = adapted_product(low, weight, bias, quant_state, xa_TR, b, branch_scale, before=before, now=now)
         ctx.make_x, kept_x = kept_for(x, branch_TK if needs_a or needs_weight else None)
         ctx.save_for_backward(
             weight if needs_x else None, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x
         )
-        ctx.branch_scale, ctx.quant_state, ctx.dtypes, ctx.x_shape, ctx.x_dtype = branch_scale, quant_state, dtypes, x.shape, x.dtype
+        ctx.given = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
-        return no_view(narrowed(y_TO, out), (*x.shape[:-1], y_TO.shape[-1]))
+        return y if y.dtype == out else y.to(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -300,9 +320,10 @@ class LoraLinear(torch.autograd.Function):
         weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
-        (compute, _, wide), scale = ctx.dtypes, ctx.branch_scale
+        scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.given
+        now = now and not torch._C._len_torch_dispatch_stack()
         dx_TK = dweight = dbias = da = db = None
-        with autocast_off(dy):
+        with now_without_autocast() if now else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
             x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
@@ -314,24 +335,24 @@ class LoraLinear(torch.autograd.Function):
                 dbias = bias_gradient(dy_TO, bias_dtype)
             if wide:
                 if needs_x:
-                    dx_TK = (narrow_TO @ base_weight(weight, ctx.quant_state, compute)).to(ctx.x_dtype)
+                    dx_TK = (narrow_TO @ base_weight(weight, quant_state, compute)).to(x_dtype)
                 da, db = branch_gradients_fp32(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
             else:
                 if needs_x or needs_a:
-                    dxa_TR = scaled_product(narrow_TO, b)
+                    dxa_TR = scaled_product(narrow_TO, b, now=now)
                 if needs_b:
-                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype)
+                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, now=now)
                 if needs_a:
-                    da = gradient_product(dxa_TR, after_dropout(x_TK, keep_TK), scale, a_dtype)
+                    da = gradient_product(dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now)
                 if needs_x:
-                    w_OK = base_weight(weight, ctx.quant_state, compute)
-                    if keep_TK is None and adds_in_place(ctx.x_dtype, dxa_TR, a):
-                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale)
+                    w_OK = weight if quant_state is None and weight.dtype == compute else base_weight(weight, quant_state, compute)
+                    if keep_TK is None and ((now and x_dtype == compute and a.shape[0] <= SKINNY) or adds_in_place(x_dtype, dxa_TR, a)):
+                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, now=now)
                     else:
-                        dx_TK = _input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, ctx.x_dtype)
+                        dx_TK = _input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, x_dtype)
             da = None if da is None else da.to(a_dtype)
             db = None if db is None else db.to(b_dtype)
-            dx = None if dx_TK is None else dx_TK.to(ctx.x_dtype).view(ctx.x_shape)
+            dx = None if dx_TK is None else dx_TK.to(x_dtype).view(x_shape)
         return dx, dweight, dbias, da, db, None, None, None, None
 
 
@@ -346,19 +367,24 @@ def _input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor,
     return (dy_TO @ w_OK).to(dtype).add_(share_TK, alpha=scale)
 
 
-def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes) -> Tensor:
-    """A projection with an adapter, in these dtypes."""
+_apply = apply_of(LoraLinear)
+
+
+def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool = False) -> Tensor:
+    """A projection with an adapter, in these dtypes.
+
+    now  it is neither under torch.func nor in a graph
+    """
     weight, bias, a, b, state, scale, dropout, _ = call
     assert a is not None
     assert b is not None
     if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
-        raise ShapeError(
-            f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k], [o r]", code="SH001"
-        )
+        raise ShapeError(f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k], [o r]", code="SH001")
     keep = None
     if dropout:
         keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
-    out: Tensor = applied(LoraLinear, x, weight, bias, a, b, keep, scale, state, dtypes)
+    given = (x, weight, bias, a, b, keep, scale, state, dtypes)
+    out: Tensor = _apply(*given) if now else applied(LoraLinear, *given)
     return out
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules import module as every_module
 from .quantised import forward_4bit, is_4bit, state_reason
 
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
-_OF_ALL_MODULES = (
+_OF_ALL_MODULES = HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, _, _ = (
     every_module._global_forward_hooks,
     every_module._global_forward_pre_hooks,
     every_module._global_backward_hooks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,16 +10,17 @@ from torch import nn
 
 from ..config.embedding import is_kept_on_host
 from ..config.schema import RunConfig
+from ..environment.hardware import Hardware
 from ..optimize import Manifest, optimize
-from ..optimize.base import base_notes as notes_of_optimize
+from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
 from ..precision.part import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
-from .adapter import attach_adapter, left_out
+from ..precision.resolve import Resolved, resolve
+from .adapter import attach_adapter, left_out, trained_in_full
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
-from .unquantised import trained_in_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,3 +63,20 @@ def build_model(
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
     return model, manifest
+
+
+def resolve_precision(
+    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
+) -> Resolved:
+    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
+
+    task_roles  roles that only this kind of run has -> a dtype by default, or the role that is followed
+    """
+    return resolve(
+        config.precision.model_dump(),
+        device=hardware,
+        adapter=config.adapter.kind,
+        optimizer=config.train.optimizer,
+        sources=sources,
+        task_roles=task_roles,
+    )

@@ -1,4 +1,8 @@
-"""Loads or builds a causal language model and its tokenizer in the declared dtypes. Each failure is an error of one line with a fix."""
+"""Loads or builds a causal language model and its tokenizer in the declared dtypes. Each failure is an error of one line with a fix.
+
+Processes that share a model load it in the dtype of its files: transformers then maps the files, a weight is read when it is used, and
+each process casts only the rows that it keeps (`precision.part`).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,11 @@ from ..precision.part import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from . import attention as attention_choice
-from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
+from .adapter import kept_whole
+from .architecture import AUTO, attention_options, explain_attention, refuse_other_objectives
+from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
-from .in_file import declare, depends_on_dtype, dtype_of_files
-from .rotary_tables import forget_longer_batches
-from .trainable_architecture import refuse_other_objectives
-from .unfilled_buffers import fill_buffers, unfilled_memory_shows
-from .unquantised import kept_whole
+from .tokens import add_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -137,7 +138,7 @@ def load_base(
     in_full  `trained_in_full`: nf4 leaves these modules as they are
     """
     where = loaded_on(device, part)
-    options = attention_choice.attention_options(attention, device)
+    options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
     quantised_before = bool(base_notes(source, precision))
@@ -304,7 +305,7 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str, revision: str | None, attention: str = attention_choice.AUTO) -> Iterator[None]:
+def _explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         _reach(name, revision)
@@ -314,7 +315,7 @@ def _explained(name: str, what: str, revision: str | None, attention: str = atte
     except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
         if out_of_memory(error) is not None:
             raise
-        raise attention_choice.explain(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
+        raise explain_attention(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
@@ -399,3 +400,46 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names
+_ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
+
+
+def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
+    """The dtype of all floating-point tensors in the model's safetensors files; None where there are several or no such files.
+
+    name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
+    """
+    found: set[str] = set()
+    for file in _files(name, revision):
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as tensors:
+            found |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118  # not a dictionary
+    floating = {dtype for dtype in found if not dtype.startswith(("I", "U", "BOOL"))}
+    (one,) = floating if len(floating) == 1 else ("",)
+    return to_torch(_DTYPES[one]) if one in _DTYPES else None
+
+
+def _files(name: str, revision: str | None) -> list[str]:
+    from transformers.utils import cached_file
+
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    index = cached_file(name, INDEX, **options)
+    names = {SINGLE} if index is None else set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    files = [cached_file(name, each, **options) for each in sorted(names)]
+    return [] if None in files else [file for file in files if file is not None]
+
+
+def depends_on_dtype(model: PreTrainedModel) -> bool:
+    """Whether a buffer may have been computed in the dtype that the model was loaded in: a later cast of the weights would leave it so."""
+    return any(b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32 for full, b in model.named_buffers())
+
+
+def declare(config: Any, dtype: torch.dtype) -> None:
+    """Writes into a model's configuration the dtype that its weights will have, as `from_pretrained` does."""
+    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
+        if part is not None:
+            part.dtype = dtype

@@ -1,4 +1,4 @@
-"""Ops with contracts: each is a folder with its contract, a reference, an eager path, Triton kernels and an autograd function.
+"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.py`.
 
 Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without torch.
 """
@@ -11,38 +11,38 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention.function import attention as attention
+    from .attention.op import attention as attention
     from .contract import OpContract as OpContract
-    from .cross_entropy.function import cross_entropy as cross_entropy
-    from .gated_residual.function import gated_residual as gated_residual
-    from .gelu.function import gelu as gelu
-    from .gelu_mul.function import gelu_mul as gelu_mul
-    from .linear_cross_entropy.function import TokenStatistics as TokenStatistics
-    from .linear_cross_entropy.function import linear_cross_entropy as linear_cross_entropy
-    from .linear_log_probs.function import TokenLogProbs as TokenLogProbs
-    from .linear_log_probs.function import linear_log_probs as linear_log_probs
-    from .modulated_layer_norm.function import modulated_layer_norm as modulated_layer_norm
-    from .rms_norm.function import add_rms_norm as add_rms_norm
-    from .rms_norm.function import rms_norm as rms_norm
-    from .rope.function import rope as rope
-    from .silu_mul.function import silu_mul as silu_mul
+    from .cross_entropy.op import cross_entropy as cross_entropy
+    from .gated.op import gelu as gelu
+    from .gated.op import gelu_mul as gelu_mul
+    from .gated.op import silu_mul as silu_mul
+    from .linear_cross_entropy.op import TokenStatistics as TokenStatistics
+    from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
+    from .linear_log_probs.op import TokenLogProbs as TokenLogProbs
+    from .linear_log_probs.op import linear_log_probs as linear_log_probs
+    from .modulation.op import gated_residual as gated_residual
+    from .modulation.op import modulated_layer_norm as modulated_layer_norm
+    from .rms_norm.op import add_rms_norm as add_rms_norm
+    from .rms_norm.op import rms_norm as rms_norm
+    from .rope.op import rope as rope
 
 _LAZY = {
     "OpContract": "isotype.ops.contract",
-    "attention": "isotype.ops.attention.function",
-    "cross_entropy": "isotype.ops.cross_entropy.function",
-    "linear_cross_entropy": "isotype.ops.linear_cross_entropy.function",
-    "TokenStatistics": "isotype.ops.linear_cross_entropy.function",
-    "linear_log_probs": "isotype.ops.linear_log_probs.function",
-    "TokenLogProbs": "isotype.ops.linear_log_probs.function",
-    "rms_norm": "isotype.ops.rms_norm.function",
-    "add_rms_norm": "isotype.ops.rms_norm.function",
-    "rope": "isotype.ops.rope.function",
-    "silu_mul": "isotype.ops.silu_mul.function",
-    "gelu_mul": "isotype.ops.gelu_mul.function",
-    "gelu": "isotype.ops.gelu.function",
-    "modulated_layer_norm": "isotype.ops.modulated_layer_norm.function",
-    "gated_residual": "isotype.ops.gated_residual.function",
+    "attention": "isotype.ops.attention.op",
+    "cross_entropy": "isotype.ops.cross_entropy.op",
+    "linear_cross_entropy": "isotype.ops.linear_cross_entropy.op",
+    "TokenStatistics": "isotype.ops.linear_cross_entropy.op",
+    "linear_log_probs": "isotype.ops.linear_log_probs.op",
+    "TokenLogProbs": "isotype.ops.linear_log_probs.op",
+    "rms_norm": "isotype.ops.rms_norm.op",
+    "add_rms_norm": "isotype.ops.rms_norm.op",
+    "rope": "isotype.ops.rope.op",
+    "silu_mul": "isotype.ops.gated.op",
+    "gelu_mul": "isotype.ops.gated.op",
+    "gelu": "isotype.ops.gated.op",
+    "modulated_layer_norm": "isotype.ops.modulation.op",
+    "gated_residual": "isotype.ops.modulation.op",
 }
 __all__ = [*_LAZY]
 

@@ -10,22 +10,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
-from .compiled import DTYPES, CppKernels
-from .probe import why_no_kernels
+from .cpp import DTYPES, CppKernels
 
+Path = Literal["triton", "cpp", "now", "plain"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
+# the path that `using` asks for, or None
+forced_path = _forced.get
 
 
 @contextmanager
@@ -40,23 +44,55 @@ def using(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-Saving = Literal["adapters in the product", "outputs that nobody reads", "the residual in the norm"]
-_without: ContextVar[str | None] = ContextVar("isotype_ops_without", default=None)
-
-
-@contextmanager
-def without(saving: Saving) -> Iterator[None]:
-    """Switches one saving off within the block, for comparisons."""
-    token = _without.set(saving)
+@cache
+def why_no_kernels(device: torch.device) -> str:
+    """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
+    that imports may lack a C compiler or a driver."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
     try:
-        yield
-    finally:
-        _without.reset(token)
+        from .launch import probe
+
+        probe(device)
+    except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200]
+    return ""
 
 
-def saves(saving: Saving) -> bool:
-    """True in a graph too, where a context variable cannot be read."""
-    return torch.compiler.is_compiling() or _without.get() != saving
+# tensors whose memory a kernel may be given
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None, now: bool = False) -> Path:
+    """The path of an op on these tensors; `out_dtype` is its result's where it is another. Asked at every call: one function, no other.
+
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula.
+
+    now  answers "now" instead of "cpp" where the kernels may be called past PyTorch's dispatcher: nothing looks at operators, as an
+         observer or a plan does
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "cpp" if kernels.take(*tensors) else "plain"
+    x, forced = tensors[0], _forced.get()
+    if forced is None and x.is_cpu:
+        for t in tensors:
+            if not t.is_cpu or t.dtype not in DTYPES:
+                return "plain"
+            now = now and type(t) in PLAIN
+        if out_dtype is torch.float64 or (kernels.library is None and not kernels.loaded()):
+            return "plain"
+        return "now" if now and not torch._C._len_torch_dispatch_stack() else "cpp"
+    if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
+        return "plain"
+    if forced == "triton" or (forced is None and x.is_cuda and not why_no_kernels(x.device)):
+        return "triton"
+    return "cpp" if cpp_runs(kernels, *tensors) else "plain"
+
+
+def at_once(x: Tensor) -> bool:
+    """Whether kernels may be given x's memory past PyTorch's dispatcher: nothing looks at operators, as an observer, a plan or a graph."""
+    return not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN and not torch._C._len_torch_dispatch_stack()
 
 
 def triton_runs(x: Tensor) -> bool:
@@ -98,12 +134,12 @@ def rows_can_be_counted(x: Tensor) -> bool:
 
 def cpp_allowed() -> bool:
     """Whether C++ kernels may run now: not where another path is asked for, which a graph cannot read."""
-    return torch.compiler.is_compiling() or _forced.get() in (None, "cpp")
+    return torch.compiler.is_dynamo_compiling() or _forced.get() in (None, "cpp")
 
 
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and only where a compiler built them."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return kernels.take(*tensors)
     if _forced.get() not in (None, "cpp"):
         return False
@@ -116,9 +152,42 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     return kernels.take(*tensors)
 
 
+def apply_of(function: type[Function]) -> Callable[..., Any]:
+    """`applied` of this function, for calls that are neither under torch.func nor in a graph: no call in Python."""
+    of_this: Any = function
+    direct: Any = super(Function, of_this)
+    made: Callable[..., Any] = direct.apply
+    return made
+
+
+def applied(function: type[Function], *args: Any) -> Any:
+    """`function.apply(*args)`, for a function without `setup_context`.
+
+    Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a transform has left behind, which PyTorch's
+    dispatcher does again: 150 calls a decoder layer with adapters, of 20 arguments 28 us instead of 15.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    of_this: Any = function
+    direct: Any = super(Function, of_this)
+    return direct.apply(*args)
+
+
+def call_op(function: type[Function], reference: Callable[..., Any], *args: Any) -> Any:
+    """The op: its autograd function, or where `reference_runs` its reference, which takes the same arguments."""
+    if torch.compiler.is_dynamo_compiling():
+        return function.apply(*args)
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return reference(*args)
+    of_this: Any = function
+    # as in `applied`
+    direct: Any = super(Function, of_this)
+    return direct.apply(*args)
+
+
 def reference_runs() -> bool:
     """Whether a torch.func transform or forward-mode AD is active: those differentiate the reference, which is plain PyTorch."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -1,4 +1,5 @@
-"""Launching Triton kernels: on the device that holds the tensors, with as many warps as the tile fills."""
+"""Launching Triton kernels: on the device that holds the tensors, with as many warps as the tile fills; and a kernel that shows whether any
+runs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -38,3 +41,17 @@ def multiprocessors(device: torch.device) -> int:
 def warps(elements: int) -> int:
     """For a tile of this many elements: 16 a thread, which is two loads of 16 bytes in bf16, up to 16,384 of them."""
     return 4 if elements <= 2048 else 8 if elements <= 8192 else 16 if elements <= 16384 else 32
+
+
+@triton.jit
+def add_one(x):  # type: ignore[no-untyped-def]
+    tl.store(x, tl.load(x) + 1.0)
+
+
+def probe(device: torch.device) -> None:
+    """Adds one to a value on `device` and checks the result. Raises the errors of compiling and launching."""
+    x = torch.ones(1, device=device)
+    with torch.cuda.device(device):
+        add_one[(1,)](x)
+    if float(x) != 2.0:
+        raise RuntimeError(f"1 + 1 was {float(x)}")

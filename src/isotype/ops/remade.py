@@ -64,7 +64,7 @@ def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Ten
 
 def way_of(x: Tensor) -> Way | None:
     """How `x` can be made again; None where nobody has noted it, or someone has written to `x` since."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # a graph's own partitioner decides what is computed again
         return None
     way: Way | None = getattr(x, _WAY, None)
@@ -79,8 +79,10 @@ def follow(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tenso
 def kept_for(x: Tensor, saved: Tensor | None) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
     """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape and dtype that backward reads, or what x
     is made from. Nothing is made again where backward reads nothing (`saved` is None)."""
-    way = None if saved is None else way_of(x)
-    return (None, (saved,)) if way is None else (way.make, way.tensors)
+    if saved is None or torch.compiler.is_dynamo_compiling():
+        return None, (saved,)
+    way: Way | None = getattr(x, _WAY, None)
+    return (None, (saved,)) if way is None or way.version != x._version else (way.make, way.tensors)
 
 
 def made_again(make: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -26,11 +26,8 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
-from .deferred_log_probs import log_softmax
-from .deferred_loss import DeferredLoss, Divisor
-from .deferred_tensor import DeferredTensor, in_graph
-from .deferred_values import answered, argmax, gather, logsumexp, loses_nothing, mean
-from .weight_changes import change_count
+from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
+from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()

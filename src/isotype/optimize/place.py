@@ -12,16 +12,14 @@ from ..errors import UsageError
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused, look_again
 from ..lora.products import why_not_native
-from ..ops.compiled import missing
-from ..ops.probe import why_no_kernels
+from ..ops.backend import why_no_kernels
+from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, gated, generation, head, layers, norms, rotary
-from .base import base_notes
-from .compile_layers import uncompile_layers
-from .instances import KERNEL_LIBRARIES, foreign, library_of, method_of, placement, put, take_back, taken
-from .manifest import Manifest
-from .private import Replacement, put_rebuilt
+from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, method_of, placement, put, put_rebuilt, take_back, taken
+from .layers import uncompile_layers
+from .manifest import Manifest, base_notes
 
 _PLACED = "_isotype_placed"
 
@@ -69,7 +67,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
-    ops = ("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention")
+    ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
     if why_not:

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 # Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
 FAMILIES = {
     "PR": "isotype.precision.rules",
-    "LT": "isotype.doctor.lint.pages",
     "CF": "isotype.doctor.check.pages",
     "EX": "isotype.doctor.explain.pages",
 }

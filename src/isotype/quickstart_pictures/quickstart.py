@@ -54,7 +54,7 @@ class Size:
 
 def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str = "auto", json_output: bool = False) -> int:
     """Runs both stages, draws what was asked for and judges it. Returns the exit status: 0, or 130 when interrupted and saved."""
-    from ..tasks.diffusion.pipeline_folder import require_diffusers
+    from ..tasks.diffusion.pipeline import require_diffusers
 
     require_diffusers()
     asked, size = size, size or Size()
@@ -107,7 +107,7 @@ def _judged(run: Path, draws: int) -> dict[str, list[tuple[bool, bytes]]]:
     import numpy as np
     from PIL import Image
 
-    from ..tasks.diffusion.loaded import draw_with
+    from ..inference.diffusion import draw_with
     from .judge import judged
 
     _, pictures = draw_with(run, [prompt for prompt in ASKED for _ in range(draws)])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.expected import default, keys
+from ..config.recipes import recipe
 from ..config.sources import short_names
-from .chart import line_chart
-from .dataset import data, examples
-from .plots import MANY, loss_plot, plots, smoothed
-from .record import RunRecord
-from .sampled_pictures import as_data, asked, picture_of
-from .settings import differences
-from .use import use
+from ..config.yaml_text import write_value
+from ..counted import counted
+from ..precision.presets import PRESETS
+from .chart import length_chart, line_chart
+from .plots import MANY, length_bars, loss_plot, plots, smoothed
+from .record import RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of
 from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
@@ -162,3 +165,178 @@ def flat(value: dict[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[
         else:
             rows.append((name, "none" if item is None or item == {} else str(item)))
     return rows
+
+
+def data(record: RunRecord) -> dict[str, Any]:
+    """Counts, files, lengths and notes of both sides."""
+    sides = []
+    for key, title in (("train", "Training"), ("eval", "Evaluation")):
+        side = record.data.get(key)
+        if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
+            continue
+        lengths = dict_of(side.get("lengths"))
+        facts = [
+            ("rows", side.get("rows")),
+            ("tokens", side.get("tokens")),
+            ("learnt tokens", side.get("supervised_tokens")),
+            ("cut at the end", side.get("truncated")),
+            (
+                "dropped",
+                sum(d.get("rows", 0) for d in list_of(side.get("dropped")) if isinstance(d, dict) and isinstance(d.get("rows"), int)),
+            ),
+            ("exact repeats", side.get("duplicates")),
+            ("tokens of the median row", lengths.get("median")),
+            ("tokens of the longest row", lengths.get("longest")),
+        ]
+        sides.append(
+            {
+                "title": title + (" (held out)" if side.get("held_out") else ""),
+                "facts": [(name, f"{value:,}") for name, value in facts if isinstance(value, int)],
+                "files": _sources(side, record.data.get("mix") if key == "train" else None),
+                "lengths": length_chart(length_bars(side), label=f"Rows of {title.lower()} data by length"),
+            }
+        )
+    return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
+
+
+def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
+    """The sources of a side: how many rows each had and gave, and of weighted ones how often a row comes."""
+    found = rows_of(side.get("files"), "path", "format", "why")
+    shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
+    for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
+        rows, kept = file.get("rows"), file.get("kept")
+        words = [counted(rows, "row")] if isinstance(rows, int) else []
+        if isinstance(kept, int) and kept != rows:
+            words.append(f"{kept:,} here")
+        if (share := shares.get(shown["path"])) is not None:
+            weight, part, passes = (n if isinstance(n := share.get(k), int | float) else math.nan for k in ("weight", "share", "passes"))
+            words.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
+        shown["counts"] = ", ".join(words)
+    return found
+
+
+def examples(record: RunRecord) -> list[dict[str, Any]]:
+    """Training rows as parts of text, each marked as learnt or not."""
+    found = []
+    for row in record.examples:
+        parts = [(str(part.get("text", "")), bool(part.get("learnt"))) for part in list_of(row.get("parts")) if isinstance(part, dict)]
+        if parts:
+            found.append({key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")} | {"parts": parts})
+    return found
+
+
+# what every run has to say about itself: its subject, not a difference
+_ALWAYS = {"model.name", "model.config", "model.tokenizer", "data.train", "data.eval", "run.folder", "precision.preset"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key; `usual` is the value of the preset, or the default where the preset has none."""
+
+    key: str
+    value: str
+    usual: str
+    source: str
+
+
+def differences(record: RunRecord) -> list[Difference]:
+    """In the order of the schema. Keys this version does not know are left out, as are those a run must give."""
+    preset = record.setting("precision", "preset")
+    known = isinstance(preset, str) and preset in PRESETS
+    usual = recipe(preset).settings if known else {}
+    roles = dict(PRESETS[preset].items()) if known else {}
+    found = []
+    for key in keys():
+        section, _, name = key.partition(".")
+        if key in _ALWAYS or name not in _section(record, section):
+            continue
+        value = record.setting(section, name)
+        expected = usual.get(key, default(key))
+        if section == "precision":
+            if value is None:  # a role that was not given is the preset's
+                continue
+            expected = roles.get(name)
+        if value != expected:
+            found.append(Difference(key, write_value(value), write_value(expected), _source(record, section, name)))
+    return found
+
+
+def _section(record: RunRecord, section: str) -> dict[str, Any]:
+    part = record.settings.get(section)
+    return part if isinstance(part, dict) else {}
+
+
+def _source(record: RunRecord, section: str, name: str) -> str:
+    """The comment behind the key in resolved.yaml, which says where the value came from."""
+    inside = False
+    for line in record.settings_text.splitlines():
+        if not line.startswith((" ", "#")):
+            inside = line.startswith(f"{section}:")
+        elif inside and line.startswith(f"  {name}:"):
+            return line.rpartition("  # ")[2] if "  # " in line else ""
+    return ""
+
+
+_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def use(record: RunRecord) -> dict[str, Any]:
+    """`code` is empty while nothing is saved."""
+    run = record.folder.resolve()
+    adapter, model = run / "adapter", run / "model"
+    compute = dict_of(dict_of(record.precision.get("declared")).get("compute")).get("value")
+    dtype = _TORCH.get(str(compute).split(",")[0], "torch.float32")
+    code, commands = "", []
+    folder = shlex.quote(str(run))
+    if record.plan.get("task") == "diffusion":
+        return _of_diffusion(record, adapter, model, dtype)
+    if adapter.is_dir():
+        base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
+        code = (
+            "import torch\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}, dtype={dtype})\n"
+            f"model = PeftModel.from_pretrained(base, {_quoted(adapter)})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(adapter)})\n"
+        )
+        commands = [f"isotype merge {folder}"]
+    elif model.is_dir():
+        code = (
+            "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f"model = AutoModelForCausalLM.from_pretrained({_quoted(model)}, dtype={dtype})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})\n"
+        )
+    if code or (run / "checkpoints").is_dir():
+        asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
+        commands = [*asked, *commands]
+    if record.status not in ("done", "running"):
+        commands.append(f"isotype train --resume {folder}")
+    return {"code": code, "commands": commands}
+
+
+def _of_diffusion(record: RunRecord, adapter: Path, model: Path, dtype: str) -> dict[str, Any]:
+    """Code for diffusers. It loads the adapter itself; a denoiser whose every weight was trained replaces the pipeline's."""
+    base = str(record.setting("model", "name") or "PIPELINE")
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    code, commands = "", []
+    if adapter.is_dir():
+        code = (
+            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
+            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, dtype={dtype})\npipe.load_lora_weights({_quoted(adapter)})\n"
+        )
+    elif model.is_dir():
+        code = (
+            "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
+            f"trained = AutoModel.from_pretrained({_quoted(model)}, dtype={dtype})\n"
+            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, transformer=trained, dtype={dtype})\n"
+        )
+    folder = shlex.quote(str(record.folder.resolve()))
+    if code or (record.folder / "checkpoints").is_dir():
+        commands.append(f"isotype sample {folder} 'Your prompt'")
+    if record.status not in ("done", "running"):
+        commands.append(f"isotype train --resume {folder}")
+    return {"code": code, "commands": commands}
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(str(value))

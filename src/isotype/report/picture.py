@@ -21,8 +21,7 @@ from matplotlib.transforms import Bbox
 
 from .page import Tile, samples, status, subtitle, tiles
 from .plots import Plot, length_bars, loss_plot, plots
-from .record import RunRecord, dict_of
-from .sampled_pictures import pictures_over_time
+from .record import RunRecord, dict_of, pictures_over_time
 from .verdicts import precision, preflight, verdict
 from .words import count
 

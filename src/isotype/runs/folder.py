@@ -1,4 +1,4 @@
-"""The run folder: created once, locked by one process, its small files replaced atomically."""
+"""The run folder: created once, locked by one process, its small files replaced atomically; checks of an untrusted one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..config.sources import first_name
 from ..errors import UsageError
 from .checkpoint.atomic_folder import write_text
-from .lock import LOCK, take_lock
-from .untrusted import refuse_foreign_entries
 
 RESOLVED = "resolved.yaml"
 
@@ -133,3 +132,70 @@ def refuse_filled(out: Path) -> None:
         raise UsageError(f"{out}: is a file", fix="--out another folder")
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: not empty", fix="--out another folder")
+
+
+LOCK = ".lock"
+
+
+def take_lock(handle: int, path: Path) -> None:
+    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock, or had it and
+    has just removed the file with it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.fstat(handle).st_nlink > 0
+    except OSError:
+        held = False
+    if not held:
+        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER")
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains in this folder now. The check itself holds the lock for some microseconds."""
+    try:
+        import fcntl
+
+        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+
+
+CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"
+
+
+def refuse_code_of(loaded: LoadedConfig, folder: Path) -> None:
+    """Raises  UsageError where a run's own file says `trust_remote_code: true` and the user, now, does not."""
+    if not loaded.config.model.trust_remote_code or os.environ.get(CONSENT) == "1" or "model.trust_remote_code" in loaded.given:
+        return
+    raise UsageError(
+        f"{folder}: its model {loaded.config.model.name} brings its own code, and a run folder cannot consent to running it",
+        fix=f"if you trust both: {CONSENT}=1 isotype ..., or model.trust_remote_code=true with --resume",
+    )
+
+
+def refuse_foreign_entries(folder: Path) -> None:
+    """Raises  UsageError for what a run would write through or wait at: a link that leads out of the folder, a pipe, a device, a socket.
+
+    The folder itself may be a link.
+    """
+    inside = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise UsageError(
+                    f"{path}: a link out of the run's folder, to {os.readlink(path)}: nothing is written through it",
+                    fix="put the files themselves there, or make the whole run folder a link",
+                )
+            if not path.is_file() and not path.is_dir() and path.exists():
+                raise UsageError(f"{path}: neither a file nor a folder", fix="remove it")

@@ -36,9 +36,9 @@ def train(
     return train_task(loaded, task_of(loaded.config), resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
 
 
-def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False, gpus: int | None = None) -> Plan:
-    """What `train` would do, here or on another `device`, with the launches of one step where `ledger`, on so many `gpus` too.
+def plan(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:
+    """What `train` would do, here or on another `device`, on so many `gpus` too.
 
     Raises  UsageError as it would
     """
-    return plan_task(task_of(loaded.config), loaded.sources, device=device, ledger=ledger, gpus=gpus)
+    return plan_task(task_of(loaded.config), loaded.sources, device=device, gpus=gpus)

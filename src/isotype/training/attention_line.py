@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..model import attention
+from ..model.architecture import attention_line as of_transformers
 from ..optimize import joint_attention
 from ..precision.precision import Precision
 
@@ -14,4 +14,4 @@ def attention_line(model: nn.Module, asked: str, precision: Precision, *, device
 
     asked  `model.attention`
     """
-    return attention.said(model, asked) or joint_attention.said(model, precision.compute, device_type=device_type)
+    return of_transformers(model, asked) or joint_attention.said(model, precision.compute, device_type=device_type)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
-from ..model.saved_form import Digests, digests, trained_tensors
+from ..model.export import Digests, digests, trained_tensors
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model, rows_here
 from .ema import FOLDER_SUFFIX

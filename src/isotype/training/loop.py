@@ -33,9 +33,8 @@ from ..runs.checkpoint.snapshot import (
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
-from ..runs.metrics import Metrics
-from ..runs.precision_record import FILE as PRECISION
-from ..runs.precision_record import PrecisionRecord
+from ..runs.record import PRECISION_FILE as PRECISION
+from ..runs.record import Metrics, PrecisionRecord
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
 from .ema import Averaged, Ema

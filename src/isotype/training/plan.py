@@ -10,10 +10,8 @@ from ..config.compiled import wants_compiled
 from ..config.schema import RunConfig
 from ..counted import counted
 from ..environment.hardware import Hardware, by_name, detect
-from ..errors import UsageError
 from ..precision.resolve import Resolved
 from .attention_line import attention_line
-from .ledger.step import Ledger, step_ledger
 from .memory.advice import less_memory
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
@@ -25,7 +23,7 @@ from .schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .setup import planned_checkpointing, settle
 from .task import Task, micro_batch
 
-KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back: docs/decisions/0077
+KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,6 @@ class Plan:
     checkpointing: Checkpointing
     process: int = 0
     notes: Sequence[str] = field(default=())
-    ledger: Ledger | None = None
     processes: ProcessesPlan | None = None
 
     @property
@@ -71,7 +68,6 @@ class Plan:
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
             "notes": list(self.notes),
             **({} if self.processes is None else {"processes": self.processes.as_json()}),
-            **({} if self.ledger is None else {"ledger": self.ledger.as_json()}),
         }
 
     def as_text(self) -> str:
@@ -98,7 +94,6 @@ class Plan:
             *([] if self.processes is None else self.processes.lines()),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
-            *([] if self.ledger is None else [self.ledger.as_text()]),
         ]
         return "\n".join(lines)
 
@@ -121,11 +116,10 @@ class Plan:
         return lines
 
 
-def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, ledger: bool = False, gpus: int | None = None) -> Plan:
+def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None) -> Plan:
     """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would.
 
     device  plans for this one, as published, instead of the one that is here
-    ledger  records the launches of one step too
     gpus    plans for a process on each of so many too
     """
     passes = None
@@ -137,8 +131,6 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
     config = task.config
     quiet_libraries()
     hardware = detect(config.model.device if device is None else "cpu") if device in (None, "cpu") else by_name(str(device))
-    if ledger and hardware.kind == "cpu":
-        raise UsageError("--ledger lists the launches of a GPU, and this plan is for a CPU", fix="isotype plan --ledger --device h200")
     basis = settle(task, sources, hardware)
     precision = basis.resolved.precision
     made = task.outline(precision, device_type=basis.device.type)
@@ -169,19 +161,6 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
         checkpointing=checkpointing,
         process=process,
         notes=tuple(notes),
-        ledger=None
-        if not ledger
-        else step_ledger(
-            made,
-            config.train,
-            precision,
-            hardware,
-            task.step_outline(precision),
-            rank=config.adapter.r if config.adapter.kind == "lora" else 0,
-            checkpointing=checkpointing,
-            memory=memory,
-            packing=config.data.packing,
-        ),
     )
 
 

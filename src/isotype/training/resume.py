@@ -7,7 +7,7 @@ from ..config.load import LoadedConfig
 from ..counted import counted
 from ..environment.hardware import detect
 from ..errors import UsageError
-from ..model.run_precision import resolve_precision
+from ..model.build import resolve_precision
 from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from .console import RunConsole

@@ -27,8 +27,7 @@ from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..interrupted import leaving, said
 from ..precision.observe import Observer
 from ..runs.checkpoint.store import CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, name_of
-from ..runs.untrusted import refuse_code_of
+from ..runs.folder import RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback
 from .compiling import compile_ahead
 from .console import RunConsole

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,19 +20,15 @@ from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
-from ..distributed.seat import find_seat
 from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
-from ..model.run_precision import resolve_precision
+from ..model.build import resolve_precision
 from ..optimize import Manifest
-from ..optimize.compile_layers import compile_layers
-from ..optimize.layers import has_halves
+from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved
-from .ledger.rows import copied_to_host, step_seconds
-from .ledger.step import rates_of, recorded
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
@@ -234,32 +229,8 @@ def planned_checkpointing(
     target = None if train.memory is None else bytes_of(train.memory)
     return auto_checkpointing(
         simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target,
-        plain=wants_compiled(task.config), seconds=seconds_by_ledger(task, basis, made),
+        plain=wants_compiled(task.config),
     )  # fmt: skip
-
-
-def seconds_by_ledger(task: Task, basis: Basis, made: Outline) -> Callable[[Checkpointing], float] | None:
-    """Seconds of a micro-batch under a choice of recomputation, infinite for one whose copies take more than this process's share of half
-    of the machine's memory; None on a CPU, for a GPU without published figures, and for a model whose layers cannot be recomputed by
-    halves.
-    """
-    if basis.device.type == "cpu" or not any(has_halves(layer) for layer in checkpointable(made.model)):
-        return None
-    try:
-        rates = rates_of(basis.hardware)
-    except UsageError:
-        return None
-    precision = basis.resolved.precision
-    largest, one = task.step_outline(precision), task.config.train.model_copy(update={"accumulate": 1})
-
-    # a plan for a GPU of another machine knows nothing of that machine's memory
-    host = detect("cpu").memory // (2 * find_seat().local_size) if torch.cuda.is_available() else 0
-
-    def seconds(checkpointing: Checkpointing) -> float:
-        rows = recorded(made, one, precision, largest, checkpointing=checkpointing, updates=False)
-        return math.inf if 0 < host < copied_to_host(rows) else step_seconds(rows, rates)
-
-    return seconds
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

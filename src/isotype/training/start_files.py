@@ -10,8 +10,8 @@ from ..config.load import LoadedConfig, config_of
 from ..config.write import resolved_yaml
 from ..distributed.world import World
 from ..environment.versions import environment
-from ..model import attention
 from ..model.adapter import trainable_share
+from ..model.architecture import AUTO, attention_line, attention_of, has_attention
 from ..runs.folder import RESOLVED, RunFolder
 from .milestones import Milestones
 from .own_code import OBJECTIVE, Own
@@ -44,9 +44,9 @@ def write_start(
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
-    if loaded.config.model.attention == attention.AUTO and attention.is_known(prepared.model):
-        values["model.attention"] = attention.taken(prepared.model)
-        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
+    if loaded.config.model.attention == AUTO and has_attention(prepared.model):
+        values["model.attention"] = attention_of(prepared.model)
+        reasons["model.attention"] = attention_line(prepared.model, AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
-from ..lora.products import copies_kept
 from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
@@ -71,18 +69,15 @@ class Stepper:
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
-        # Adapters are cast down once for all micro-batches. One alone would hold copies that only a recompute uses again; shards would hold
-        # those of weights that they give back
-        with copies_kept() if len(batches) > 1 and self.sharding is None else nullcontext():
-            for number, batch in enumerate(batches, 1):
-                loss_sum = self._loss_sum(batch)
-                self.loss_dtype = loss_sum.dtype
-                # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-                loss = loss_sum.float() / weight
-                if for_all and number == len(batches):
-                    self.accumulator.begin_sums()
-                (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
-                total = loss.detach() if total is None else total + loss.detach()
+        for number, batch in enumerate(batches, 1):
+            loss_sum = self._loss_sum(batch)
+            self.loss_dtype = loss_sum.dtype
+            # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
+            loss = loss_sum.float() / weight
+            if for_all and number == len(batches):
+                self.accumulator.begin_sums()
+            (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
         return total
 

@@ -11,7 +11,7 @@ from ..distributed.shard import Sharding, keep_own_part, part_of
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
-from ..model.saved_form import Digests, refuse_difference
+from ..model.export import Digests, refuse_difference
 from ..precision.precision import Precision
 from .task import Evaluation, Task
 from .undisturbed import same_draws

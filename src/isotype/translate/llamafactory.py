@@ -1,5 +1,4 @@
-# ruff: noqa: E501  a table: one row, one key
-"""LLaMA-Factory: YAML, JSON and `llamafactory-cli train --...`. What it hands on to Hugging Face's Trainer is translated as that is."""
+"""LLaMA-Factory: YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's Trainer are translated as that table says."""
 
 from __future__ import annotations
 
@@ -7,10 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .account import Draft, Given, Handler, no_effect, not_offered, number, precision, to, to_count, to_truth, truth
+from .draft import Draft, Given
 from .hugging_face import KEYS as TRAINER
+from .hugging_face import LIGER
 from .source import Source
-from .words import attention, targets
+from .transforms import (
+    GPUS,
+    ONLY_ADAMW,
+    OWN_OPS,
+    Handler,
+    attention,
+    changed,
+    each,
+    held_out,
+    hold_out_nothing,
+    no_effect,
+    not_offered,
+    targets,
+    to,
+    to_count,
+    to_either,
+    to_truth,
+    truth,
+)
 
 _FORMATTING = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
@@ -35,10 +53,6 @@ def refusal(source: Source) -> str | None:
     if source.has("image_max_pixels", "video_max_pixels", "freeze_vision_tower"):
         return "a model with pictures is not offered"
     return None
-
-
-def _finetuning(draft: Draft, given: Given) -> None:
-    draft.set(given, "adapter.kind", "lora" if given.value == "lora" else "none")
 
 
 def _stage(draft: Draft, given: Given) -> None:
@@ -95,103 +109,78 @@ def _entry(draft: Draft, name: str, described: dict[str, Any]) -> dict[str, Any]
     return entry
 
 
-def _quantisation(draft: Draft, given: Given) -> None:
-    draft.precision(given)
-
-
-def _val_size(draft: Draft, given: Given) -> None:
-    value = number(given.value or 0)
-    if value >= 1:
-        draft.not_offered(given, "data.eval_split is a share of the rows; data.eval names a file")
-    else:
-        draft.set(given, "data.eval_split", value)
-
-
-def _template(draft: Draft, given: Given) -> None:
-    draft.changed(given, "the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file")
+def _saves_memory(name: str) -> Handler:
+    return not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
 
 
 KEYS: dict[str, Handler] = {
     **TRAINER,
+    "model_name_or_path": to("model.name"),
+    "rope_scaling": not_offered("the model's own configuration is used"),
+    "mixture_of_depths": not_offered("the model is trained as it is"),
+    **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),
+    "flash_attn": attention,
+    "shift_attn": not_offered("shifted sparse attention is not offered"),
+    "enable_liger_kernel": LIGER,
+    **each(no_effect(OWN_OPS), "use_v1_kernels"),
+    # adapter
     "stage": _stage,
-    "finetuning_type": _finetuning,
+    "finetuning_type": to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
     "lora_rank": to_count("adapter.r"),
     "lora_target": targets,
-    "additional_target": lambda draft, given: draft.set(
-        given, "adapter.modules_to_save", [part.strip() for part in given.value.split(",")] if isinstance(given.value, str) else given.value
+    "additional_target": to(
+        "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
     "adapter_name_or_path": to("adapter.start_from"),
-    "create_new_adapter": no_effect("an adapter goes on from adapter.start_from"),
     "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
-    "pissa_init": not_offered("PiSSA is not offered"),
+    **each(not_offered("PiSSA is not offered"), "pissa_init pissa_iter pissa_convert"),
+    # data
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
     "dataset_dir": no_effect("part of the paths in data.train"),
-    "template": _template,
+    "template": changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
     "cutoff_len": to_count("data.max_length"),
     "max_samples": to_count("data.limit"),
-    "val_size": _val_size,
-    "train_on_prompt": lambda draft, given: draft.set(given, "data.loss_on", "all" if truth(given.value) else "assistant"),
-    "mask_history": not_offered("data.loss_on: every answer of a conversation is learnt, or everything"),
-    "neat_packing": to_truth("data.packing"),
-    "packing": to_truth("data.packing"),
     "buffer_size": to_count("data.shuffle_buffer"),
-    "overwrite_cache": no_effect("rows are cached by their content: data.cache"),
-    "preprocessing_num_workers": no_effect("rows are tokenised once and cached"),
-    "preprocessing_batch_size": no_effect("rows are tokenised once and cached"),
-    "tokenized_path": no_effect("data.cache"),
-    "mix_strategy": not_offered("data.train: each source may have a weight"),
-    "interleave_probs": not_offered("data.train: each source may have a weight"),
-    "flash_attn": attention,
-    "enable_liger_kernel": TRAINER["use_liger_kernel"],
-    "use_unsloth": no_effect("Isotype's own ops are used by default: model.optimize"),
-    "disable_gradient_checkpointing": lambda draft, given: draft.set(given, "train.gradient_checkpointing", "none" if truth(given.value) else "layers"),
-    "upcast_layernorm": no_effect("norms are computed in fp32: precision.norms"),
-    "upcast_lmhead_output": no_effect("the loss is computed in fp32: precision.loss"),
-    "pure_bf16": precision,
-    "quantization_bit": _quantisation,
+    "val_size": held_out,
+    "train_on_prompt": to_either("data.loss_on", "all", "assistant"),
+    "mask_history": not_offered("data.loss_on: every answer of a conversation is learnt, or everything"),
+    **each(to_truth("data.packing"), "neat_packing packing"),
+    **each(
+        no_effect("rows are tokenised once and cached by their content: data.cache"),
+        "overwrite_cache preprocessing_num_workers tokenized_path",
+    ),
+    **each(not_offered("data.train: each source may have a weight"), "interleave_probs"),
+    # precision
+    **each(Draft.precision, "pure_bf16 quantization_bit"),
     "quantization_method": no_effect("bitsandbytes' nf4"),
     "double_quantization": no_effect("nf4 with double quantisation"),
-    "quantization_type": no_effect("always nf4"),
-    "plot_loss": no_effect("report.html and report.png are always written"),
-    "do_train": no_effect("isotype train trains"),
-    "rope_scaling": not_offered("the model's own configuration is used"),
-    "use_galore": not_offered("GaLore is not offered; adamw8bit or an adapter saves memory"),
-    "use_badam": not_offered("BAdam is not offered; adamw8bit or an adapter saves memory"),
-    "use_apollo": not_offered("APOLLO is not offered; adamw8bit or an adapter saves memory"),
-    "use_muon": not_offered("Muon is not offered; adamw is used"),
-    "shift_attn": not_offered("shifted sparse attention is not offered"),
-    "include_effective_tokens_per_second": no_effect("tokens a second are always shown"),
-    "use_swanlab": not_offered("run.trackers is tensorboard or wandb"),
-    "save_only_model": no_effect("checkpoints always hold the optimizer, and can be resumed from"),
-    **{family: not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory") for family, name in (("galore_*", "GaLore"), ("badam_*", "BAdam"), ("apollo_*", "APOLLO"))},
-    **dict.fromkeys(("use_kt", "kt_*"), not_offered("KTransformers is not offered")),
-    **dict.fromkeys(("use_asft_loss", "asft_alpha", "use_dft_loss", "use_eaft_loss", "eaft_alpha"), not_offered("the loss is cross-entropy; a loss of your own is a function in Python")),
-    **dict.fromkeys(("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"), not_offered("fp8 is not offered; products are bf16")),
-    **dict.fromkeys(("use_adam_mini", "use_muon"), not_offered("train.optimizer is adamw or adamw8bit; adamw is used")),
-    **dict.fromkeys(("pissa_iter", "pissa_convert"), not_offered("PiSSA is not offered")),
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel", "ray_*",
-         "use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "fsdp_transformer_layer_cls_to_wrap"),
-        not_offered("not set in the file: it says what a step is, not on how many GPUs"),
+    **each(not_offered("fp8 is not offered; products are bf16"), "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    # steps
+    "disable_gradient_checkpointing": to_either("train.gradient_checkpointing", "none", "layers"),
+    **each(_saves_memory("GaLore"), "use_galore galore_*"),
+    **each(_saves_memory("BAdam"), "use_badam badam_*"),
+    **each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
+    **each(not_offered(ONLY_ADAMW), "use_muon use_adam_mini"),
+    **each(
+        not_offered("the loss is cross-entropy; a loss of your own is a function in Python"),
+        "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha",
     ),
-    "mixture_of_depths": not_offered("the model is trained as it is"),
-    "use_v1_kernels": no_effect("Isotype's own ops are used by default: model.optimize"),
-    "cache_dir": no_effect("HF_HOME in the environment"),
-    "resize_vocab": not_offered("add tokens to a tokenizer and name it in model.tokenizer"),
-    "new_special_tokens": not_offered("add tokens to a tokenizer and name it in model.tokenizer"),
-    "low_cpu_mem_usage": no_effect("weights are always loaded that way"),
-    "model_name_or_path": to("model.name"),
-}  # fmt: skip
+    # the rest
+    "plot_loss": no_effect("report.html and report.png are always written"),
+    **each(not_offered("KTransformers is not offered"), "use_kt kt_*"),
+    **each(
+        not_offered(GPUS),
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel ray_* "
+        "use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap",
+    ),
+}
 
 
 def finish(draft: Draft, source: Source) -> None:
     """LLaMA-Factory's defaults where they are not Isotype's."""
     draft.default("adapter.kind", "lora")
-    if draft.settings["adapter.kind"] == "none":
-        for key in [key for key in draft.settings if key.startswith("adapter.") and key != "adapter.kind"]:
-            del draft.settings[key]
-    else:
+    if not draft.without_adapter():
         draft.default("adapter.r", 8)
         draft.default("adapter.alpha", 2.0 * draft.settings["adapter.r"])
     draft.default("train.batch_size", 8)
@@ -200,7 +189,4 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default("train.schedule", "linear")
     draft.default("train.warmup", 0)
     draft.default("data.max_length", 2048)
-    if "data.eval" in draft.settings:
-        draft.settings.pop("data.eval_split", None)
-    else:
-        draft.default("data.eval_split", 0)
+    hold_out_nothing(draft)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config.expected import keys, sections
 from ..config.load import load
@@ -19,19 +19,11 @@ from ..doctor.check.record import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune
-from .account import DEFAULT_WORDS, Computed, Draft, Fate, Given, Handler, Outcome
-from .precision import decide
+from .draft import Computed, Draft, Fate, Given, Outcome
 from .source import Source, read
+from .transforms import OFF, Handler
 
-
-class Tool(Protocol):
-    """KEYS: what becomes of a key; refusal: why a source cannot be translated; finish: the tool's defaults."""
-
-    KEYS: Mapping[str, Handler]
-    refusal: Callable[[Source], str | None]
-    finish: Callable[[Draft, Source], None]
-
-
+# name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be translated), finish (the tool's defaults)
 TOOLS: dict[str, Any] = {
     "axolotl": axolotl,
     "llamafactory": llamafactory,
@@ -41,7 +33,6 @@ TOOLS: dict[str, Any] = {
     "unsloth": hugging_face,
     "simpletuner": simpletuner,
 }
-_SAME = {("trl", "hf"), ("hf", "trl"), ("unsloth", "hf"), ("trl", "unsloth"), ("hf", "unsloth"), ("unsloth", "trl")}
 _NAMES = {
     "trl": "TRL",
     "hf": "Hugging Face TrainingArguments",
@@ -87,12 +78,12 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
         raise UsageError(f"{path}: {reason}")
     draft = Draft(keys=_resolved(source), folder=str(path.parent))
     for given in source.keys:
-        _account(draft, Given(given.name, draft.keys[given.name], given.line, given.written), module.KEYS, name)
+        _account(draft, replace(given, value=draft.keys[given.name]), module.KEYS, name)
     module.finish(draft, source)
     findings, record = _checked(path, module is torchtune, source)
     if module is simpletuner:
         _stop_at_contradictions(path, findings)
-    decide(draft, record)
+    _decide(draft, record)
     _complete(draft, "images.train" if module is simpletuner else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
@@ -113,7 +104,7 @@ def _tool(source: Source, asked: str | None) -> str:
     if asked is None and source.tool not in TOOLS:
         seen = f"looks like {source.tool}, which" if source.tool else "has no key of a tool that"
         raise UsageError(f"{source.file}: {seen} isotype import does not translate", fix=f"--from names the tool: {', '.join(TOOLS)}")
-    if asked and source.tool and asked != source.tool and source.tool in TOOLS and (asked, source.tool) not in _SAME:
+    if asked and source.tool in TOOLS and TOOLS[asked] is not TOOLS[source.tool]:
         raise UsageError(f"{source.file}: --from {asked}, and the keys are those of {source.tool}", fix=f"--from {source.tool}")
     if not source.keys:
         raise UsageError(f"{source.file}: no training setting found in it")
@@ -140,13 +131,10 @@ def _account(draft: Draft, given: Given, table: Mapping[str, Handler], tool: str
     elif given.value is None:
         draft.no_effect(given, "not set")
     elif given.value is Computed:
+        shown = replace(given, value="computed")
         if given.name in ("bf16", "fp16", "dtype", "torch_dtype"):  # `bf16=is_bfloat16_supported()`: what `auto` does
-            draft.no_effect(
-                Given(given.name, "computed", given.line, given.written),
-                "known when the program runs; precision.preset decides by the device",
-            )
+            draft.no_effect(shown, "known when the program runs; precision.preset decides by the device")
         else:
-            shown = Given(given.name, "computed", given.line, given.written)
             draft.not_offered(shown, "its value is only known when the program runs: set it by hand")
     else:
         try:
@@ -177,12 +165,75 @@ def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Fin
 
 def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
     """Raises UsageError for what `isotype check` calls an error: such a file means two things, and a translation would choose one."""
-    wrong = [f for f in findings if f.severity == Severity.ERROR and simpletuner.stops(f.code)]
+    wrong = [f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS]
     if wrong:
         raise UsageError(
             "\n".join(f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}" for f in wrong),
             fix=f"mend these, then import again; isotype check {path} explains them",
         )
+
+
+def _decide(draft: Draft, record: Record | None) -> None:
+    """The preset that does what the other tool's flags do, by `isotype check`'s record; accounts for each key that had a part in it."""
+    chosen, note = _chosen(draft, record)
+    draft.settings.update(chosen)
+    if chosen.get("precision.preset") == "bf16-pure" and draft.settings.get("train.optimizer") == "adamw8bit":
+        draft.settings["train.optimizer"] = "adamw"  # PR018: the 8-bit optimizer rounds to the nearest and takes bf16 gradients
+        asked = draft.sources["train.optimizer"]
+        draft.outcomes = [
+            Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", "the 8-bit one cannot round bf16 weights stochastically")
+            if outcome.given is asked
+            else outcome
+            for outcome in draft.outcomes
+        ]
+    shown = ", ".join(f"{key}: {value}" for key, value in chosen.items()) or "precision.preset: auto"
+    for given in draft.about_precision:
+        if given.value in OFF:
+            draft.outcomes.append(Outcome(given, Fate.NO_EFFECT, note="switched off"))
+        else:
+            draft.outcomes.append(Outcome(given, Fate.CHANGED, shown, _precision_note(given.name, note)))
+
+
+def _precision_note(name: str, note: str) -> str:
+    own = {
+        "tf32": "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that setting",
+        "load_in_8bit": "an 8-bit base is not offered: the base is bf16, or `precision.preset: nf4-lora`",
+        "bnb_4bit_use_double_quant": "nf4 with double quantisation",
+        "fp8": "fp8 is not offered: products are bf16",
+        "load_in_fp8": "fp8 is not offered: products are bf16",
+        "bnb_4bit_quant_type": "always nf4",
+    }
+    return own.get(name.rpartition(".")[2], note)
+
+
+def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
+    adapter = draft.settings.get("adapter.kind", "lora") == "lora"
+    if record is None:
+        return {}, "from the device"
+    storage, compute = record.value("storage") or "", record.value("compute")
+    trained, parameters = record.value("trained"), record.value("parameters")
+    if "4" in storage and "int8" not in storage:
+        if not adapter:
+            return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
+        if compute == "fp16":
+            return {
+                "precision.preset": "nf4-lora",
+                "precision.compute": "fp16",
+                "precision.loss_scaling": "dynamic",
+                "precision.generate": "fp16",
+            }, "4-bit base, fp16 products"
+        return {"precision.preset": "nf4-lora"}, "nf4 base, fp32 adapters, bf16 products"
+    if compute == "fp16":
+        return {"precision.preset": "fp16-mixed"}, "fp32 trained weights, fp16 products, loss scaling"
+    if adapter:
+        if compute == "bf16" or parameters == "bf16" or trained == "bf16":
+            return {"precision.preset": "bf16-lora"}, "bf16 base and products, fp32 adapters"
+        return ({"precision.preset": "fp32"}, "everything fp32") if compute == "fp32" or parameters == "fp32" else ({}, "from the device")
+    if trained == "bf16":
+        return {"precision.preset": "bf16-pure"}, "weights in bf16; their updates are rounded stochastically, there to the nearest"
+    if compute == "bf16":
+        return {"precision.preset": "bf16-mixed"}, "fp32 weights, bf16 products"
+    return ({"precision.preset": "fp32"}, "everything fp32") if "fp32" in (compute, trained, parameters) else ({}, "from the device")
 
 
 def _complete(draft: Draft, data: str) -> None:
@@ -219,9 +270,7 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
             if origin is not None:
                 why = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
             elif key.startswith("precision."):
-                why = ", ".join(
-                    sorted({given.written or given.name for given in draft.about_precision if given.value not in DEFAULT_WORDS})
-                )
+                why = ", ".join(sorted({given.written or given.name for given in draft.about_precision if given.value not in OFF}))
             lines.append(f"{setting:<40}  # {' '.join(why.split())}" if why else setting)
     return "\n".join(lines) + "\n"
 

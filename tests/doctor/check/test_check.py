@@ -36,6 +36,16 @@ def test_found_and_quiet_when_repaired(name: str, tmp_path: Path):
     assert not repaired, [(f.code, f.severity, f.message) for f in repaired]
 
 
+def test_backward_and_steps_inside_an_autocast_region(tmp_path: Path):
+    folder = Path(__file__).parent / "fixtures/autocast"
+    found = [f for f in check([str(folder / "bad.py")]).findings if f.code == "CF018"]
+    rows = {f"{f.place.line} {f.severity} {f.place.symbol}: {f.message}" for f in found}
+    assert rows == set((folder / "expected.txt").read_text().splitlines())
+    assert not check([str(folder / "good.py")]).findings
+    (tmp_path / "test_step.py").write_text((folder / "bad.py").read_text())
+    assert not check([str(tmp_path / "test_step.py")]).findings
+
+
 def test_of_a_run_folder_only_its_configuration_is_one(tmp_path: Path):
     run = tmp_path / "runs/first"
     (run / "checkpoints/step_1").mkdir(parents=True)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
-from isotype.ops.linear_cross_entropy import chunks
-from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from isotype.ops.linear_cross_entropy import products as chunks
+from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.trials import FACTOR, error, keeps_its_dtypes
 

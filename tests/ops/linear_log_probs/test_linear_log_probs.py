@@ -9,7 +9,7 @@ from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
 from isotype.ops.linear_log_probs import OUTPUTS
-from isotype.ops.linear_log_probs.reference import linear_log_probs_reference
+from isotype.ops.linear_log_probs.op import linear_log_probs_reference
 from tests.ops.trials import FACTOR, error, keeps_its_dtypes
 
 OPTIONS = {"plain": {}, "all": {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}}
@@ -186,7 +186,7 @@ def test_logits_never_exist_at_once():
             return out
 
     from isotype.ops.cross_entropy.rule import LossRule
-    from isotype.ops.linear_log_probs import chunked
+    from isotype.ops.linear_log_probs import op as chunked
     from isotype.ops.linear_log_probs.rows import Wanted
 
     with Sizes():

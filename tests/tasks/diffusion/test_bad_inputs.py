@@ -12,8 +12,8 @@ import torch
 
 from isotype.errors import IsotypeError, UsageError
 from isotype.tasks.choose import task_of, train
-from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
-from isotype.tasks.diffusion.store import Store
+from isotype.tasks.diffusion.encode import Store
+from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import settle
 from tests.tasks.diffusion.models import draw
 

@@ -11,7 +11,7 @@ from diffusers import ChromaTransformer2DModel, Flux2Transformer2DModel
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
-from isotype.tasks.diffusion.exact_time import embeddings_of_time, keep_time_exact
+from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.flux import Flux
 

@@ -12,8 +12,7 @@ from PIL import Image
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
-from isotype.tasks.diffusion.pixels import BadPicture, pixels
-from isotype.tasks.diffusion.windows import Size, Window
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, pixels
 from isotype.training.setup import settle
 from tests.tasks.diffusion.models import draw
 from tests.tasks.diffusion.refused import refused

@@ -11,7 +11,7 @@ from diffusers.training_utils import compute_snr
 from isotype.precision import Precision
 from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.batches import generator_of
-from isotype.tasks.diffusion.noise_levels import NoiseLevels, fixed_levels, part_name, shift_of
+from isotype.tasks.diffusion.loss import NoiseLevels, fixed_levels, part_name, shift_of
 from isotype.training.setup import settle
 
 

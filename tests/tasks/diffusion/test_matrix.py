@@ -8,7 +8,7 @@ from benchmarks.diffusion_matrix import CLASSES, REFUSED, RESULT, TRAINS, plain_
 
 from isotype.config.load import load
 from isotype.precision import PRESETS
-from isotype.tasks.diffusion.build import built
+from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses
 

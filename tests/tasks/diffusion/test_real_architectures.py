@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.diffusion_plans import held, write_folder
 
-from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
+from isotype.tasks.diffusion.pipeline import PipelineFolder
 
 # all weights, as the checkpoints have them
 KNOWN = {"FLUX.1-dev": 11_901_408_320, "stable-diffusion-3.5-large": 8_056_627_520, "Qwen-Image": 20_430_401_088}

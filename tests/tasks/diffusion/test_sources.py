@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
-from isotype.inference.merge_denoiser import merge_denoiser
+from isotype.inference.diffusion import draw_with, merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
-from isotype.tasks.diffusion.loaded import draw_with
-from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
+from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import settle
 from tests.hub import hub
 from tests.tasks.diffusion.refused import refused

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.errors import RunError, UsageError
+from isotype.inference.diffusion import draw_with
 from isotype.inference.loaded import load_run
 from isotype.report import write_report
 from isotype.tasks.choose import plan, task_of, train
-from isotype.tasks.diffusion.loaded import draw_with
-from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
+from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 

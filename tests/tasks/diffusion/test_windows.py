@@ -6,8 +6,7 @@ import pytest
 from PIL import Image
 
 from isotype.tasks.diffusion.batches import PictureStream, Row
-from isotype.tasks.diffusion.pixels import BadPicture, mask_pixels, pixels, shown_size
-from isotype.tasks.diffusion.windows import Size, Window, bucket_of, buckets, windows
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, bucket_of, buckets, mask_pixels, pixels, shown_size, windows
 from tests.tasks.diffusion.models import draw
 from tests.tasks.diffusion.test_inputs import saved
 

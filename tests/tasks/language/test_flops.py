@@ -2,7 +2,7 @@
 
 import torch
 
-from isotype.tasks.language.flops import step_flops
+from isotype.tasks.language.task import step_flops
 from tests.models import tiny
 
 

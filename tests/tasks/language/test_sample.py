@@ -12,8 +12,8 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.evaluate import evaluate
 from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.result import evaluate
 from isotype.tasks.language.sample import Sample, sample
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer

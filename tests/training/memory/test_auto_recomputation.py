@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.tasks.choose import train
-from isotype.training.ledger.rows import Row, copied_to_host
 from isotype.training.memory.auto_recomputation import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
 
@@ -90,101 +88,28 @@ def test_far_below_the_memory_limit_no_plan_is_made(configured, tmp_path, monkey
 
 
 def keeping(checkpointing):
-    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5, one that keeps everything 3."""
-    saved = 3 if checkpointing.halves else 4 if checkpointing.keep_attention else 5
+    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5; with offload all of them need 18, or 19 with attention."""
+    if checkpointing.kind == "layers+offload":
+        return replace(NOTHING, peak=(19 if checkpointing.keep_attention else 18) * MiB)
+    saved = 4 if checkpointing.keep_attention else 5
     return replace(NOTHING, peak=(100 - saved * len(checkpointing.layers)) * MiB)
 
 
-def by_ledger(everything, attention=2.0):
-    def seconds(checkpointing):
-        each = everything if checkpointing.halves else attention if checkpointing.keep_attention else 3.0
-        return 100 + each * len(checkpointing.layers)
-
-    return seconds
-
-
 @pytest.mark.parametrize(
-    ("target", "everything", "layers", "kept"),
-    [
-        # ten layers of 1.0 against six of 3.0 that keep nothing
-        (70, 1.0, 10, "all"),
-        # ten layers of 1.7 take longer than eight of 2.0 that keep attention
-        (70, 1.7, 8, True),
-        # sixteen layers that keep everything save 48, too little; thirteen that keep attention take less time than ten of 3.0
-        (50, 0.0, 13, True),
-        # and sixteen of those save 64
-        (32, 0.0, 14, False),
-    ],
-)
-def test_auto_keeps_everything_where_that_fits_and_takes_less_time(target, everything, layers, kept):
-    found, plan = auto_checkpointing(
-        keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, seconds=by_ledger(everything)
-    )
-    assert found.as_settings()["train.keep_attention"] == kept
-    assert len(found.layers) == layers
+    ("target", "kind", "layers", "kept"),
+    [(100, "none", 0, False), (97, "layers", 1, True), (70, "layers", 6, False), (19, "layers+offload", 16, True),
+     (18, "layers+offload", 16, False)],
+)  # fmt: skip
+def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(target, kind, layers, kept):
+    found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
+    assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
     assert plan.peak == keeping(found).peak <= target * MiB
-    assert ("saves" in found.reason and "by the ledger" in found.reason) == bool(kept)
-
-
-def test_auto_asks_no_ledger_where_all_memory_is_enough():
-    def refuse(checkpointing):
-        raise AssertionError("a ledger was recorded")
-
-    found, _ = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=100 * MiB, seconds=refuse)
-    assert found.kind == "none"
 
 
 def test_compiled_layers_keep_nothing_and_stay_on_the_device():
     def choose(target):
-        found, _ = auto_checkpointing(
-            keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, plain=True, seconds=by_ledger(0.0)
-        )
+        found, _ = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, plain=True)
         return found
 
-    assert choose(99) == replace(choose(99), kind="layers", layers=(0,), keep_attention=False, halves=False)
+    assert (choose(99).kind, choose(99).layers, choose(99).keep_attention) == ("layers", (0,), False)
     assert choose(1).kind == "layers"
-
-
-def offloading(checkpointing):
-    """As `keeping`, and with offload less than any of these: 18 MiB, attention's results 1 more, and everything 1 less."""
-    if checkpointing.kind != "layers+offload":
-        return keeping(checkpointing)
-    return replace(NOTHING, peak=(17 if checkpointing.halves else 19 if checkpointing.keep_attention else 18) * MiB)
-
-
-@pytest.mark.parametrize(
-    ("target", "everything", "kept", "said"),
-    [
-        # less memory and less time than with attention's results alone
-        (19, 1.0, "all", "saves 16000.0 ms by the ledger"),
-        # copies that are waited for
-        (19, 2.5, True, ""),
-        # more time, and the only one that fits
-        (17, 3.5, "all", "only with everything kept in host memory it fits"),
-        # none fits: the smallest is also the fastest
-        (16, 1.0, "all", "saves 32000.0 ms by the ledger"),
-        # host memory is too small for it
-        (19, math.inf, True, ""),
-        (17, math.inf, False, ""),
-    ],
-)
-def test_with_offload_auto_keeps_everything_in_host_memory_where_the_ledger_says_less_time(target, everything, kept, said):
-    found, plan = auto_checkpointing(
-        offloading, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, seconds=by_ledger(everything)
-    )
-    assert found.kind == "layers+offload"
-    assert len(found.layers) == LAYERS
-    assert found.as_settings()["train.keep_attention"] == kept
-    assert plan.peak == offloading(found).peak
-    assert said in found.reason
-    assert bool(said) == ("ledger" in found.reason or "only" in found.reason)
-
-
-def test_without_figures_of_the_device_offload_keeps_attention_alone():
-    found, _ = auto_checkpointing(offloading, layers=LAYERS, has=0, besides=0, device_type="cuda", target=19 * MiB)
-    assert found.as_settings()["train.keep_attention"] is True
-
-
-def test_copies_to_the_host_are_those_of_forward():
-    copy = Row(phase="forward", name="host_copy", kind="copy", bytes=3, count=4)
-    assert copied_to_host([copy, replace(copy, phase="backward"), replace(copy, kind="memory")]) == 12

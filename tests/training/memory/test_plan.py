@@ -194,8 +194,8 @@ def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, 
     assert planned(architecture, overrides, length)[1].peak == pytest.approx(measured, rel=0.15)
 
 
-def test_the_memory_of_a_ledger_is_that_of_every_live_tensor_of_a_real_step():
-    """The ledger plans a GPU's step. Where nothing is recomputed and the head is small, a CPU's has the same tensors."""
+def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_step():
+    """Where nothing is recomputed and the head is small, a CPU's has the same tensors."""
     pytest.importorskip("bitsandbytes")
     architecture = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 512}
     settings = ["precision.preset=nf4-lora", "train.gradient_checkpointing=none", "train.batch_size=1"]

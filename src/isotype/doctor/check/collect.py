@@ -16,6 +16,7 @@ from .identify import identify
 from .programs import from_environment, from_python, from_recipe, from_script
 from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
 from .readers.tree import Tree
+from .rules.autocast_regions import autocast_around_backward
 from .settings import Document, truth
 from .unknown_tools import unknown_tool
 from .versions import is_version_file, read_versions
@@ -109,6 +110,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         if is_version_file(name):
             keep(read_versions(text, name, shown))
         elif suffix == ".py":
+            found.trouble += autocast_around_backward(text, shown)
             for made in from_python(text, shown):
                 keep(made)
         elif suffix == ".ipynb":

@@ -1,8 +1,10 @@
-"""The pages of `check`'s codes: the docstrings of its rules, and CF096 and CF099."""
+"""The pages of `check`'s codes: the docstrings of its rules, CF018 and CF096 and CF099."""
 
 from __future__ import annotations
 
+from ...pages.docstrings import docstring_page
 from . import rules
+from .rules import autocast_regions
 
 _OTHERS = {
     "CF096": """# CF096: a key or value that Isotype's schema of a run refuses
@@ -15,6 +17,9 @@ The file looks like a configuration and does not parse (the line is named), or h
 it was checked.
 """,
 }
+
+
+_OTHERS[autocast_regions.CODE] = docstring_page(autocast_regions.CODE, autocast_regions.autocast_around_backward)
 
 
 def codes() -> list[str]:

@@ -1,5 +1,4 @@
 from .documents import Documents
-from .function import attention, backend_of
-from .reference import attention_reference
+from .op import attention, attention_reference, backend_of
 
 __all__ = ["Documents", "attention", "attention_reference", "backend_of"]

@@ -16,12 +16,12 @@ def _losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
 
 @library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_losses)
 def _forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("this operator has no data: the kernel is kernels.cross_entropy_forward")
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
 
 
 @library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
 def _backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
-    raise NotImplementedError("this operator has no data: the kernel is kernels.cross_entropy_backward")
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
 
 
 def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:

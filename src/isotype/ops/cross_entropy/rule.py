@@ -1,15 +1,20 @@
-"""The loss of one row, as values: shared by `cross_entropy`, `linear_cross_entropy`, their references and their kernels."""
+"""The loss of one row as values, the checks of its arguments, its weights and its reduction: shared by `cross_entropy`,
+`linear_cross_entropy`, `linear_log_probs`, their references and their kernels. V classes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import UsageError
+from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
+from ..autocast import wide
+from ..backend import reference_runs
 
 Reduction = Literal["mean", "sum", "none"]
 # `LossRule.arguments`, as the schema of a library op has them
@@ -72,6 +77,64 @@ class LossRule:
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 
+# --- checks
+
+
+def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
+    """Whether the targets fit logits of this shape.
+
+    rows    the shape of the logits without their last dimension, `classes`
+    Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
+    """
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
+    if tuple(targets.shape) != rows:
+        raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
+    if not (reference_runs() or isinstance(targets, FakeTensor)):
+        # values cannot be looked at under a transform such as vmap, and a fake tensor has none
+        _check_range(targets, classes, rule.ignore_index)
+
+
+def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
+    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
+    if reduction not in get_args(Reduction):
+        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
+    if num_items is not None and reduction != "mean":
+        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
+
+
+def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side assert keeps the check without a sync."""
+    good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
+    if targets.is_meta:
+        return
+    if torch.compiler.is_compiling() or targets.device.type != "cpu":
+        torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
+    elif not bool(good.all()):
+        bad = targets[~good].flatten()
+        raise IsotypeError(
+            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
+            f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
+            code="SH002",
+            fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
+        )
+
+
+def check_weights(class_weights: Tensor | None, token_weights: Tensor | None, targets: Tensor, classes: int, rule: LossRule) -> None:
+    """Raises  ShapeError SH001; UsageError for a combination that has no op"""
+    if class_weights is not None and tuple(class_weights.shape) != (classes,):
+        raise ShapeError(f"class_weights {list(class_weights.shape)}: expected [{classes}]", code="SH001")
+    if token_weights is not None and token_weights.shape != targets.shape:
+        raise ShapeError(f"token_weights {list(token_weights.shape)}: expected {list(targets.shape)}, as the targets", code="SH001")
+    if class_weights is not None and class_weights.requires_grad:
+        raise UsageError("class_weights requires a gradient, and gets none", fix="class_weights.detach()")
+    if rule.label_smoothing and rule.softcap:
+        raise UsageError("weights with label_smoothing and softcap are not available", fix="leave out one of the three")
+
+
+# --- reductions and weights
+
+
 def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int) -> Tensor:
     """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable PyTorch."""
     if reduction == "none":
@@ -84,3 +147,49 @@ def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | f
     empty = count == 0
     # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0 would be nan and spoil the weights
     return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))
+
+
+def weights_of_tokens(targets: Tensor, class_weights: Tensor | None, token_weights: Tensor | None, ignore_index: int) -> Tensor:
+    """What each token's loss counts for in a mean: float[*n], 0 where ignored."""
+    ignored = targets == ignore_index
+    dtype = torch.float32 if token_weights is None else wide(token_weights.dtype)
+    counted = torch.ones(targets.shape, dtype=dtype, device=targets.device) if token_weights is None else token_weights.to(dtype)
+    if class_weights is not None:
+        counted = counted * class_weights.to(dtype)[targets.masked_fill(ignored, 0).long()]
+    return counted.masked_fill(ignored, 0.0)
+
+
+def weighed_losses(
+    nll: Tensor, lse: Tensor | None, sum_of_logits: Callable[[Tensor], Tensor], targets: Tensor, classes: int, rule: LossRule,
+    class_weights: Tensor | None, token_weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """fp32[*n]: the loss of each token, its weights in it; 0 where ignored.
+
+    lse            needed where the rule smooths or has a z-loss
+    sum_of_logits  w[V] -> sum_v w_v z_v of each token, z after the scale; called where the rule smooths
+    """
+    ignored = targets == rule.ignore_index
+    own = torch.ones_like(nll) if class_weights is None else class_weights.to(nll.dtype)[targets.masked_fill(ignored, 0).long()]
+    loss = (1 - rule.label_smoothing) * own * nll
+    if rule.label_smoothing:
+        w_V = torch.ones(classes, dtype=nll.dtype, device=nll.device) if class_weights is None else class_weights.to(nll.dtype)
+        assert lse is not None
+        loss = loss + rule.label_smoothing / classes * (w_V.sum() * lse - sum_of_logits(w_V))
+    if rule.z_loss:
+        assert lse is not None
+        loss = loss + rule.z_loss * lse**2
+    loss = loss.masked_fill(ignored, 0.0)
+    return loss if token_weights is None else loss * token_weights.to(loss.dtype)
+
+
+def reduced(
+    losses: Tensor, targets: Tensor, reduction: str, num_items: int | float | Tensor | None, class_weights: Tensor | None,
+    token_weights: Tensor | None, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """Weighed losses to what the caller asked for: a mean divides by the weights' sum, or by num_items where given."""
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    counted = weights_of_tokens(targets, class_weights, token_weights, ignore_index).sum() if num_items is None else num_items
+    return losses.sum() / counted

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .function import OUTPUTS, TokenLogProbs, linear_log_probs
+from .op import OUTPUTS, TokenLogProbs, linear_log_probs
 
 __all__ = ["OUTPUTS", "TokenLogProbs", "linear_log_probs"]

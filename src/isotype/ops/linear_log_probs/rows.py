@@ -6,11 +6,13 @@ With z the logits after scale and softcap, p = softmax(z) and H the entropy:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..backend import cpp_runs, triton_runs
 from ..cross_entropy.eager import blocks, widen_, work_buffer
 from ..cross_entropy.rule import LossRule
 
@@ -116,3 +118,22 @@ def backward(
             g.mul_(rule.logit_scale)
         out_NV[rows] = g.masked_fill_((lse_N[rows] == torch.inf).unsqueeze(-1), 0.0)
     return out_NV
+
+
+class Paths(Protocol):
+    """The functions that each of these modules has."""
+
+    def forward(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
+    def backward(
+        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    ) -> Tensor: ...
+
+
+def paths(x: Tensor) -> Paths:
+    if triton_runs(x):
+        from . import triton
+
+        return triton
+    from . import cpu
+
+    return cpu if cpp_runs(cpu.KERNELS, x) else sys.modules[__name__]

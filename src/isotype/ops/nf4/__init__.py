@@ -1,3 +1,3 @@
-from .function import widen_4bit
+from .op import widen_4bit
 
 __all__ = ["widen_4bit"]

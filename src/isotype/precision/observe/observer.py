@@ -1,7 +1,7 @@
 """`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and watches what a step computes.
 
 `watch()` hooks every module and activates a dispatch mode for one step only, so that other steps have no extra cost. What cannot be
-observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason and never counted as observed (decision 0091).
+observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason and never counted as observed.
 """
 
 from __future__ import annotations

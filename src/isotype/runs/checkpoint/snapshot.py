@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import RunError
 from ...precision.own_part import is_sharded, own_part, own_rows
-from .parts import Rows
+from .store import Rows
 
 # states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
 _LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2")

@@ -1,22 +1,28 @@
-"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds the newest complete one."""
+"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds the newest complete one.
+
+Each process of a sharded run writes its rows of a tensor, and any number of processes reads them: `tensors.safetensors` has the first
+process's rows, and every tensor that is not sharded; `tensors.1.safetensors` has the next rows, and so on. A tensor in several files is
+their rows in this order.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import RunError
 from .atomic_folder import Processes, fault, write_folder, write_folder_together, write_text
-from .parts import PARTS, TENSORS, Rows, file_of, needed, read_parts
-from .shared_tensors import stored_once, under_every_name
 
 _STEP = re.compile(r"^step_(\d+)$")
 STATE = "state.json"
@@ -151,3 +157,74 @@ def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) 
     state = {**checkpoint.state, SAME: same} | ({PARTS: parts} if parts > 1 else {})
     (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=True) + "\n")
     return [folder / TENSORS, folder / STATE]
+
+
+TENSORS = "tensors.safetensors"
+PARTS = "parts"  # in the checkpoint's state: the number of files
+Rows: TypeAlias = Callable[[str], "range | None"]  # the rows of a tensor that a process reads; None: all
+
+
+def file_of(part: int) -> str:
+    return TENSORS if not part else f"tensors.{part}.safetensors"
+
+
+def read_parts(folder: Path, parts: int, rows: Rows) -> dict[str, Tensor]:
+    """Every tensor, or of each the rows that are asked for: no process holds more than it asks for."""
+    pieces: dict[str, list[Any]] = {}
+    with ExitStack() as files:
+        for part in range(parts):
+            file = files.enter_context(safe_open(folder / file_of(part), framework="pt"))
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                piece = file.get_slice(name)
+                whole = not piece.get_shape() or (parts == 1 and rows(name) is None)
+                pieces.setdefault(name, []).append(file.get_tensor(name) if whole else piece)
+        return {name: _joined(its, rows(name)) for name, its in pieces.items()}
+
+
+def _joined(pieces: list[Any], rows: range | None) -> Tensor:
+    if isinstance(pieces[0], Tensor):
+        return pieces[0]
+    sizes = [piece.get_shape()[0] for piece in pieces]
+    wanted = range(sum(sizes)) if rows is None else rows
+    found, begin = [], 0
+    for piece, size in zip(pieces, sizes):
+        first, last = max(wanted.start, begin), min(wanted.stop, begin + size)
+        if first < last:
+            found.append(piece[first - begin : last - begin])
+        begin += size
+    if not found:
+        empty: Tensor = pieces[0][:0]
+        return empty
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def needed(state: dict[str, Any]) -> int:
+    """The number of files of a checkpoint with this state, taken out of it. Raises TypeError for a value that no run writes."""
+    parts = state.pop(PARTS, 1)
+    if type(parts) is not int or parts < 1:
+        raise TypeError(f"{PARTS} is {parts!r}")
+    return parts
+
+
+def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor is saved)."""
+    saved: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and first.setdefault(view, name) != name:
+            same[name] = first[view]
+            continue
+        value = tensor.detach().contiguous().cpu()
+        storage = value.untyped_storage().data_ptr()
+        saved[name] = value.clone() if storage in memory else value
+        if tensor.numel():
+            memory.add(storage)
+    return saved, same
+
+
+def under_every_name(tensors: dict[str, Tensor], same: Mapping[str, str]) -> dict[str, Tensor]:
+    """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for a name without a tensor."""
+    return tensors | {name: tensors[saved] for name, saved in same.items()}

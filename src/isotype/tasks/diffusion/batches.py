@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...counted import counted
 from ...training.feed import RowStream, epoch_order
-from .windows import Size
+from .pixels import Size
 
 
 @dataclass(frozen=True)

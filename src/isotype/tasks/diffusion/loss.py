@@ -1,13 +1,236 @@
-"""The loss of a batch, a mean over each picture, summed over pictures."""
+"""What a denoiser is trained to predict, its loss, and its evaluation at fixed noise levels.
+
+It predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of a batch is a mean over each picture, summed
+over pictures. An evaluation draws the same levels and noise in every run of the same seed.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from ...config.schema import DiffusionSection
+from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
-from .batches import Batch
+from ...errors import UsageError
+from ...training.task import Evaluation
+from ...training.undisturbed import evaluation_mode
+from .batches import Batch, Row
 from .families import Asked, Family
-from .objective import Objective
+from .pixels import Size
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """shift  s in s t / (1 + (s - 1) t); 1 leaves levels as drawn"""
+
+    timesteps: str
+    shift: float
+
+    def draw(self, generator: torch.Generator) -> float:
+        """One level in (0, 1) of the training distribution, shifted. Uses one number of the generator."""
+        if self.timesteps == "uniform":
+            t = float(torch.rand((), generator=generator, dtype=torch.float64))
+        else:
+            t = float(torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64)))
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+
+def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
+    """The shift of a run with flow matching.
+
+    scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with `use_dynamic_shifting` one that grows with
+               the picture
+    tokens     latent tokens of a training picture
+    Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
+    """
+    if section.shift != "auto":
+        return float(section.shift)
+    if not scheduler.get("use_dynamic_shifting"):
+        return float(scheduler.get("shift", scheduler.get("flow_shift", 1.0)))
+    low, high = float(scheduler.get("base_image_seq_len", 256)), float(scheduler.get("max_image_seq_len", 4096))
+    least, most = float(scheduler.get("base_shift", 0.5)), float(scheduler.get("max_shift", 1.15))
+    mu = least + (most - least) * (tokens - low) / (high - low)
+    return math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu
+
+
+def fixed_levels(count: int) -> list[float]:
+    """Levels in the middle of `count` equal parts of [0, 1]: those of every evaluation."""
+    return [(k + 0.5) / count for k in range(count)]
+
+
+def part_name(level: float, count: int) -> str:
+    """The part of [0, 1000] that a fixed level stands for: `t250_500`."""
+    k = int(level * count)
+    return f"t{round(1000 * k / count)}_{round(1000 * (k + 1) / count)}"
+
+
+FLOW_MATCHING, EPSILON, V = "flow_matching", "epsilon", "v"
+_DECLARED = {"epsilon": EPSILON, "v_prediction": V, "flow_prediction": FLOW_MATCHING}
+
+
+class Objective(ABC):
+    """Shapes: N pictures, C latent channels, H x W latent pixels. A noise level lies in [0, 1]; 0 is the latent itself.
+
+    kind    `flow_matching`, `epsilon` or `v`
+    levels  how a training picture's level is drawn
+    """
+
+    kind: str
+    levels: NoiseLevels
+
+    def draw(self, generator: torch.Generator) -> float:
+        """One noise level of the training distribution. Uses one number of the generator."""
+        return self.levels.draw(generator)
+
+    @abstractmethod
+    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(noisy latents, target), both F[N C H W] in the latents' dtype"""
+
+    @abstractmethod
+    def time(self, level_N: Tensor) -> Tensor:
+        """What the denoiser gets as its time: F[N] in [0, 1] for flow matching, else int64[N], the number of the schedule's step"""
+
+    def weights(self, level_N: Tensor) -> Tensor | None:
+        """fp32[N]: the factor of each picture's loss; None: 1"""
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.kind}, noise levels {self.levels.timesteps}"
+
+
+@dataclass(frozen=True)
+class FlowMatching(Objective):
+    """The straight line from a latent to noise, and its velocity.
+
+    Source  Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
+    """
+
+    levels: NoiseLevels
+    kind: str = field(default=FLOW_MATCHING, init=False)
+
+    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
+        sigma = _by_picture(level_N, latents_NCHW)
+        return (1 - sigma) * latents_NCHW + sigma * noise_NCHW, noise_NCHW - latents_NCHW
+
+    def time(self, level_N: Tensor) -> Tensor:
+        return level_N
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, shift {self.levels.shift:.4g}"
+
+
+@dataclass(frozen=True)
+class Ddpm(Objective):
+    """A step t of a schedule: signal_t latent + spread_t noise. The denoiser predicts the noise (epsilon), or
+    v = signal_t noise - spread_t latent.
+
+    signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t), with a_t the cumulative products of the schedule
+    factors         fp32[T]  the weight of a loss at t; None: 1
+    Source          Ho et al. 2020; v: Salimans and Ho 2022
+    """
+
+    kind: str
+    levels: NoiseLevels
+    signal: Tensor
+    spread: Tensor
+    factors: Tensor | None = None
+
+    @classmethod
+    def of(cls, kind: str, levels: NoiseLevels, alphas_T: Tensor, *, snr_gamma: float | None) -> Ddpm:
+        """alphas_T  fp64[T], a_t;  snr_gamma  of min-SNR weighting, None for none"""
+        factors = None if snr_gamma is None else min_snr(alphas_T / (1 - alphas_T), snr_gamma, kind=kind).float()
+        return cls(kind, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
+
+    def draw(self, generator: torch.Generator) -> float:
+        steps = len(self.signal)
+        return min(steps - 1, int(super().draw(generator) * steps)) / steps
+
+    def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
+        parts = (self._at(level_N, table).to(latents_NCHW.dtype) for table in (self.signal, self.spread))
+        signal, spread = (_by_picture(part, latents_NCHW) for part in parts)
+        noisy = signal * latents_NCHW + spread * noise_NCHW
+        return noisy, noise_NCHW if self.kind == EPSILON else signal * noise_NCHW - spread * latents_NCHW
+
+    def time(self, level_N: Tensor) -> Tensor:
+        return (level_N.float() * len(self.signal)).round().long().clamp(0, len(self.signal) - 1)
+
+    def weights(self, level_N: Tensor) -> Tensor | None:
+        return None if self.factors is None else self._at(level_N, self.factors)
+
+    def _at(self, level_N: Tensor, table_T: Tensor) -> Tensor:
+        return table_T.to(level_N.device)[self.time(level_N)]
+
+    def __str__(self) -> str:
+        weighting = "" if self.factors is None else ", weighted by min-SNR"
+        return f"{super().__str__()} over {len(self.signal)} steps{weighting}"
+
+
+def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
+    """min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v: the same weight of the predicted latent.
+
+    Source  Hang et al. 2023
+    """
+    if kind == EPSILON:  # 1 also where the SNR is 0
+        return torch.where(snr_T <= gamma, torch.ones_like(snr_T), gamma / snr_T)
+    return snr_T.clamp(max=gamma) / (snr_T + 1)
+
+
+def declared(scheduler: Mapping[str, Any]) -> str | None:
+    """The objective that scheduler_config.json declares; None for an unknown one."""
+    if "FlowMatch" in str(scheduler.get("_class_name")):
+        return FLOW_MATCHING
+    return _DECLARED.get(str(scheduler.get("prediction_type", "epsilon")))
+
+
+def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, offered: tuple[str, ...], tokens: int) -> Objective:
+    """The objective of a run.
+
+    scheduler  the content of scheduler_config.json
+    offered    the objectives that the model family has
+    tokens     latent tokens of a training picture
+    Raises     UsageError where the file declares another objective than the configuration, or a key would have no effect
+    """
+    found = declared(scheduler)
+    if found not in offered:
+        told = scheduler.get("prediction_type", scheduler.get("_class_name"))
+        raise UsageError(f"scheduler_config.json declares {told}, and this model family is trained with {' or '.join(offered)}")
+    if section.objective not in ("auto", found):
+        raise UsageError(
+            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {found}: samples would be drawn with that",
+            fix="diffusion.objective: auto, or change prediction_type in the scheduler's file",
+        )
+    flow = found == FLOW_MATCHING
+    if flow and section.weighting != "none":
+        raise UsageError(
+            f"diffusion.weighting: {section.weighting} is not defined for flow matching", fix="diffusion.timesteps: logit_normal"
+        )
+    if not flow and section.shift != "auto":
+        raise UsageError(f"diffusion.shift: {section.shift} has no effect with {found}", fix="remove diffusion.shift")
+    timesteps = section.timesteps if section.timesteps != "auto" else "logit_normal" if flow else "uniform"
+    if flow:
+        return FlowMatching(NoiseLevels(timesteps, shift_of(section, scheduler, tokens=tokens)))
+    gamma = section.snr_gamma if section.weighting == "min_snr" else None
+    return Ddpm.of(found, NoiseLevels(timesteps, 1.0), cumulative_alphas(scheduler), snr_gamma=gamma)
+
+
+def cumulative_alphas(scheduler: Mapping[str, Any]) -> Tensor:
+    """fp64[T] of a schedule, as diffusers' DDPMScheduler reads the file."""
+    from diffusers import DDPMScheduler
+
+    made: Any = DDPMScheduler.from_config(dict(scheduler))
+    alphas: Tensor = made.alphas_cumprod.double()
+    return alphas
+
+
+def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
+    return values_N.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def picture_losses(model: nn.Module, family: Family, objective: Objective, batch: Batch, asked: Asked, *, dtype: str) -> Tensor:
@@ -32,3 +255,47 @@ def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
         return errors_NCHW.flatten(1).mean(1)
     mask = mask_N1HW.to(errors_NCHW.dtype).expand_as(errors_NCHW)
     return (errors_NCHW * mask).flatten(1).sum(1) / mask.flatten(1).sum(1)
+
+
+Drawn = tuple[int, Row, float]
+
+
+def evaluate(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    draws: int,
+    batch_size: int,
+    device: torch.device,
+    batch_of: Callable[[Sequence[Drawn]], Batch],
+    losses: Callable[[nn.Module, Batch], Tensor],
+    world: World = ALONE,
+) -> Evaluation:
+    """Mean loss over `draws` noise levels of each row, and by part of [0, 1000]; sums are kept in fp64.
+
+    batch_of  makes a batch of (number of the draw, row, noise level), rows of one size
+    losses    float[N] of a batch, in its rows' order
+    world     its processes take the batches in turn, and all return the same. All make as many passes, since the forward of a shared model
+              is one of all processes: where the batches do not come out even, the last passes compute the first row once more, and count
+              nothing
+    """
+    drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
+    passes = _of_one_size(drawn, most=batch_size)
+    sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
+    with evaluation_mode(model):
+        for turn in range(0, len(passes), world.size):
+            some = passes[turn + world.rank] if turn + world.rank < len(passes) else []
+            found = losses(model, batch_of(some or drawn[:1]).to(device)).double().tolist()
+            for (_, _, level), loss in zip(some, found):
+                sums[part_name(level, draws)] += loss
+    sums = dict(zip(sums, world.sum(list(sums.values()))))
+    count = max(1, len(rows))
+    return Evaluation(sum(sums.values()) / (count * draws), len(rows), {name: total / count for name, total in sums.items()})
+
+
+def _of_one_size(drawn: Sequence[Drawn], *, most: int) -> list[list[Drawn]]:
+    """Passes of at most so many rows."""
+    by_size: dict[Size, list[Drawn]] = {}
+    for one in drawn:
+        by_size.setdefault(one[1].size, []).append(one)
+    return [same[i : i + most] for _, same in sorted(by_size.items()) for i in range(0, len(same), most)]

@@ -16,9 +16,8 @@ from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.part import Part, loaded_on
 from ...precision.precision import Precision
-from .build import put_under
-from .pipeline_folder import PipelineFolder, widen_buffers
-from .quantise import frozen_denoiser
+from .denoiser import frozen_denoiser, put_under
+from .pipeline import PipelineFolder, widen_buffers
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"

@@ -18,7 +18,7 @@ from ...precision.precision import Precision
 from ...training.undisturbed import evaluation_mode, random_state_restored
 from .batches import generator_of
 from .encode import release
-from .pipeline_folder import PipelineFolder
+from .pipeline import PipelineFolder
 from .pixels import as_png
 
 

@@ -29,21 +29,15 @@ from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
-from .build import built
-from .encode import Encoder, Shapes, latent
-from .evaluate import Drawn, evaluate
-from .exact_time import embeddings_of_time
+from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
+from .encode import Encoder, Shapes, Store, key_of, latent
 from .families import Asked
-from .forward_cost import ForwardCost
-from .loss import picture_losses
-from .objective import Objective, objective_of
+from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
-from .pipeline_folder import PipelineFolder
-from .quantise import frozen_denoiser, quantised_layers
+from .pipeline import PipelineFolder
+from .pixels import Size, buckets
 from .result import load_result, refuse_adapter_of_another_model, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
-from .store import Store, key_of
-from .windows import Size, buckets
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample

@@ -12,11 +12,10 @@ from ...config.embedding import is_kept_on_host
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...model.adapter import attach_adapter
-from ...model.attention import AUTO, attention_options, explain
+from ...model.adapter import attach_adapter, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
+from ...model.architecture import AUTO, attention_options, explain_attention
 from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import require_bitsandbytes
-from ...model.unquantised import kept_by_config, kept_whole, layers_to_quantise, trained_in_full
 from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
@@ -49,7 +48,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
                 architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
             )
         except (ValueError, ImportError) as error:
-            raise explain(f"model {config.model.name or 'model.config'}", asked, error) or error from error
+            raise explain_attention(f"model {config.model.name or 'model.config'}", asked, error) or error from error
         base.config.use_cache = False
         total = sum(p.numel() for p in base.parameters())
         if on_host:

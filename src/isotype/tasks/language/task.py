@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,10 +22,12 @@ from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
+from ...model.architecture import layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...optimize import Manifest
+from ...precision.apply import is_quantised
 from ...precision.part import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
@@ -35,15 +38,14 @@ from ...training.memory.device import shown
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from .batches import Batch, collate, padded_length, row_feed
 from .checks import CHECKS
-from .evaluate import evaluate
-from .flops import step_flops
 from .loss import batch_loss_sum
 from .outline import of_data, outline
-from .result import load_result, save_model
+from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
@@ -249,3 +251,37 @@ def data_line(data: LoadedData) -> str:
     elif packing := data.facts.get("packing"):
         rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
     return f"{rows}, {counted(len(data.eval), 'evaluation row')}"
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one token through forward and backward, and what attention adds for a row of length T (times T squared).
+
+    A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the weight's own where it is trained.
+    Attention's two products cost 4 T T d a layer forward and twice that backward, halved because causal.
+    Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
+    """
+
+    per_token: float
+    per_square: float
+
+    def of(self, rows: int, length: int) -> float:
+        return rows * (length * self.per_token + length**2 * self.per_square)
+
+
+def step_flops(model: nn.Module, config: Any) -> StepFlops:
+    """Counts every Linear of `model` (adapters included); `config` is a transformers configuration."""
+    per_token = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            elements = module.in_features * module.out_features
+            trained = weight.requires_grad and not is_quantised(weight)
+            per_token += elements * (6 if trained else 4)
+    return StepFlops(per_token, sum(map(_attention_width, layer_settings(config))) * 4 * 3 / 2)
+
+
+def _attention_width(layer: Any) -> int:
+    """Heads times head size of one layer's configuration."""
+    heads = getattr(layer, "num_attention_heads", 0)
+    return heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // max(1, heads))

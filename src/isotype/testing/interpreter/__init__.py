@@ -4,7 +4,8 @@
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
 
 `install()` does the same for the rest of the process. Neither needs TRITON_INTERPRET=1, nor a particular order of imports, and outside
-the block kernels compile as ever. What Triton's own interpreter gets wrong (seen in 3.9): see docs/decisions/0011.
+the block kernels compile as ever. Triton 3.9's own interpreter truncates fp32 to bf16 and adds,
+multiplies and sums bf16 as raw bits.
 """
 
 from .session import install, interpreted, is_installed

@@ -6,7 +6,7 @@ from torch import nn
 
 from ...config.schema import TrainSection
 from ...dtypes import to_torch
-from ...model.layer_settings import layer_settings
+from ...model.architecture import layer_settings
 from ...precision.apply import is_quantised
 from ...precision.precision import Precision
 from .plan import optimizer_bytes

@@ -27,7 +27,7 @@ def return_freed_blocks() -> bool:
     """Makes malloc return freed blocks of 128 KiB and more to the system. Returns whether this is possible (glibc only).
 
     By default glibc retains freed blocks of up to 32 MiB, so that a process uses more memory than its tensors. Returning the blocks causes
-    page faults: 3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256 (docs/decisions/0059). Use it when memory is scarce.
+    page faults: 3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256. Use it when memory is scarce.
     """
     global _returning
     try:

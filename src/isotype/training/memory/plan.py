@@ -2,7 +2,7 @@
 
 No formula covers every architecture, attention and recomputation. So the run's own step (forward, loss, backward, accumulation, update)
 runs under FakeTensorMode, where operators compute only shapes and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is
-within 15% of the peak resident size of real CPU runs that return freed memory (docs/decisions/0051). A process whose C library retains
+within 15% of the peak resident size of real CPU runs that return freed memory. A process whose C library retains
 freed blocks, as glibc does by default, uses more.
 """
 
@@ -23,7 +23,7 @@ from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...model.host_embedding import is_outlined_on_host, outlined_on_host
 from ...ops.backend import using
-from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
+from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.precision import Precision
 from ..optimizer import build_optimizer

@@ -17,8 +17,6 @@ from torch import nn
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
-from ...ops.recompute import Projections
-from ...optimize.layers import has_halves, split_at_middle
 from ...precision.denoiser_blocks import denoiser_blocks
 from .block_switch import put_switch
 from .layer_call import call_and_recompute
@@ -30,25 +28,20 @@ NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 @dataclass(frozen=True)
 class Checkpointing:
     """The choice for a run. `layers`: positions of the recomputed layers among `of`; `reason`: the file, or why `auto` chose it;
-    `keep_attention`: the outputs of their attention are stored; `keep_projections`: its query, key and value; `halves`: the residual
-    between attention and MLP, so that each half of a layer is recomputed by itself."""
+    `keep_attention`: the outputs of their attention are stored."""
 
     kind: str
     layers: tuple[int, ...] = ()
     of: int = 0
     reason: str = "train.gradient_checkpointing"
     keep_attention: bool = False
-    keep_projections: bool = False
-    halves: bool = False
 
     def __str__(self) -> str:
         if self.kind == NONE:
             return f"none ({self.reason})"
         n = len(self.layers)
         which = "all" if n == self.of else f"the first {n}" if self.layers == tuple(range(n)) else " ".join(map(str, self.layers))
-        words = {"attention": self.keep_attention, "its inputs": self.keep_projections, "the residual between": self.halves}
-        kept = "".join(f", {word}" for word, on in words.items() if on)
-        kept = f"{kept} kept" if kept else ""
+        kept = ", attention kept" if self.keep_attention else ""
         return f"{self.kind}: {which} of {self.of}{kept} ({self.reason})"
 
     def as_settings(self) -> dict[str, Any]:
@@ -58,7 +51,7 @@ class Checkpointing:
         return {
             "train.gradient_checkpointing": self.kind,
             "train.checkpointed_layers": "all" if self.kind == NONE else given,
-            "train.keep_attention": "all" if self.halves else self.keep_attention,
+            "train.keep_attention": self.keep_attention,
         }
 
 
@@ -95,17 +88,7 @@ def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
             f"train.gradient_checkpointing: {train.gradient_checkpointing}: this architecture marks no layers that could be recomputed",
             fix="train.gradient_checkpointing: none",
         )
-    everything = train.keep_attention == "all"
-    if everything and not any(has_halves(layer) for layer in checkpointable(model)):
-        raise UsageError(
-            "train.keep_attention: all: no layer of this model has the form x + attention(x), x + mlp(x) that `model.optimize` gives its "
-            "own sums",
-            fix="train.keep_attention: true",
-        )
-    return Checkpointing(
-        train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of, keep_attention=bool(train.keep_attention),
-        keep_projections=everything, halves=everything,
-    )  # fmt: skip
+    return Checkpointing(train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of, keep_attention=train.keep_attention)
 
 
 def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
@@ -140,9 +123,6 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
     function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
-        if has_halves(layer):
-            given = Projections() if what.keep_projections else None
-            split_at_middle(layer, partial(function, projections=given) if what.halves and position in what.layers else None)
         layer.gradient_checkpointing = WhileRecording() if position in what.layers else False
         layer._gradient_checkpointing_func = function
         if type(layer).__module__.startswith("diffusers."):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from isotype.data.rows import IGNORED
 from isotype.finding import Severity
-from isotype.tasks.language.checks.labels import end_never_learnt, nothing_to_learn, prompts_learnt
+from isotype.tasks.language.checks import end_never_learnt, nothing_to_learn, prompts_learnt
 
 
 def masked(row):

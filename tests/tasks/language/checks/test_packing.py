@@ -7,8 +7,7 @@ import importlib
 import torch
 
 from isotype.precision.apply import inner_model
-from isotype.tasks.language.checks.labels import prompts_learnt
-from isotype.tasks.language.checks.packing import packed_documents_apart
+from isotype.tasks.language.checks import packed_documents_apart, prompts_learnt
 
 PACKED = {"packing": True, "max_length": 128}
 

@@ -6,7 +6,7 @@ import torch
 
 from isotype.data.rows import Row
 from isotype.precision.apply import inner_model
-from isotype.tasks.language.checks.padding import moved_by_padding, padding_changes_nothing
+from isotype.tasks.language.checks import moved_by_padding, padding_changes_nothing
 from tests.models import tiny
 
 

@@ -8,7 +8,7 @@ import pytest
 from isotype.errors import PreflightError
 from isotype.finding import Severity
 from isotype.tasks.choose import train
-from isotype.tasks.language.checks.positions import beyond_the_positions
+from isotype.tasks.language.checks import beyond_the_positions
 
 
 def test_rotary_positions_are_a_warning(subject, workshop, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.errors import UsageError
-from isotype.tasks.language.checks.tokens import beyond_the_embeddings, missing_template, untouched_rows, untrained_new_tokens
+from isotype.tasks.language.checks import beyond_the_embeddings, missing_template, untouched_rows, untrained_new_tokens
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .family import Asked
-from .pooled_text import PooledTextFamily
+from .family import Asked, PooledTextFamily
 
 
 class SD3(PooledTextFamily):

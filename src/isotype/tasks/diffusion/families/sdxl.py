@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Asked
-from .pooled_text import PooledTextFamily
+from .family import Asked, PooledTextFamily
 
 
 class SDXL(PooledTextFamily):

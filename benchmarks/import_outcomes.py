@@ -1,0 +1,56 @@
+"""`isotype import` on folders of configurations, a line for each file: `python benchmarks/import_outcomes.py NAME=FOLDER ...`
+
+Writes tab-separated lines to standard output (project, file, outcome, tool, keys by what became of them, keys not known, contradictions
+in the result) and the sums to standard error. A result with a contradiction is a fault of `isotype import`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from isotype.doctor.check import check
+from isotype.errors import UsageError
+from isotype.finding import Severity
+from isotype.translate import translate
+from isotype.translate.draft import Fate
+
+SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
+
+
+def outcome(file: Path) -> tuple[str, ...]:
+    """outcome, tool, five counts, unknown keys, contradictions in the result."""
+    try:
+        result = translate(file)
+    except UsageError as error:
+        reason = " ".join(str(error).replace(f"{file}:", "").split("fix  ")[0].split())
+        return (f"refused: {reason}", "", *[""] * len(Fate), "", "")
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "run.yaml")
+        written.write_text(result.text, encoding="utf-8")
+        wrong = [finding.code for finding in check([str(written)]).findings if finding.severity > Severity.NOTE]
+    unknown = [entry.given.name for entry in result.outcomes if "does not know this key" in entry.note]
+    return ("translated", result.tool, *[str(result.counts[fate]) for fate in Fate], " ".join(unknown), " ".join(wrong))
+
+
+def main(projects: list[str]) -> None:
+    print("project", "file", "outcome", "tool", *[str(fate) for fate in Fate], "unknown", "contradictions", sep="\t")
+    for project in projects:
+        name, _, folder = project.partition("=")
+        sums: Counter[str] = Counter()
+        for file in sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+            row = outcome(file)
+            print(name, file.relative_to(folder), *row, sep="\t")
+            sums["files"] += 1
+            sums[row[0].partition(":")[0]] += 1
+            for fate, count in zip(Fate, row[2:7], strict=True):
+                sums[str(fate)] += int(count or 0)
+            sums["unknown keys"] += len(row[7].split())
+            sums["results with a contradiction"] += bool(row[8])
+        print(name, dict(sums), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""One file a rule: `ltNNN_name.py`."""

@@ -1,0 +1,185 @@
+"""A diffusion run after training: merged into its pipeline, drawn with, or evaluated on other pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..config.load import load
+from ..config.schema import RunConfig
+from ..dtypes import to_torch
+from ..environment.hardware import detect
+from ..errors import UsageError
+from ..model.build import resolve_precision
+from ..model.export import digests, refuse_difference
+from ..precision.precision import Precision
+from ..runs.checkpoint.atomic_folder import fault, write_folder
+from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.store import CheckpointStore
+from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run
+from ..tasks.diffusion.batches import Batch
+from ..tasks.diffusion.pipeline import PipelineFolder
+from ..tasks.diffusion.result import MODEL_FILE, load_result
+from ..tasks.diffusion.sample import Sample
+from ..tasks.diffusion.task import EMPTY, DiffusionTask
+from ..training.task import Evaluation
+from ..training.undisturbed import evaluation_mode
+from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
+
+ROWS = 4
+
+
+def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
+    """Writes the pipeline's folder with the merged denoiser in it, and compares its loss with the adapter's on random latents.
+
+    Raises  UsageError without an adapter, RunError SV001 when the result differs
+    """
+    loaded = load(require_run(run) / RESOLVED, resolved=True)
+    config, adapter = loaded.config, run / "adapter"
+    if config.adapter.kind == "none":
+        raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
+    if (reason := fault(adapter)) is not None:
+        raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
+    refuse_filled(out)
+    hardware = detect(config.model.device)
+    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+    task = DiffusionTask(config)
+    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
+    task.check(precision)
+    task.take_base(RunFolder(run).base)
+    task.folder.fetch()
+    dtype, why = (dtype, "as asked") if dtype else merged_dtype(precision)
+    model = load_result(adapter, task.folder, config, precision, device)
+    state, noise, count = merged_state(model, to_torch(dtype))
+    batch = random_batch(task, device)
+    adapter_loss = _loss(task, model, batch, precision)
+    buffers = {name: b.detach().cpu().contiguous() for name, b in model.get_base_model().named_buffers()}  # type: ignore[operator]  # a PeftModel's method
+    outline = task.folder.denoiser_outline()
+    persistent = set(outline.state_dict())
+    del model
+
+    def fill(folder: Path) -> None:
+        base, part = task.folder.path, task.folder.denoiser_part
+        shutil.copytree(base, folder, dirs_exist_ok=True, ignore=lambda at, names: [part] if Path(at) == base else [])
+        (folder / part).mkdir()
+        outline.save_config(folder / part)
+        tables = {name: b for name, b in buffers.items() if name in persistent}
+        save_file({**state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"})
+        facts = {"base": str(base), "run": str(run), "dtype": dtype, "merge_noise": noise}
+        (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    merged_loss = math.nan
+
+    def compare(folder: Path) -> None:
+        nonlocal merged_loss
+        merged = _load_merged(folder, task, precision, dtype, device)
+        refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
+        merged_loss = _loss(task, merged, batch, precision)
+        refuse_other_loss(out, merged_loss, adapter_loss)
+
+    write_folder(out, fill, check=compare, then="merge again")
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, ROWS)
+
+
+def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
+    """Latents, noise and text that need no picture and no encoder; levels spread over time."""
+    made, generator = task.empty_batch(ROWS, torch.device("cpu")), torch.Generator().manual_seed(0)
+
+    def normal(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
+    levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
+    return Batch(normal(made.latents), normal(made.noise), levels, text).to(device)
+
+
+def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
+    with evaluation_mode(model):
+        return float(task.loss_sum(model, batch, dtype=precision.loss)) / batch.weight
+
+
+def _load_merged(out: Path, task: DiffusionTask, precision: Precision, dtype: str, device: torch.device) -> Any:
+    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    compute = dtype if precision.compute == "fp32" else precision.compute
+    wanted = precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
+    merged = PipelineFolder.open(str(out))
+    plain = task.config.model_copy(update={"adapter": task.config.adapter.model_copy(update={"kind": "none"})})
+    return load_result(out / merged.denoiser_part, merged, plain, wanted, device)
+
+
+def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None) -> tuple[str, list[Sample]]:
+    """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each prompt; the run's own prompts by default.
+
+    Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint yet
+    """
+    asked = list(prompts)
+
+    def encode(task: DiffusionTask, device: torch.device) -> None:
+        asked.extend([] if asked else task.config.run.samples)
+        if not asked:
+            raise UsageError(
+                f"{folder}: the run has no prompts of its own (run.samples)", fix=f'isotype sample {folder} "a picture of ..."'
+            )
+        task.encoder = task.new_encoder(device)
+        task.text = task.encoder.captions(list(dict.fromkeys([EMPTY, *asked])))
+
+    task, model, device, taken = _load_run(folder, encode)
+    how = task.drawing()
+    return taken, task.draw(model, device, asked, how if seed is None else replace(how, seed=seed))
+
+
+def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None) -> tuple[str, Evaluation]:
+    """Which weights were taken, and the loss on all pictures that `pictures` names, at fixed noise levels and by part of them.
+
+    Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a checkpoint yet
+    """
+    images = {"train": pictures, "eval": None, "eval_split": 0.0, "regularisation": None, "masks": None, "columns": None, "limit": None}
+
+    def on_these(config: RunConfig) -> RunConfig:
+        train = {"eval_batch_size": batch_size or config.train.eval_batch_size}
+        sections = {"images": config.images.model_copy(update=images), "train": config.train.model_copy(update=train)}
+        return config.model_copy(update=sections)
+
+    def encode(task: DiffusionTask, device: torch.device) -> None:
+        task.load_data()
+        task.encode(device)
+
+    task, model, device, taken = _load_run(folder, encode, on_these)
+    return taken, task.evaluate(model, device, dtype=task.precision.loss)
+
+
+def _load_run(
+    folder: Path, encode: Callable[[DiffusionTask, torch.device], None], change: Callable[[RunConfig], RunConfig] = lambda config: config
+) -> tuple[DiffusionTask, Any, torch.device, str]:
+    """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
+    loaded = load(require_run(folder) / RESOLVED, resolved=True)
+    config = change(loaded.config)
+    hardware = detect(config.model.device)
+    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+    task = DiffusionTask(config)
+    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
+    task.check(precision)
+    encode(task, device)
+    task.take_base(RunFolder(folder).base)
+    result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
+    model: nn.Module
+    if result is not None:
+        model, taken = task.reload(result, precision, device), result.name
+    else:
+        store = CheckpointStore(RunFolder(folder).checkpoints)
+        step, _ = store.newest_whole()
+        if step is None:
+            raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet", fix=f"isotype train --resume {folder}")
+        model, _ = task.denoiser(precision, device)
+        restore_model(model, store.load(step).tensors)
+        taken = f"checkpoint step_{step}"
+    return task, model.eval(), device, taken

@@ -1,0 +1,254 @@
+"""Who else claims the precision of a trainer: its arguments, the environment, accelerate, the checkpoint, PEFT and TRL.
+
+`check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with a fix. `claims` lists the owners with
+their values; `resolve_for` turns what the caller asked for into one `Precision`, or refuses a contradiction.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+
+from ..dtypes import name as dtype_name
+from ..environment.hardware import detect
+from ..errors import UsageError
+from ..precision.apply import inner_model, is_quantised
+from ..precision.precision import Precision
+from ..precision.presets import PRESETS
+from ..precision.quantised_base import check_base, of_model
+from ..precision.resolve import Resolved, resolve
+from ..training.preflight.codes import check_skips
+from ..training.preflight.updates import TYPICAL, stuck_share
+from .attachment import Claim
+from .weights import check_pure
+
+_WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
+
+
+def is_adapter(parameter_name: str) -> bool:
+    return ".lora_" in parameter_name
+
+
+def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
+    """`bf16 x 12, fp32 x 3`: floating parameters that are not quantised, by dtype."""
+    counted = Counter(dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p))
+    return ", ".join(f"{word} x {n}" for word, n in counted.most_common()) or "none"
+
+
+def adapter_kind(model: nn.Module) -> str:
+    """`lora` where an adapter library's weights are trained, else `none`."""
+    return "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
+
+
+def asked_by_arguments(trainer: Any) -> str | None:
+    """The dtype that TrainingArguments ask for, or None where they ask for none."""
+    return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+
+
+def resolve_for(trainer: Any, precision: Any) -> Resolved:
+    """One precision for this trainer. Raises UsageError with both values for a contradiction."""
+    model, device = trainer.model, trainer.args.device.type
+    hardware = detect("cpu" if device == "cpu" else "auto")
+    adapter, quantised = adapter_kind(model), of_model(inner_model(model))
+    given = asked_by_arguments(trainer)
+    if isinstance(precision, Precision):
+        preset, overrides = _parts(str(precision))
+    elif not isinstance(precision, str):
+        raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
+    elif precision == "auto" and quantised is not None:
+        preset, overrides = "nf4-lora", {}
+    elif precision == "auto" and given is not None:
+        preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
+        overrides = {}
+    elif precision == "auto":
+        preset, overrides = "auto", {}
+    else:
+        preset, overrides = _parts(precision)
+    resolved = resolve(
+        {"preset": preset, **overrides},
+        device=hardware,
+        adapter=adapter,
+        optimizer="adamw8bit" if "8bit" in getattr(trainer.args.optim, "value", trainer.args.optim) else "adamw",
+        frozen=any(not p.requires_grad for p in model.parameters()),
+        sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
+    )
+    _check_precision_claims(trainer, resolved.precision, preset)
+    if resolved.precision.base == "nf4" and quantised is None:
+        raise UsageError(
+            f"precision {preset}: base nf4, but the trainer's model is not quantised (its weights: {dtypes_of(model.parameters())})",
+            fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or precision='bf16-lora'",
+        )
+    check_base(quantised, resolved.precision, "of the trainer")
+    return resolved
+
+
+def _parts(text: str) -> tuple[str, dict[str, str]]:
+    """A precision's short text form as a preset and what differs from it. Raises UsageError PR000."""
+    precision = Precision.parse(text)
+    preset = text.split()[0]
+    return preset, {role: value for role, value in precision.items() if value != getattr(PRESETS[preset], role)}
+
+
+def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
+    """The arguments and accelerate against the precision."""
+    given, there = asked_by_arguments(trainer), _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
+    if there == "fp8":
+        raise UsageError("accelerate's mixed_precision is fp8, and no precision declares that", fix="mixed_precision: bf16")
+    if given is not None and given != precision.compute:
+        by = " (TRL's configurations set it by default)" if given == "bf16" and type(trainer).__module__.startswith("trl.") else ""
+        raise UsageError(
+            f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in {precision.compute}",
+            fix=f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'",
+        )
+    variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if given is None and there != "fp32" and there != precision.compute:
+        where = f"ACCELERATE_MIXED_PRECISION={variable}" if variable else "accelerate's configuration"
+        raise UsageError(
+            f"{where} asks for {there}, and precision {preset} computes in {precision.compute}",
+            fix=f"unset it, or {there}=True in the arguments with a precision that computes in {there}",
+        )
+    if precision.loss_scaling == "dynamic" and getattr(trainer.accelerator, "scaler", None) is None:
+        raise UsageError(
+            f"precision {preset} scales the loss, and this trainer was built without a gradient scaler", fix="fp16=True in the arguments"
+        )
+    if precision.trainable != "fp32" or precision.grads != "fp32":
+        check_pure(trainer, precision, preset)
+
+
+def claims(trainer: Any, precision: Precision) -> list[Claim]:
+    """Every owner with its value and what becomes of it; read before anything is changed."""
+    model, args = trainer.model, trainer.args
+    here = f"{precision.compute}, on the inner model"
+    given = asked_by_arguments(trainer)
+    found = [Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")]
+    if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
+        found.append(Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden"))
+    now = "had no autocast"
+    if trainer.accelerator.native_amp:
+        scaled = precision.loss_scaling != "none"
+        now = "keeps its wrapper: the gradient scaler needs it" if scaled else "wraps no forward"
+    found.append(Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now))
+    named = list(model.named_parameters())
+    trained = [(n, p) for n, p in named if p.requires_grad]
+    found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))
+    adapters = [p for n, p in trained if is_adapter(n)]
+    rest = [p for n, p in trained if not is_adapter(n)]
+    if rest:
+        rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
+        found.append(
+            Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
+        )
+    if adapters:
+        by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
+        found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))
+        if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
+            found.append(Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead"))
+    if precision.trainable != "fp32":
+        found.append(
+            Claim("training arguments", f"optim={getattr(args.optim, 'value', args.optim)}", "Isotype's AdamW, which rounds stochastically")
+        )
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
+    if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
+        found.append(Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision"))
+    for flag in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, flag, False):
+            found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
+    return found
+
+
+def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
+    """TRL casts the adapters of quantised models to bf16."""
+    low = any(dtype_name(p.dtype) == "bf16" for p in adapters)
+    return low and any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+
+
+def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
+    """The updates that training bf16 weights directly would lose. They are reported because the trainer does not report them."""
+    low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
+    update = trainer.args.learning_rate * TYPICAL
+    total = sum(p.numel() for p in low)
+    if not total or not update:
+        return ""
+    share = sum(stuck_share(p, update) * p.numel() for p in low) / total
+    return f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at {trainer.args.learning_rate:g} would vanish"
+
+
+ATTACHED = "_isotype_attachment"
+# package -> (first version, first version that is not tested any more)
+TESTED = {"transformers": ("5.17", "6"), "accelerate": ("1.10", "2"), "peft": ("0.21", "1"), "trl": ("1.16", "1.17")}
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached already, is training, is wrapped, or has a
+    version that was never tested."""
+    try:
+        from transformers import Trainer
+    except ImportError:
+        raise UsageError("attach() needs transformers and accelerate", fix="pip install 'isotype[train]'") from None
+    if not isinstance(trainer, Trainer):
+        what = "is a class: give the trainer itself" if isinstance(trainer, type) else "is no transformers.Trainer"
+        fix = "isotype.optimize(model) for a loop of your own" if isinstance(trainer, nn.Module) else "attach(trainer) after Trainer(...)"
+        raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
+    if ATTACHED in trainer.__dict__:
+        raise UsageError("this trainer is attached already", fix="detach(trainer) first")
+    if trainer.is_in_train:
+        raise UsageError("this trainer is training: its optimizer and wrappers exist", fix="attach(trainer) before trainer.train()")
+    _check_versions(trainer)
+    _check_model(trainer)
+
+
+def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
+    """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
+    if preflight and not record:
+        raise UsageError("preflight=True has no effect with record=False: its record is preflight.json", fix="preflight=False too")
+    if skip and not preflight:
+        raise UsageError(f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True")
+    return check_skips(skip)
+
+
+def _check_versions(trainer: Any) -> None:
+    packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__} | {"transformers", "accelerate"}
+    packages |= {"peft"} if hasattr(trainer.model, "peft_config") else set()
+    for package, (first, last) in TESTED.items():
+        if package not in packages:
+            continue
+        found = metadata.version(package)
+        if not Version(first) <= Version(found) < Version(last):
+            raise UsageError(
+                f"{package} {found}: attach() was tested with {first} to below {last}", fix=f"pip install '{package}>={first},<{last}'"
+            )
+
+
+def _check_model(trainer: Any) -> None:
+    model = trainer.model
+    if not isinstance(model, nn.Module):
+        raise UsageError("this trainer has no model yet (model_init builds it in train())", fix="Trainer(model=...)")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
+        )
+    # accelerate wraps a model once, and its wrapper would stay around Isotype's precision
+    if trainer.model_wrapped is not model or any(m is model for m in trainer.accelerator._models):
+        raise UsageError(
+            "accelerate has prepared this trainer's model already (evaluate() or train() ran)",
+            fix="attach(trainer) right after Trainer(...)",
+        )
+    if trainer.is_deepspeed_enabled:
+        raise UsageError(
+            "attach() does not support DeepSpeed: its engine owns the weights' dtypes and the casts",
+            fix="DDP or a single process; or isotype train, which shards with FSDP2",
+        )
+    if trainer.is_fsdp_enabled:
+        raise UsageError(
+            "attach() does not support accelerate's FSDP: its mixed-precision policy casts the weights that the ops read",
+            fix="DDP or a single process; or isotype train, which shards with FSDP2",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of this model is trained", fix="give the trainer a peft_config, or requires_grad_(True)")

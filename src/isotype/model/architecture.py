@@ -1,0 +1,114 @@
+"""What a model's configuration says: whether it predicts the next token, which attention it runs, and the settings of each layer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+
+AUTO = "auto"
+# our word -> transformers' name; `auto` names none: transformers then takes sdpa where the class has it, else eager
+IMPLEMENTATIONS = {AUTO: None, "sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "flex": "flex_attention"}
+_WORDS = {name: word for word, name in IMPLEMENTATIONS.items()}
+_REFUSED = re.compile(r"attn_implementation|scaled_dot_product_attention|flex_attention|Flash ?Attention", re.IGNORECASE)
+
+
+def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
+    """The attention arguments for `from_pretrained`. Raises UsageError for an implementation that trains only on a GPU."""
+    if attention in ("flash", "flex") and device.type == "cpu":
+        raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: auto")
+    name = IMPLEMENTATIONS[attention]
+    return {} if name is None else {"attn_implementation": name}
+
+
+def has_attention(model: Any) -> bool:
+    """Whether the model's configuration states its attention, as those of transformers do; diffusers' do not."""
+    return hasattr(getattr(model, "config", None), "_attn_implementation")
+
+
+def attention_of(model: Any) -> str:
+    """The word for what `model` runs with, as `model.attention` takes it; another library's name as it is."""
+    name = getattr(model.config, "_attn_implementation", None) or "eager"
+    return _WORDS.get(name) or str(name)
+
+
+def attention_line(model: Any, asked: str) -> str:
+    """A header line: the implementation, and the reason if it is not the requested one; "" for a model that is not from transformers."""
+    if not has_attention(model):
+        return ""
+    word = attention_of(model)
+    if asked != AUTO:
+        return word
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    why = f"{type(inner).__name__} has no sdpa" if word == "eager" else "the best this family has"
+    return f"{word} (auto: {why})"
+
+
+def explain_attention(model: str, attention: str, error: BaseException) -> UsageError | None:
+    """One line for an implementation that the family or the machine lacks; None for errors about something else."""
+    text = str(error)
+    if attention == AUTO or not _REFUSED.search(text):
+        return None
+    if attention == "flash" and ("install" in text or "package" in text):
+        first = next(line.strip() for line in text.splitlines() if line.strip())
+        return UsageError(f"model.attention: flash: {first}", fix="pip install flash-attn, or model.attention: auto")
+    family = re.match(r"(\w+) does not support", text.strip())
+    who = family[1] if family else model
+    return UsageError(f"model.attention: {attention}: {who} does not have it in transformers", fix="model.attention: auto")
+
+
+DECODERS = "a decoder-only model (Llama, Qwen, Gemma, ...)"
+
+
+def refuse_other_objectives(architecture: Any, name: str) -> None:
+    """Raises  UsageError for a model in which a position sees later ones, or which needs an encoder's input."""
+    family = getattr(architecture, "model_type", "") or "this model"
+    if getattr(architecture, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
+            "missing are batches with an input for the encoder and labels for the decoder",
+            fix=DECODERS,
+        )
+    if family == "xlnet":
+        raise UsageError(
+            f"model {name}: xlnet learns tokens in permuted orders: its loss is of a position's own token, not the next",
+            fix=DECODERS,
+        )
+    if _sees_later_tokens(architecture, family):
+        raise UsageError(
+            f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
+            fix=f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json",
+        )
+    if _has_no_language_model(architecture, family):
+        kinds = ", ".join(getattr(architecture, "architectures", None) or []) or "config.json names no architecture"
+        raise UsageError(
+            f"model {name}: {family} is no language model ({kinds}): transformers has no next-token head for it",
+            fix="a decoder-only language model (Llama, Qwen, Gemma, ...)",
+        )
+
+
+def _has_no_language_model(architecture: Any, family: str) -> bool:
+    """Whether transformers knows the family, and knows no causal language model of it; a model's own code may have one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(architecture, "auto_map", None):
+        return False
+    return family in CONFIG_MAPPING_NAMES and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _sees_later_tokens(architecture: Any, family: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    causal = getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
+    return family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal
+
+
+def layer_settings(config: Any) -> list[Any]:
+    """One configuration for each layer of the text model; where all layers are alike, the same one. Empty without a count of layers."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(text, "num_hidden_layers", 0)
+    return list(text.per_layer_config) if count and hasattr(text, "per_layer_config") else [text] * count

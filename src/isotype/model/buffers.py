@@ -1,0 +1,92 @@
+"""Buffers that transformers leaves uninitialised, or that depend on earlier batches.
+
+transformers 5 builds a model without memory, and then gives each buffer that is not saved (`persistent=False`) memory as it comes. Its own
+families fill it in `_init_weights`. Code written for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the
+memory held, without an error, and the model another one at each start.
+
+With dynamic rotary embeddings transformers makes the table anew for a batch with more positions than all before, and keeps it for
+later batches that are longer than the original positions. The loss of a row then depends on the rows before it, those of an evaluation
+among them, and a resumed or reloaded model, which begins with the first table, has another loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def unfilled_memory_shows() -> Iterator[None]:
+    """Within it, new memory that nobody fills holds NaN, the largest integer, or True."""
+    settings: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        settings.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = before[2]
+
+
+def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
+    """Fills what the loader left unfilled, with the values that the model's own constructor gives; returns the names of these buffers.
+
+    model   loaded within `unfilled_memory_shows`
+    name    of the model, for the error
+    Raises  UsageError where the constructor does not give them
+    """
+    unfilled = {full: buffer for full, buffer in model.named_non_persistent_buffers() if _is_unfilled(buffer)}
+    if not unfilled:
+        return []
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):  # weights take no memory, buffers get their values
+            made: nn.Module = type(model)(copy.deepcopy(model.config))
+        with torch.no_grad():
+            for full, buffer in unfilled.items():
+                buffer.copy_(made.get_buffer(full))
+    except Exception as error:  # the model's own code, which may raise anything
+        raise UsageError(
+            f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised: transformers 5 fills it only if the model's "
+            f"code does so in _init_weights, and calling its constructor failed: {type(error).__name__}: {error}",
+            fix="fill it in _init_weights, or save the model again with register_buffer(..., persistent=True)",
+        ) from None
+    return list(unfilled)
+
+
+def _is_unfilled(buffer: Tensor) -> bool:
+    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer meant to be all True is filled again, the same."""
+    if not buffer.numel() or buffer.is_meta:
+        return False
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().all())
+    return bool(buffer.all()) if buffer.dtype == torch.bool else bool((buffer == torch.iinfo(buffer.dtype).max).all())
+
+
+def forget_longer_batches(model: nn.Module) -> None:
+    """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the values that a fresh model gives it."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
+            module.register_forward_pre_hook(_first_table)
+
+
+def _first_table(module: Any, _: object) -> None:
+    if module.max_seq_len_cached > module.original_max_seq_len:
+        module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+        module.max_seq_len_cached = module.original_max_seq_len

@@ -1,0 +1,156 @@
+"""`adamw_`: the update of one tensor, by one kernel on a GPU and by plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backend import fused_runs
+from ..library import library_op
+
+
+class AdamwNumbers(NamedTuple):
+    """Of Loshchilov and Hutter 2019; `step` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def decay(self) -> float:
+        """The factor of the weight decay."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def size(self) -> float:
+        """The size of the step, with the first moment's bias correction."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def correction(self) -> float:
+        """The bias correction of the second moment."""
+        return 1 / (1 - self.beta2**self.step)
+
+
+BLOCK = 1 << 18  # elements whose noise is drawn at a time
+_64_BITS = (1 << 64) - 1
+
+
+def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, seed: int, first: int = 0) -> None:
+    """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
+
+    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay; infinities stay.
+
+    seed, first  of the noise, as in `noise`
+    """
+    bits = value_fp32.view(torch.int32) + noise(seed, first, value_fp32.numel(), value_fp32.device).view(value_fp32.shape)
+    bits &= -65536
+    rounded = bits.view(torch.float32)
+    target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
+
+
+def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
+    """16 random bits for each of `count` elements from `first` on: int32[count], a function of seed and element alone.
+
+    So the processes that share a tensor draw what one process draws. Every BLOCK elements have a generator of their own.
+    """
+    if device.type == "meta":
+        return torch.empty(count, dtype=torch.int32, device=device)
+    generator = torch.Generator(device)
+    drawn = []
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        begin, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
+        generator.manual_seed(_mixed(seed, block))
+        bits = torch.randint(0, 1 << 16, (end - block * BLOCK,), dtype=torch.int32, device=device, generator=generator)
+        drawn.append(bits[begin - block * BLOCK :])
+    return torch.cat(drawn) if drawn else torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _mixed(seed: int, block: int) -> int:
+    """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit of both.
+
+    Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xD1B54A32D192ED03) & _64_BITS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+    return (mixed ^ mixed >> 31) & 0x7FFFFFFFFFFFFFFF
+
+
+def adamw_reference_(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None, first: int = 0
+) -> None:
+    """Updates weight, mean and square in place.
+
+    seed   of the noise that rounds a bf16 weight stochastically; None rounds to nearest
+    first  index of the tensors' first element in the whole ones, where they are parts
+    """
+    n = numbers
+    g_fp32 = gradient.float()
+    mean_fp32 = mean.float().lerp_(g_fp32, 1 - n.beta1)
+    square_fp32 = square.float().mul_(n.beta2).addcmul_(g_fp32, g_fp32, value=1 - n.beta2)
+    mean.copy_(mean_fp32)
+    square.copy_(square_fp32)
+    denominator = (square_fp32 / (1 - n.beta2**n.step)).sqrt_().add_(n.eps)
+    # .float() of an fp32 weight is the weight itself: the update is then in place and there is nothing to store
+    weight_fp32 = weight.float()
+    weight_fp32.mul_(1 - n.lr * n.weight_decay)
+    weight_fp32.addcdiv_(mean_fp32, denominator, value=-n.lr / (1 - n.beta1**n.step))
+    if weight.dtype == torch.float32:
+        return
+    if seed is not None:
+        stochastic_round_(weight, weight_fp32, seed, first)
+    else:
+        weight.copy_(weight_fp32)
+
+
+@library_op(
+    "adamw_(Tensor(a!) weight, Tensor gradient, Tensor(b!) mean, Tensor(c!) square, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, int step, int? seed, int first) -> ()",
+    fake=lambda *_: None,
+)
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    seed: int | None,
+    first: int,
+) -> None:
+    from . import triton
+
+    triton.adamw_(weight, gradient, mean, square, AdamwNumbers(lr, beta1, beta2, eps, weight_decay, step), seed, first)
+
+
+def adamw_(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, *, seed: int | None, first: int = 0
+) -> None:
+    """One AdamW update in place, in fp32 whatever the tensors' dtypes.
+
+    weight        any float [*n]
+    gradient      any float [*n]
+    mean, square  any float [*n]   the moments
+    seed          of the noise that rounds a bf16 weight stochastically; None for rounding to nearest
+    first         index of the tensors' first element in the whole ones, where they are one process's parts of them
+
+    The kernel and plain PyTorch draw different noise of the same distribution.
+    """
+    tensors = (weight, gradient, mean, square)
+    plain = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
+    # the kernel draws for four neighbours at a time
+    if fused_runs(weight) and plain and first % 4 == 0:
+        n = numbers
+        _update(*tensors, n.lr, n.beta1, n.beta2, n.eps, n.weight_decay, n.step, seed, first)
+    else:
+        adamw_reference_(*tensors, numbers, seed, first)

@@ -1,0 +1,196 @@
+"""Chooses the back end of an attention from the device, dtypes, sizes and options, without reading a value.
+
+`cpp`    the C++ kernels of this op: bf16 on a CPU
+`cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for each new length (about 170 ms)
+`flash`  PyTorch's FlashAttention: also packed documents and sliding windows, heads up to 256
+`flex`   PyTorch's flex_attention, compiled: softcaps on a GPU
+`sdpa`   PyTorch's scaled_dot_product_attention, which chooses among its own: other dtypes, masks, older GPUs, a CPU without kernels
+`plain`  the reference, with all scores at once: softcaps where flex_attention is not compiled
+
+cuDNN and FlashAttention are called as operators, past the function in which PyTorch asks whether they may be: its conditions are here.
+Source: `can_use_cudnn_attention`, `can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...environment.planned import is_planned, stands_for
+from ..backend import why_no_kernels
+from .documents import Documents
+
+Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
+
+_HALF = (torch.bfloat16, torch.float16)
+# the GPU that a plan assumes where none is present: Hopper
+PLANNED = (9, 0)
+# FlashAttention's oldest and newest
+FIRST, LAST = (8, 0), (12, 1)
+# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch issue 169849)
+CUDNN_AFTER = 91500
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
+    if is_planned(device) and stands_for(device) == "cuda":
+        return PLANNED if not torch.cuda.is_available() else _capability(torch.cuda.current_device())
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return _capability(device.index)
+
+
+@cache
+def cudnn_version() -> int:
+    """91501 is 9.15.1. A plan without a GPU assumes one that serves; 0 where PyTorch was built without."""
+    if not torch.cuda.is_available():
+        return CUDNN_AFTER + 1
+    return torch.backends.cudnn.version() or 0
+
+
+@cache
+def has_flash() -> bool:
+    """Whether this PyTorch was built with FlashAttention. A plan without a GPU assumes so."""
+    return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
+
+
+@contextmanager
+def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
+    """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its backward gives NaN for some lengths (64
+    past a multiple of 128, pytorch issue 196678), and it takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612)."""
+    if mask is None or stands_for(mask.device) != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:
+    if found[0] not in (9, 10) or found[1] not in (0, 3) or depth > 128 or cudnn_version() <= CUDNN_AFTER:
+        return False
+    if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    # its backward sums in another order each time; FlashAttention's has a deterministic form
+    return not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _flash_serves(found: tuple[int, int], depth: int) -> bool:
+    if not FIRST <= found <= LAST or depth > 256 or not has_flash() or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an A100's
+    return not (192 < depth <= 224 and ((8, 6) <= found <= (8, 9) or found >= (12, 0)))
+
+
+def on_a_gpu(
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    *,
+    causal: bool,
+    masked: bool,
+    window: int | None,
+    softcap: float | None,
+    packed: bool,
+    device: torch.device | None = None,
+) -> Backend:
+    """The back end for tensors of these shapes on a GPU, their own or `device`: what no fast kernel computes goes to `sdpa`, softcaps to
+    `flex`."""
+    device = device or query.device
+    found = capability(device)
+    if softcap is not None:
+        # flex_attention is a Triton kernel
+        compiles = found is not None and found >= FIRST and (is_planned(device) or not why_no_kernels(device))
+        return "flex" if compiles else "plain"
+    depth, square = query.shape[3], query.shape[2] == key.shape[2]
+    if found is None or dtype not in _HALF or depth % 8 or not square or masked:
+        return "sdpa"
+    if causal and not packed and window is None and _cudnn_serves(found, depth):
+        return "cudnn"
+    return "flash" if _flash_serves(found, depth) else "sdpa"
+
+
+# --- the kernels that PyTorch brings for CUDA, called as operators, so that the output and its logsumexp are the op's to keep.
+# B batch, N query heads, M key heads, S queries and keys, D head size, T tokens of all rows
+
+aten = torch.ops.aten
+
+
+def _rows(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
+    """[B S N D], or [T N D] where documents tell the rows apart: FlashAttention's order."""
+    x_BSND = x_BNSD.transpose(1, 2)
+    return x_BSND if documents is None else x_BSND.reshape(-1, *x_BSND.shape[2:])
+
+
+def _heads(y: Tensor, like_BNSD: Tensor) -> Tensor:
+    batch, heads, queries, depth = like_BNSD.shape
+    return y.view(batch, queries, heads, depth).transpose(1, 2)
+
+
+def _bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
+    """Of queries and keys, and the longest of each, as FlashAttention takes them."""
+    if documents is None:
+        return None, None, query.shape[2], query.shape[2]
+    return documents.bounds, documents.bounds, documents.longest, documents.longest
+
+
+def _options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
+    if window is None:
+        return {"scale": scale}
+    # how many keys before and after a query; -1: all
+    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0 if causal else -1}
+
+
+def flash_forward(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, documents: Documents | None, window: int | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """(out, logsumexp, random state and its unused half): what `flash_backward` needs."""
+    inputs = (_rows(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
+    out, lse, state, unused, _ = aten._flash_attention_forward(
+        *inputs, *_bounds(q_BNSD, documents), 0.0, causal, False, **_options(window, causal, scale)
+    )
+    return _heads(out, q_BNSD), lse, state, unused
+
+
+def flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], documents: Documents | None, window: int | None,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    lse, *state = saved
+    inputs = (_rows(x, documents) for x in (q, k, v, out))
+    grads = aten._flash_attention_backward(
+        _rows(dy, documents).contiguous(), *inputs, lse, *_bounds(q, documents), 0.0, causal, *state, **_options(window, causal, scale)
+    )
+    dq, dk, dv = (_heads(g, x) for g, x in zip(grads, (q, k, v)))
+    return dq, dk, dv
+
+
+def cudnn_forward(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """(out, logsumexp, seed, offset)."""
+    made = aten._scaled_dot_product_cudnn_attention(q_BNSD, k_BMSD, v_BMSD, None, True, 0.0, causal, False, scale=scale)
+    return made[0], made[1], made[6], made[7]
+
+
+def cudnn_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, seed, offset = saved
+    # neither a bias nor bounds: PyTorch's own backward passes tensors that are not defined
+    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        dy, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+    )
+    return gradients

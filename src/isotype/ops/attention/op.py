@@ -1,0 +1,269 @@
+"""`attention`: the public op and its autograd function. B batch, N query heads, M key heads, S queries, T keys, D head size."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...dtypes import name
+from ...environment.planned import is_planned, stands_for
+from ...errors import DtypeError, ShapeError, UsageError
+from ..autocast import autocast_dtype, autocast_off, wide
+from ..backend import applied, at_once, cpp_runs, differentiated_again, reference_gradients, reference_runs
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from ..recompute import attention_results
+from ..remade import kept_for, made_again
+from . import cpu, flex, gpu
+from .documents import Documents
+from .gpu import Backend, no_cudnn_for, on_a_gpu
+
+ATTENTION = OpContract(
+    "query: F[B N S D], key: F[B M T D], value: F[B M T D] -> F[B N S D]",
+    inside="fp32",
+    grads={"query": "F", "key": "F", "value": "F"},
+    autocast="follows",
+)
+
+
+def in_window(allowed_ST: Tensor, window: int) -> Tensor:
+    """`allowed` without the keys that lie `window` or more before their query; those after it stay as they are."""
+    return allowed_ST.triu(1 - window)
+
+
+def attention_reference(
+    query_BNSD: Tensor,
+    key_BMTD: Tensor,
+    value_BMTD: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    with autocast_off(query_BNSD):
+        dtype = wide(query_BNSD.dtype)
+        shared = query_BNSD.shape[1] // key_BMTD.shape[1]
+        key_BNTD, value_BNTD = (t.to(dtype).repeat_interleave(shared, 1) for t in (key_BMTD, value_BMTD))
+        score_BNST = query_BNSD.to(dtype) @ key_BNTD.transpose(-1, -2) * (query_BNSD.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            score_BNST = softcap * torch.tanh(score_BNST / softcap)
+        allowed = torch.ones(score_BNST.shape[-2:], dtype=torch.bool, device=query_BNSD.device)
+        allowed = allowed.tril() if causal else allowed
+        allowed = allowed if window is None else in_window(allowed, window)
+        allowed = allowed if mask is None else allowed & mask
+        share_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
+        # a query without any key gets zeros
+        share_BNST = share_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        return (share_BNST @ value_BNTD).to(query_BNSD.dtype)
+
+
+class Attention(torch.autograd.Function):
+    """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32 logsumexp a query: never a
+    [queries x keys] matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BNSD: Tensor,
+        k_BMTD: Tensor,
+        v_BMTD: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        backend: Backend,
+        documents: Documents | None,
+        window: int | None,
+    ) -> Tensor:
+        if backend == "cpp":
+            run = cpu.forward_now if at_once(q_BNSD) else cpu.attention_forward
+            out_BNSD, *saved = attention_results(run, q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+        else:
+            with autocast_off(q_BNSD):
+                if backend == "cudnn":
+                    out_BNSD, *saved = attention_results(gpu.cudnn_forward, q_BNSD, k_BMTD, v_BMTD, causal, scale)
+                else:
+                    out_BNSD, *saved = attention_results(gpu.flash_forward, q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
+        makes, inputs = [], list[Tensor | None]()
+        for t in (q_BNSD, k_BMTD, v_BMTD):
+            make, tensors = kept_for(t, t)
+            makes.append((make, len(tensors)))
+            inputs += tensors
+        ctx.makes = makes
+        ctx.save_for_backward(mask, out_BNSD, *inputs, *saved)
+        ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
+        return out_BNSD
+
+    @staticmethod
+    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        mask, out_BNSD, *saved = ctx.saved_tensors
+        inputs: list[Tensor] = []
+        for make, count in ctx.makes:
+            kept, saved = saved[:count], saved[count:]
+            inputs.append(kept[0] if make is None else made_again(make, kept))
+        q_BNSD, k_BMTD, v_BMTD = inputs
+        rest = (None,) * 6
+        if differentiated_again():
+            if ctx.documents is not None:
+                mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
+            again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
+            return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
+        given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
+        if ctx.backend == "cpp":
+            run = cpu.backward_now if at_once(q_BNSD) else cpu.attention_backward
+            return *run(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale), *rest
+        with autocast_off(q_BNSD):
+            if ctx.backend == "flash":
+                return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
+            return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
+
+
+def backend_of(
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    packed: bool = False,
+) -> Backend:
+    """What computes attention of these in `dtype`: see `gpu`."""
+    if key.shape != value.shape:
+        return "sdpa" if softcap is None else "plain"
+    if stands_for(query.device) == "cuda" and not torch.compiler.is_compiling():
+        return on_a_gpu(dtype, query, key, causal=causal, masked=mask is not None, window=window, softcap=softcap, packed=packed)
+    if softcap is not None:
+        return "plain"
+    return "cpp" if not packed and window is None and kernels_take(dtype, query, key, value, mask) else "sdpa"
+
+
+def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16, one mask of bools for all heads."""
+    (batch, _, queries, depth), keys = query.shape, key.shape[2]
+    return (
+        dtype == torch.bfloat16
+        and key.shape == value.shape
+        and depth % 16 == 0
+        and min(batch, queries, keys, depth) > 0
+        and (mask is None or (mask.dtype == torch.bool and mask.shape in ((batch, 1, queries, keys), (1, 1, queries, keys))))
+        and cpp_runs(cpu.KERNELS, query, key, value)
+    )
+
+
+@checked_in_debug(ATTENTION)
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel exists for what is asked (`backend_of`).
+
+    query       F[B N S D]   autocast's dtype where that is on
+    key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
+    mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
+    causal      query i attends to keys 0 to i only
+    scale       of the products; 1 / sqrt(D) by default
+    window      a query attends to itself and the window - 1 keys before it; those after it are left to `causal`
+    softcap     scores become softcap * tanh(score / softcap)
+    documents   rows are packed: a query attends to keys of its own document; S = T
+    ->          F[B N S D]; zeros for a query that attends to no key
+    inside      scores, their softmax and all sums fp32; probabilities narrowed to F before their product with value
+    grads       query: F   key: F   value: F   (those of shared heads are summed in fp32)
+    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries as vector lanes); on a GPU cuDNN's or
+    FlashAttention's; elsewhere, and in other dtypes, PyTorch's scaled_dot_product_attention.
+    Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError for a window or softcap below its range
+    """
+    _check(query, key, value)
+    if window is not None and window < 1:
+        raise UsageError(f"window is {window}: expected 1 key or more")
+    if softcap is not None and softcap <= 0:
+        raise UsageError(f"softcap is {softcap}: expected a positive number")
+    cast = autocast_dtype(query)
+    if cast is not None and query.dtype != torch.float64:
+        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+    if not query.dtype == key.dtype == value.dtype:
+        raise DtypeError(
+            f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and {name(value.dtype)}: expected one", code="DT001"
+        )
+    given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
+    if reference_runs():
+        mask = _with_documents(mask, documents, query)
+        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    packed = documents is not None
+    backend = backend_of(query.dtype, query, key, value, mask, causal=causal, window=window, softcap=softcap, packed=packed)
+    if backend == "flex" and is_planned(query.device):
+        # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
+        backend = "flash"
+    if backend in ("cpp", "flash", "cudnn"):
+        out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, documents, window)
+        return out
+    if backend == "flex":
+        assert softcap is not None
+        return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)
+    mask = _with_documents(mask, documents, query)
+    if backend == "plain":
+        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    if (mask is not None and causal) or window is not None:
+        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        allowed = allowed.tril() if causal else allowed
+        allowed = allowed if window is None else in_window(allowed, window)
+        mask, causal = allowed if mask is None else mask & allowed, False
+    compiling = torch.compiler.is_compiling()
+    with nullcontext() if compiling else no_cudnn_for(mask):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=given, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+def attention_by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor | None:
+    """`attention` where a kernel computes it; None where PyTorch's own would, also under torch.func."""
+    cast = autocast_dtype(query)
+    if cast is not None and query.dtype != torch.float64:
+        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+    if not query.dtype == key.dtype == value.dtype or reference_runs():
+        return None
+    backend = backend_of(query.dtype, query, key, value, mask, causal=causal)
+    if backend not in ("cpp", "flash", "cudnn"):
+        return None
+    _check(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, None, None)
+    return out
+
+
+def _with_documents(mask: Tensor | None, documents: Documents | None, query: Tensor) -> Tensor | None:
+    if documents is None:
+        return mask
+    apart = documents.mask(query.shape[0], query.shape[2])
+    return apart if mask is None else mask & apart
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    fits = query.dim() == key.dim() == 4 and key.shape == value.shape and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    if fits and key.shape[1] and not query.shape[1] % key.shape[1]:
+        return
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        raise ShapeError(f"{shapes}: expected [B N S D], [B M T D] and [B M T D]", code="SH001")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ShapeError(f"{shapes}: batch and head size must be the same", code="SH001")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ShapeError(f"{shapes}: {query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly", code="SH001")

@@ -1,0 +1,240 @@
+"""An op's C++ kernels on a CPU: built when first needed, once per machine, and called. Where that fails, plain PyTorch runs, and the
+manifest says so.
+
+A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel reads and writes each narrow tensor once.
+Libraries are stored on disk and shared by processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADERS = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+# a build that takes longer says so, while it runs
+PATIENCE_S = 5.0
+_OURS = re.compile(r"\w+-[0-9a-f]{16}\.(so|lock|\d+\.tmp)")  # a library, its lock, a build that was killed
+
+
+class BuildError(Exception):
+    """Why there is no library, in one line."""
+
+
+@cache
+def cpu_compiler() -> str | None:
+    """The C++ compiler, from CXX or by its name, or None."""
+    return shutil.which(os.environ.get("CXX", "")) or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def folder() -> Path:
+    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
+
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one, since a library must be a file.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = os.environ.get("ISOTYPE_CACHE")
+    folders = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has no numbers for users
+    for place in (*folders, Path(tempfile.gettempdir()) / f"isotype-{user}"):
+        try:
+            # of this user alone: what lies there is run
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(place, os.W_OK) and (not hasattr(os, "getuid") or place.stat().st_uid == user):
+            return place
+    raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
+
+
+def built_files() -> list[Path]:
+    """The libraries in the folder and the files that builds left beside them. Nothing else uses them, and a missing one is built again."""
+    return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
+
+
+@cache
+def machine(compiler: str) -> str:
+    """What `-march=native` and the compiler make of a source, apart from the source."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return "\n".join((version, platform.machine(), platform.system(), features))
+
+
+def library(source: Path) -> ctypes.CDLL:
+    """`source`, built with its headers where no build of the same text, compiler and processor is kept.
+
+    Raises  BuildError
+    """
+    compiler = cpu_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or clang++) was found")
+    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(HEADERS.glob("*.h")))
+    key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
+    built = folder() / f"{source.parent.name}-{key}.so"
+    for last in (False, True):
+        if not built.exists():
+            with locked(built.with_suffix(".lock")):
+                if not built.exists():
+                    build(compiler, source, built)
+        try:
+            with suppress(OSError):  # somebody else's folder
+                os.utime(built)  # `isotype cache` shows and clears by the last use
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            # half a file, left by a machine that stopped: build it again, once
+            built.unlink(missing_ok=True)
+            if last:
+                raise BuildError(f"{built} does not load: {error}") from error
+    raise AssertionError("returned or raised above")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process builds while the others of this machine (the ranks of a run, test workers) wait.
+
+    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one replaces the others and no file
+    is incomplete.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def say_building(folder: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}", file=sys.stderr, flush=True)
+
+
+def build(compiler: str, source: Path, built: Path) -> None:
+    # written aside and renamed, so that no process loads half a file
+    aside = built.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
+    start = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        say_building(built.parent)
+        _, errors = process.communicate()
+    if process.returncode:
+        aside.unlink(missing_ok=True)
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or [f"exit code {process.returncode}"]
+        raise BuildError(f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}")
+    aside.replace(built)
+
+
+# the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_fallbacks: dict[str, str] = {}
+
+
+def fallbacks() -> dict[str, str]:
+    """Op -> why it runs as plain PyTorch on this CPU: a line each in the manifest."""
+    return dict(_fallbacks)
+
+
+class CppKernels:
+    """The functions of the C++ source beside the module `file`; each is declared as a string of its arguments' kinds.
+
+    p  a tensor, or None for a null pointer     a  an array or address     d  a dtype     i  an int     f  a float
+    Every function takes the number of threads last, which is torch's.
+
+    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
+               compiler, which fuses them with what stands beside them.
+    """
+
+    def __init__(self, file: str | Path, *, in_graphs: bool = False, **functions: str) -> None:
+        self.in_graphs, self.built = in_graphs, False
+        self.source = Path(file).with_suffix(".cpp")
+        self.op = self.source.parent.name
+        self.functions = functions
+        # positions of what is no number yet: asked for at every call, 16 times a layer
+        self.pointers = {name: [i for i, kind in enumerate(kinds) if kind == "p"] for name, kinds in functions.items()}
+        self.dtypes = {name: [i for i, kind in enumerate(kinds) if kind == "d"] for name, kinds in functions.items()}
+        self.library: ctypes.CDLL | None = None
+        self.calls: dict[str, Any] = {}
+
+    def take(self, *tensors: Tensor) -> bool:
+        """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
+        if torch.compiler.is_compiling():
+            return self.in_graphs and self.built and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+        return self.take_now(*tensors)
+
+    def take_now(self, *tensors: Tensor) -> bool:
+        """`take`, outside compiled graphs."""
+        for t in tensors:
+            if not t.is_cpu or t.dtype not in DTYPES:
+                return False
+        return self.library is not None or self.loaded()
+
+    def loaded(self) -> bool:
+        if self.library is None and self.op not in _fallbacks:
+            try:
+                self.library = library(self.source)
+            except (BuildError, OSError) as error:
+                _fallbacks[self.op] = str(error)
+                return False
+            kinds = {"p": ctypes.c_void_p, "a": ctypes.c_void_p, "d": ctypes.c_int64, "i": ctypes.c_int64, "f": ctypes.c_float}
+            for name, arguments in self.functions.items():
+                function = getattr(self.library, name)
+                function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+                self.calls[name] = function
+            self.built = True
+        return self.library is not None
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        plain = list(arguments)
+        for i in self.pointers[name]:
+            if plain[i] is not None:
+                plain[i] = plain[i].data_ptr()
+        for i in self.dtypes[name]:
+            plain[i] = DTYPES[plain[i]]
+        self.calls[name](*plain, torch.get_num_threads())
+
+
+def missing(*ops: str) -> str:
+    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was never built on it: 2 to 5 s."""
+    kernels: list[CppKernels] = [import_module(f"{__package__}.{op}.cpu").KERNELS for op in ops]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(CppKernels.loaded, kernels))
+    return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
+
+
+def as_rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape as [rows, columns] whose columns are adjacent: one long row where all are contiguous."""
+    whole = True
+    for t in tensors:
+        whole = whole and t.is_contiguous()
+    made: list[Tensor] = []
+    for t in tensors:
+        rows = t.view(1, -1) if whole else t.reshape(-1, t.shape[-1])
+        made.append(rows if rows.stride(-1) == 1 else rows.contiguous())
+    return made

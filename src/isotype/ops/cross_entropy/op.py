@@ -1,0 +1,265 @@
+"""`cross_entropy`: the public op and its autograd function. T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ...environment.planned import is_planned, stands_for
+from ..autocast import autocast_off, wide
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from ..library import library_op
+from . import cpu, eager
+from .eager import blocks
+from .rule import (
+    RULE,
+    LossRule,
+    Reduction,
+    RuleArguments,
+    check_reduction,
+    check_targets,
+    check_weights,
+    reduce,
+    reduced,
+    weighed_losses,
+)
+
+CROSS_ENTROPY = OpContract(
+    "logits: F[*n V], targets: int[*n] -> fp32|fp64[...]",
+    inside="fp32",
+    grads={"logits": "F"},
+    autocast="ignored",
+)
+
+
+def rule_logits(logits_TV: Tensor, rule: LossRule) -> Tensor:
+    """The wide logits after scale and softcap."""
+    z_TV = logits_TV.to(wide(logits_TV.dtype)) * rule.logit_scale
+    return rule.softcap * torch.tanh(z_TV / rule.softcap) if rule.softcap else z_TV
+
+
+def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
+    """fp32[T], 0 where ignored."""
+    ignored_T = targets_T == rule.ignore_index
+    z_TV = rule_logits(logits_TV, rule)
+    lse_T = torch.logsumexp(z_TV, -1)
+    picked_T = z_TV.gather(-1, targets_T.masked_fill(ignored_T, 0).long().unsqueeze(-1)).squeeze(-1)
+    loss_T = (1 - rule.label_smoothing) * (lse_T - picked_T) + rule.z_loss * lse_T**2
+    if rule.label_smoothing:
+        loss_T = loss_T + rule.label_smoothing * (lse_T - z_TV.mean(-1))
+    return loss_T.masked_fill(ignored_T, 0.0)
+
+
+def loss_by_rule(logits: Tensor, targets: Tensor, rule: LossRule, reduction: str, num_items: int | float | Tensor | None) -> Tensor:
+    """The loss of all rows, reduced."""
+    with autocast_off(logits):
+        return reduce(row_losses(logits, targets, rule), targets, reduction, num_items, rule.ignore_index)
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+) -> Tensor:
+    """What `cross_entropy` computes, differentiated by PyTorch."""
+    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    return loss_by_rule(logits, targets, rule, reduction, num_items)
+
+
+class SumOfLogits(torch.autograd.Function):
+    """fp32[T]: sum_v w_v x_v of each row, in blocks of rows, without a wide copy of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, w_V: Tensor) -> Tensor:
+        ctx.save_for_backward(w_V)
+        ctx.dtype = logits_TV.dtype
+        made_T = torch.empty(logits_TV.shape[0], dtype=w_V.dtype, device=logits_TV.device)
+        for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+            # a class of weight 0 may be masked with -inf
+            made_T[rows] = logits_TV[rows].to(w_V.dtype).masked_fill(w_V == 0, 0.0) @ w_V
+        return made_T
+
+    @staticmethod
+    def backward(ctx: Any, dmade_T: Tensor) -> tuple[Tensor, None]:
+        (w_V,) = ctx.saved_tensors
+        return torch.outer(dmade_T, w_V).to(ctx.dtype), None
+
+
+def weighted_losses(
+    logits_TV: Tensor, row_losses_T: Tensor, targets_T: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights_T: Tensor | None
+) -> Tensor:
+    """fp32[T]: the loss of each token, its weights in it; 0 where ignored.
+
+    row_losses_T  of the rule without smoothing and z-loss: the negative log-probability
+    """
+    fp32 = wide(logits_TV.dtype)
+    lse_T = None
+    if rule.label_smoothing or rule.z_loss:
+        classes_T = targets_T.masked_fill(targets_T == rule.ignore_index, 0).long()
+        picked_T = logits_TV.gather(-1, classes_T.unsqueeze(-1)).squeeze(-1).to(fp32) * rule.logit_scale
+        lse_T = row_losses_T + (rule.softcap * torch.tanh(picked_T / rule.softcap) if rule.softcap else picked_T)
+
+    def sum_of_logits(w_V: Tensor) -> Tensor:
+        made: Tensor = SumOfLogits.apply(logits_TV, w_V)
+        return made * rule.logit_scale
+
+    return weighed_losses(row_losses_T, lse_T, sum_of_logits, targets_T, logits_TV.shape[-1], rule, class_weights, token_weights_T)
+
+
+class Paths(Protocol):
+    """What each of the op's modules offers: `triton`, `cpu` and `eager`."""
+
+    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
+    def cross_entropy_backward(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
+    ) -> Tensor: ...
+    def loss_and_gradient(
+        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
+    """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
+    if triton_runs(x):
+        from . import triton
+
+        return triton
+    if is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64:
+        from . import planned
+
+        return planned
+    return cpu if cpp_runs(cpu.KERNELS, x) else eager
+
+
+def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
+def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+
+
+def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+
+
+@library_op(f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) -> Tensor", fake=_fake_backward)
+def _backward(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+) -> Tensor:
+    rule = LossRule.from_arguments(ignore_index, factors)
+    out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+    return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Row losses; saves the logits it was given and one fp32 a row, and never writes to either.
+
+    The gradient is a new tensor: whether anything else will read the logits (a second consumer, `retain_graph`, the caller) cannot be known
+    here. `linear_cross_entropy` owns its logits, and writes in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: RuleArguments) -> Tensor:
+        with autocast_off(logits_TV):
+            loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
+        ctx.save_for_backward(logits_TV, targets_T, lse_T)
+        ctx.rule = rule
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, targets_T, lse_T = ctx.saved_tensors
+        with autocast_off(logits_TV):
+            if differentiated_again():
+                rule = LossRule.from_arguments(*ctx.rule)
+                return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
+            return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
+
+
+@checked_in_debug(CROSS_ENTROPY)
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
+
+    logits   F[*n V]   any float dtype; never written to
+    targets  int[*n]   classes 0..V-1, or ignore_index
+    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
+    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
+    inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
+    grads    logits: F
+    mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    if type(logits) is not Tensor and has_torch_function_unary(logits):
+        # a tensor that stands for logits (deferred ones) may know a way of its own
+        return handle_torch_function(
+            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items, class_weights=class_weights,
+            token_weights=token_weights,
+        )  # fmt: skip
+    check_reduction(reduction, num_items)
+    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
+    if class_weights is not None or token_weights is not None:
+        check_weights(class_weights, token_weights, targets, logits.shape[-1], rule)
+        losses = _weighted(logits, targets, rule, class_weights, token_weights)
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
+    if reference_runs():
+        return loss_by_rule(logits, targets, rule, reduction, num_items)
+    targets_T = targets.reshape(-1)
+    with autocast_off(logits):
+        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
+        loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
+    return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+def _weighted(logits: Tensor, targets: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights: Tensor | None) -> Tensor:
+    nll = cross_entropy(
+        logits, targets, ignore_index=rule.ignore_index, reduction="none", logit_scale=rule.logit_scale, softcap=rule.softcap or None
+    )
+    tokens = None if token_weights is None else token_weights.reshape(-1)
+    with autocast_off(logits):
+        losses = weighted_losses(logits.reshape(-1, logits.shape[-1]), nll.reshape(-1), targets.reshape(-1), rule, class_weights, tokens)
+    return losses.reshape(targets.shape)

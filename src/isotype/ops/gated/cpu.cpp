@@ -1,0 +1,90 @@
+// An activation, alone or times `up`, and its backward: each tensor read once, each result written once.
+#include "lanes.h"
+
+using namespace isotype;
+
+namespace {
+
+enum Activation { SILU, GELU, GELU_TANH };
+
+struct Activated {
+  f32 value, slope;
+};
+
+// the activation and its derivative from one exp and one division
+template <Activation A>
+inline Activated activated(f32 x) {
+  if (A == SILU) {
+    const f32 s = sigmoid(x);
+    return {x * s, s * (1.0f + x * (1.0f - s))};
+  }
+  if (A == GELU_TANH) {
+    // (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel for a negative u
+    const f32 s = sigmoid(x * (1.59576912f + 0.0713548163f * x * x));
+    return {x * s, s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * x * x)};
+  }
+  f32 density;
+  const f32 p = normal_cdf(x, density);
+  // far out both factors are exact, and their product is not 0 times inf
+  return {x * p, p + x * density};
+}
+
+// f(dtype, activation, whether there is an `up`), each a constant of the compiled code
+template <class F>
+void with_kind(int64_t dtype, int64_t activation, bool gated, F&& f) {
+  with_dtype(dtype, [&](auto t) {
+    const auto with = [&](auto a) { gated ? f(t, a, std::true_type{}) : f(t, a, std::false_type{}); };
+    if (activation == SILU) with(std::integral_constant<Activation, SILU>{});
+    if (activation == GELU) with(std::integral_constant<Activation, GELU>{});
+    if (activation == GELU_TANH) with(std::integral_constant<Activation, GELU_TANH>{});
+  });
+}
+
+}  // namespace
+
+// up may be null: the activation alone
+extern "C" void forward(int64_t dtype, const void* x, const void* up, void* out, int64_t rows, int64_t columns, int64_t x_stride,
+                        int64_t up_stride, int64_t activation, int threads) {
+  with_kind(dtype, activation, up, [&](auto t, auto a, auto gated) {
+    using T = decltype(t);
+    each_block(rows, columns, threads, [=](int64_t row, int64_t start, int64_t count) {
+      const T* g = (const T*)x + row * x_stride + start;
+      const T* u = gated ? (const T*)up + row * up_stride + start : nullptr;
+      T* y = (T*)out + row * columns + start;
+      each_vector(count, [=](int64_t i, auto left) {
+        const f32 value = activated<decltype(a)::value>(load(g + i, left, 0.0f)).value;
+        if constexpr (decltype(gated)::value)
+          store(y + i, value * load(u + i, left, 0.0f), left);
+        else
+          store(y + i, value, left);
+      });
+    });
+  });
+}
+
+// `product` may be null; else the forward's result is written there again, for a caller that did not keep it.
+extern "C" void backward(int64_t dtype, const void* x, const void* up, const void* dy, void* dx, void* dup, void* product, int64_t rows,
+                         int64_t columns, int64_t x_stride, int64_t up_stride, int64_t dy_stride, int64_t activation, int threads) {
+  with_kind(dtype, activation, up, [&](auto t, auto a, auto gated) {
+    using T = decltype(t);
+    each_block(rows, columns, threads, [=](int64_t row, int64_t start, int64_t count) {
+      const int64_t to = row * columns + start;
+      const T *g = (const T*)x + row * x_stride + start, *d = (const T*)dy + row * dy_stride + start;
+      const T* u = gated ? (const T*)up + row * up_stride + start : nullptr;
+      T *dg = (T*)dx + to, *du = gated ? (T*)dup + to : nullptr, *out = product ? (T*)product + to : nullptr;
+      each_vector(count, [=](int64_t i, auto left) {
+        const Activated y = activated<decltype(a)::value>(load(g + i, left, 0.0f));
+        const f32 slopes = load(d + i, left, 0.0f);
+        if constexpr (decltype(gated)::value) {
+          const f32 other = load(u + i, left, 0.0f);
+          store(dg + i, slopes * other * y.slope, left);
+          store(du + i, slopes * y.value, left);
+          if (out) store(out + i, y.value * other, left);
+        } else {
+          store(dg + i, slopes * y.slope, left);
+          if (out) store(out + i, y.value, left);
+        }
+      });
+    });
+  });
+}

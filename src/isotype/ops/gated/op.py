@@ -1,0 +1,224 @@
+"""`silu_mul`, `gelu_mul` and `gelu`: an activation, alone or times `up`, as one op with three public functions.
+
+`gated_product` and `gated_gradients` are for use inside a larger autograd function, which handles autograd and autocast itself.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import DtypeError, ShapeError, UsageError
+from ..autocast import narrowed, wide
+from ..backend import call_op, differentiated_again, fused_runs, path_for, reference_gradients
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from ..library import library_op
+from ..remade import remember
+from . import cpu
+
+# F is a free float dtype
+SILU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")
+GELU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")
+GELU = OpContract("x: F[*n d] -> F[*n d]", inside="fp32", grads={"x": "F"}, autocast="ignored")
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Gated = Literal["silu_mul", "gelu_mul exact", "gelu_mul tanh"]
+_ACTIVATIONS: dict[Gated, Activation] = {"silu_mul": "silu", "gelu_mul exact": "gelu", "gelu_mul tanh": "gelu_tanh"}
+
+_ROOT = math.sqrt(2 / math.pi)
+_CUBE = 0.044715
+
+
+# --- reference
+
+
+def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    """In plain PyTorch, right at fp64."""
+    g = x.to(wide(x.dtype))
+    y = g * torch.sigmoid(g) if activation == "silu" else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return narrowed(y if up is None else y * up.to(g.dtype), x.dtype)
+
+
+def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return gated_reference(gate, up, "silu")
+
+
+def gelu_mul_reference(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    return gated_reference(gate, up, _gelu(approximate))
+
+
+def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return gated_reference(x, None, _gelu(approximate))
+
+
+# --- the op
+
+
+def gated_forward(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    path = path_for(cpu.KERNELS, x, now=True)
+    if path == "now":
+        return cpu.forward_now(x, up, activation)
+    if path == "cpp":
+        return cpu.gated_forward(x, up, activation)
+    if path == "triton":
+        from . import triton
+
+        return triton.gated_forward(x, up, activation)
+    return gated_reference(x, up, activation)
+
+
+def gated_backward(
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x and up, and with `product` the result again, from the same exp."""
+    path = path_for(cpu.KERNELS, x, now=True)
+    if path in ("now", "cpp"):
+        run = cpu.backward_now if path == "now" else cpu.gated_backward
+        dx, dup, again = run(x, up, dy, activation, product)
+        return dx, None if up is None else dup, again if product else None
+    if path == "triton":
+        from . import triton
+
+        return triton.gated_backward(x, up, dy, activation, product)
+    g = x.to(wide(x.dtype))
+    d = dy.to(g.dtype)
+    value, slope = _value_and_slope(g, activation)
+    y = gated_reference(x, up, activation) if product else None
+    if up is None:
+        return (d * slope).to(x.dtype), None, y
+    return (d * up.to(g.dtype) * slope).to(x.dtype), (d * value).to(up.dtype), y
+
+
+def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative from one exp, erf or tanh: on a CPU that is what the formula costs."""
+    if activation == "silu":
+        s = torch.sigmoid(g)
+        return g * s, s * (1 + g * (1 - s))
+    if activation == "gelu_tanh":
+        t = torch.tanh(_ROOT * (g + _CUBE * g * g * g))
+        half = 0.5 * (1 + t)
+        return g * half, half + 0.5 * g * (1 - t * t) * _ROOT * (1 + 3 * _CUBE * g * g)
+    half = 0.5 * (1 + torch.erf(g * math.sqrt(0.5)))
+    return g * half, half + g * torch.exp(-0.5 * g * g) * (1 / math.sqrt(2 * math.pi))
+
+
+class GatedProduct(torch.autograd.Function):
+    """Saves only its inputs. No formula here is changed by autocast: none has a product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(x, up)
+        ctx.activation = activation
+        return gated_forward(x, up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, up = ctx.saved_tensors
+        if differentiated_again():
+            if up is None:
+                return reference_gradients(lambda x: gated_reference(x, None, ctx.activation), (x,), dy)[0], None, None
+            return *reference_gradients(lambda x, up: gated_reference(x, up, ctx.activation), (x, up), dy), None
+        dx, dup, _ = gated_backward(x, up, dy, ctx.activation, False)
+        return dx, dup, None
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    if gate.dtype != up.dtype or not gate.is_floating_point():
+        raise DtypeError(f"gate is {gate.dtype} and up is {up.dtype}, declared one float dtype", code="DT001", fix="up.to(gate.dtype)")
+    if gate.shape != up.shape:
+        raise ShapeError(f"gate is {list(gate.shape)} and up is {list(up.shape)}, declared one shape", code="SH001")
+
+
+def _gelu(approximate: str) -> Activation:
+    if approximate not in ("none", "tanh"):
+        raise UsageError(f"approximate is {approximate!r}: expected none or tanh")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+@checked_in_debug(SILU_MUL)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in one pass; saves only its inputs.
+
+    gate    F[*n d]   any float dtype, unchanged by autocast
+    up      F[*n d]
+    ->      F[*n d]
+    inside  fp32      (fp64 when F is fp64)
+    grads   gate: F   up: F
+    Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
+    """
+    _check_pair(gate, up)
+    y: Tensor = call_op(GatedProduct, gated_reference, gate, up, "silu")
+    return y
+
+
+@checked_in_debug(GELU_MUL)
+def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
+
+    gate    F[*n d]   any float dtype, unchanged by autocast
+    up      F[*n d]
+    ->      F[*n d]
+    inside  fp32      (fp64 when F is fp64)
+    grads   gate: F   up: F
+    Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
+    """
+    _check_pair(gate, up)
+    y: Tensor = call_op(GatedProduct, gated_reference, gate, up, _gelu(approximate))
+    return y
+
+
+@checked_in_debug(GELU)
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a LoRA layer makes it again.
+
+    x       F[*n d]   any float dtype, unchanged by autocast
+    ->      F[*n d]
+    inside  fp32      (fp64 when F is fp64)
+    grads   x: F
+    Raises  UsageError
+    """
+    return remember(call_op(GatedProduct, gated_reference, x, None, _gelu(approximate)), partial(gelu, approximate=approximate), x)
+
+
+# --- for callers that saved gate and up alone
+
+
+def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up, rounded once.
+
+    gate, up  F[T I]
+    ->        F[T I]
+    """
+    return gated_forward(gate, up, _ACTIVATIONS[kind])
+
+
+def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate, gradient of up, the product itself), with kernels in one pass.
+
+    gate, up, dy  F[T I]
+    """
+    dgate, dup, y = gated_backward(gate, up, dy, _ACTIVATIONS[kind], True)
+    assert dup is not None
+    assert y is not None
+    return dgate, dup, y
+
+
+def gated_gradients_(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `gated_gradients`, for a caller that owns all three: with kernels on a GPU the results are written over them, in their order."""
+    if fused_runs(gate) and all(t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)):
+        _overwrite(gate, up, dy, _ACTIVATIONS[kind])
+        return gate, up, dy
+    return gated_gradients(kind, gate, up, dy)
+
+
+@library_op("gated_gradients_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dy, str activation) -> ()", fake=lambda *_: None)
+def _overwrite(gate: Tensor, up: Tensor, dy: Tensor, activation: Activation) -> None:
+    from . import triton
+
+    triton.gated_backward(gate, up, dy, activation, True, over=True)

@@ -1,0 +1,345 @@
+"""`linear_cross_entropy`: the head and the loss as one op, and its autograd function. T tokens, H hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import UsageError
+from ..autocast import autocast_off, product_dtype, wide
+from ..backend import reference_runs, refuse_second_derivative
+from ..contract import OpContract
+from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
+from ..cross_entropy.rule import (
+    RULE,
+    LossRule,
+    Reduction,
+    RuleArguments,
+    check_reduction,
+    check_targets,
+    check_weights,
+    reduced,
+    weighed_losses,
+)
+from ..debug import checked_in_debug
+from ..library import library_op
+from ..linear_log_probs import linear_log_probs
+from . import chunked
+from .chunked import check_head, gradients_wanted, like_gradients
+from .products import extent, operand_dtype, result_dtype
+
+LINEAR_CROSS_ENTROPY = OpContract(
+    "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[...]",
+    inside="fp32",
+    grads={"hidden": "X", "weight": "W"},
+    autocast="fp32",
+)
+
+
+def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """All logits, in the dtype that the op's product has."""
+    dtype = product_dtype(hidden, weight)
+    with autocast_off(hidden):
+        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any) -> Tensor:
+    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of `cross_entropy`."""
+    return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
+
+
+_BLOCK = 2**22  # elements of the head that are wide at once
+
+
+class HeadOfClasses(torch.autograd.Function):
+    """sum_v w_v W_v: fp32[H], the head's rows weighed by the classes' weights; in blocks, without a wide copy of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, classes_V: Tensor) -> Tensor:
+        ctx.save_for_backward(classes_V)
+        ctx.dtype = weight_VH.dtype
+        rows = max(1, _BLOCK // weight_VH.shape[1])
+        total = torch.zeros(weight_VH.shape[1], dtype=classes_V.dtype, device=weight_VH.device)
+        for start in range(0, weight_VH.shape[0], rows):
+            total += classes_V[start : start + rows] @ weight_VH[start : start + rows].to(classes_V.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dtotal_H: Tensor) -> tuple[Tensor, None]:
+        (classes_V,) = ctx.saved_tensors
+        return torch.outer(classes_V, dtotal_H).to(ctx.dtype), None
+
+
+def weighted_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: LossRule, class_weights: Tensor | None,
+    token_weights: Tensor | None, chunk: int | None,
+) -> Tensor:  # fmt: skip
+    """fp32[*n]: the loss of each token, its weights in it; 0 where ignored."""
+    scale, softcap = rule.logit_scale, rule.softcap or None
+    values = linear_log_probs(
+        hidden, weight, targets, bias=bias, outputs=("log_probs", "logsumexp") if rule.z_loss or rule.label_smoothing else ("log_probs",),
+        ignore_index=rule.ignore_index, logit_scale=scale, softcap=softcap, chunk=chunk,
+    )  # fmt: skip
+    assert values.log_probs is not None
+
+    def sum_of_logits(w_V: Tensor) -> Tensor:
+        with autocast_off(hidden):
+            logits: Tensor = hidden.to(w_V.dtype) @ HeadOfClasses.apply(weight, w_V)
+            return (logits if bias is None else logits + bias.to(w_V.dtype) @ w_V) * scale
+
+    return weighed_losses(-values.log_probs, values.logsumexp, sum_of_logits, targets, weight.shape[0], rule, class_weights, token_weights)
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of each token from its logits, without a gradient; an ignored token has 0, and -1 as its class.
+
+    log_probs  fp32[*n]   of the target
+    entropy    fp32[*n]   nats
+    top1       int64[*n]  the most likely class
+    logsumexp  fp32[*n]
+    z_loss     fp32[*n]   z_loss times logsumexp^2, what it adds to the token's loss
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    top1: Tensor
+    logsumexp: Tensor
+    z_loss: Tensor
+
+
+def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    chunk, want_dhidden, want_dweight, want_dbias, want_statistics = rest[-5:]
+    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+
+
+@library_op(
+    f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
+    "bool want_dhidden, bool want_dweight, bool want_dbias, bool want_statistics) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)
+def _forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    upstream: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+    chunk: int,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+    want_statistics: bool,
+) -> tuple[Tensor, ...]:
+    rule = LossRule.from_arguments(ignore_index, factors)
+    made = chunked.forward_with_gradients(
+        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
+    )
+    # a plain tuple, as the schema says
+    return tuple(made)
+
+
+@library_op(
+    f"linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor dloss, {RULE}, "
+    "bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    fake=like_gradients,
+)
+def _backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = LossRule.from_arguments(ignore_index, factors)
+    return chunked.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
+
+    Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
+    upstream gradient of 1, while the logits exist, and scaled in backward. Loss scaling and repeated backward calls give correct gradients.
+    They are divided by `items` before they are narrowed, also for a sum, which callers divide by the number of items: where backward
+    then multiplies by 1 or by a power of two, no value is rounded a second time.
+    With a trainable head and a loss per row, the gradients are computed in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        items: Tensor | None,
+        mean: bool,
+        rule: RuleArguments,
+        dtype: torch.dtype,
+        chunk: int,
+        want: tuple[bool, bool, bool],
+        statistics: bool,
+    ) -> tuple[Tensor, ...]:
+        head = want[1] or want[2]
+        ctx.later = head and items is None
+        now = (False, False, False) if ctx.later else want
+        with autocast_off(hidden_TH):
+            made = chunked.Forward(
+                *_forward(
+                    hidden_TH.to(dtype),
+                    weight_VH.to(dtype),
+                    None if bias_V is None else bias_V.to(dtype),
+                    targets_T,
+                    hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
+                    *rule,
+                    chunk,
+                    *now,
+                    statistics,
+                )
+            )
+            loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
+        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        if ctx.later:
+            ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
+        else:
+            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
+        extra = made.log_prob_T, made.entropy_T, made.top1_T, made.lse_T if statistics else made.lse_T.new_empty(0)
+        ctx.mark_non_differentiable(*extra)
+        return loss, *extra
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(
+            "linear_cross_entropy",
+            why="what it keeps are gradients, not logits",
+            fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+        )
+        with autocast_off(dloss):
+            if ctx.later:
+                hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
+                bias = None if bias_V is None else bias_V.to(ctx.dtype)
+                made = _backward(
+                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
+                )
+                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+            else:
+                *made, items = ctx.saved_tensors
+                factor = dloss if items is None else dloss * items
+                factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
+                grads = [chunked.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return *grads, None, None, None, None, None, None, None, None
+
+
+@checked_in_debug(LINEAR_CROSS_ENTROPY)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+    chunk: int | None = None,
+    statistics: bool = False,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> Any:
+    """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
+
+    hidden   X[*n H]   any float dtype
+    weight   W[V H]    any float dtype, frozen or trainable
+    targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
+    bias     B[V]
+    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
+    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs; with statistics=True a pair (loss, TokenStatistics)
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
+    grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    check_head(hidden, weight, bias, chunk)
+    check_reduction(reduction, num_items)
+    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
+    if class_weights is not None or token_weights is not None:
+        check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
+        if statistics:
+            raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
+        losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
+    if reference_runs():
+        if statistics:
+            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
+        return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
+    dtype = product_dtype(hidden, weight)
+    hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    want = gradients_wanted(hidden, weight, bias)
+    if chunk is None:
+        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
+        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
+    with autocast_off(hidden):
+        items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
+        loss, *seen = LinearCrossEntropy.apply(
+            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want, statistics
+        )
+        loss = loss.reshape(targets.shape) if reduction == "none" else loss
+    if not statistics:
+        return loss
+    log_probs, entropy, top1, lse = (s.reshape(targets.shape) for s in seen)
+    lse = lse.masked_fill(targets == ignore_index, 0.0)  # where ignored rows were not selected away, theirs was computed
+    return loss, TokenStatistics(log_probs, entropy, top1, lse, z_loss * lse.square())
+
+
+def counted_items(
+    targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device of the targets."""
+    if isinstance(num_items, Tensor):
+        return num_items.detach().to(targets_T.device, dtype).reshape(())
+    if num_items is not None:
+        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    counted = (targets_T != ignore_index).sum().to(dtype)
+    return counted if reduction == "mean" else counted.clamp_min(1.0)
+
+
+def scratch() -> dict[Any, Callable[..., int]]:
+    """For memory plans: operator -> bytes besides its results, from its arguments: one chunk of logits and of their gradient."""
+    return {torch.ops.isotype.linear_cross_entropy_forward.default: _bytes_of_forward}
+
+
+def _bytes_of_forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Any,
+    targets_T: Tensor,
+    upstream: Tensor,
+    ignore_index: int,
+    factors: Any,
+    chunk: int,
+    *want: bool,
+) -> int:
+    rows, classes = min(int(chunk), targets_T.numel()), weight_VH.shape[0]
+    operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    result = result_dtype(operand, hidden_TH.device)
+    logits = rows * classes * result.itemsize
+    gradient = rows * classes * operand.itemsize if result != operand and any(want[:3]) else 0
+    # the head as the product's operand, where it is another dtype
+    head = weight_VH.numel() * operand.itemsize if weight_VH.dtype != operand else 0
+    return logits + gradient + head + 2 * rows * hidden_TH.shape[1] * result.itemsize

@@ -1,0 +1,375 @@
+"""`linear_log_probs`: per-token values of a head's logits with gradients, and its autograd function. T tokens, H hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import UsageError
+from ..autocast import autocast_off, product_dtype, wide
+from ..backend import reference_runs, refuse_second_derivative
+from ..contract import OpContract
+from ..cross_entropy.op import rule_logits
+from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
+from ..debug import checked_in_debug
+from ..library import library_op
+from ..linear_cross_entropy.chunked import (
+    by_vocabulary,
+    check_head,
+    gradients_wanted,
+    largest,
+    like_gradients,
+    rows_to_compute,
+    scaled,
+    stored_gradient_dtype,
+)
+from ..linear_cross_entropy.products import (
+    extent,
+    gradient_factors,
+    operand_dtype,
+    product,
+    product_over_classes,
+    result_dtype,
+    rows_of_logits,
+)
+from .rows import RowValues, Upstream, Wanted, paths, room
+
+LINEAR_LOG_PROBS = OpContract(
+    "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[*n], fp32|fp64[*n], fp32|fp64[*n]",
+    inside="fp32",
+    grads={"hidden": "X", "weight": "W"},
+    autocast="fp32",
+)
+
+
+def linear_log_probs_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, ...]:
+    """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs, entropy and logsumexp have gradients)."""
+    dtype = product_dtype(hidden, weight)
+    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    with autocast_off(hidden):
+        logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        z = rule_logits(logits, rule) / temperature
+        ignored = targets == ignore_index
+        lse = torch.logsumexp(z, -1)
+        picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+        log_p = z - lse.unsqueeze(-1)
+        # p log p is 0 where p is, also for a class masked with -inf
+        p = log_p.exp()
+        entropy = -(p * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1)
+        squares = torch.logsumexp(2 * log_p.detach(), -1)
+        made = (picked - lse, entropy, lse, squares, z.detach().mean(-1))
+        top1 = z.detach().argmax(-1).masked_fill(ignored, -1)
+        return *(x.masked_fill(ignored, 0.0) for x in made), top1
+
+
+class Forward(NamedTuple):
+    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was not asked for."""
+
+    values: RowValues
+    dhidden_TH: Tensor
+
+
+def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str) -> Forward:
+    """Outputs of the right shapes and dtypes; ignored rows stay 0."""
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    return Forward(
+        room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
+        torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device),
+    )
+
+
+def forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    rule: LossRule,
+    chunk: int,
+    wanted: Wanted,
+    gradient_of: str,
+) -> Forward:
+    """The values of every row that is not ignored; ignored rows are not computed.
+
+    gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
+    """
+    out = like(hidden_TH, wanted, gradient_of)
+    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    counted_N = rows_to_compute(targets_T, rule)
+    count = targets_T.numel() if counted_N is None else counted_N.numel()
+    weight_VH = weight_VH.to(operand)
+    result = result_dtype(operand, device)
+    bias_V = None if bias_V is None else bias_V.to(result)
+    most, classes = min(chunk, count), weight_VH.shape[0]
+    logits = rows_of_logits(most, classes, result, device)
+    dlogits = logits if result == operand else rows_of_logits(most if gradient_of else 0, classes, operand, device)
+    one = hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
+    into, back = gradient_factors(operand, one)
+    compute = paths(logits)
+    for start in range(0, count, chunk):
+        rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
+        ignored = targets_T[rows] == rule.ignore_index
+        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows].masked_fill(ignored, 0)
+        z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
+        if bias_V is not None:
+            z_NV.add_(bias_V)
+        values = compute.forward(z_NV, targets_N, rule, wanted)
+        for whole, part in zip(out.values, values):
+            if whole.numel():
+                whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
+        if not gradient_of:
+            continue
+        g_NV = dlogits[: x_NH.shape[0]]
+        one_N = into.expand(x_NH.shape[0]).masked_fill(ignored, 0)
+        upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
+        compute.backward(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
+        dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result))
+        out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
+    return out
+
+
+def backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    entropy_T: Tensor | None,
+    upstream_T: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rule: LossRule,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias; empty where not wanted.
+
+    upstream_T  of the log-probabilities, of logsumexp and of the entropies; None where there is none
+    """
+    fp32 = wide(hidden_TH.dtype)
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    ignored = targets_T[rows] == rule.ignore_index
+    targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
+    entropy_N = None if entropy_T is None else entropy_T[rows]
+    given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in upstream_T]
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        scaled = [u if u is None or factor is None else u * factor for u in given]
+        paths(z).backward(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
+
+    unit = largest(*(u for u in given if u is not None))
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
+
+
+OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits", "top1")
+
+
+class TokenLogProbs(NamedTuple):
+    """One value a token, 0 where ignored (top1: -1); None for what was not asked for.
+
+    log_probs         fp32[*n]   of the target; has a gradient
+    entropy           fp32[*n]   nats; has a gradient
+    logsumexp         fp32[*n]   has a gradient: z-loss is its square
+    log_sum_sq_probs  fp32[*n]   log of the sum of p^2
+    mean_logits       fp32[*n]   over the vocabulary, after scale, softcap and temperature
+    top1              int64[*n]  the most likely class, the first of equals
+    """
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    top1: Tensor | None
+
+
+def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *wanted, gradient_of = rest[-5:]
+    made = like(hidden_TH, Wanted(*wanted), gradient_of)
+    return (*made.values, made.dhidden_TH)
+
+
+@library_op(
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool want_entropy, "
+    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, str gradient_of) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)
+def _forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+    chunk: int,
+    want_entropy: bool,
+    want_log_sum_sq_probs: bool,
+    want_mean_logits: bool,
+    want_top1: bool,
+    gradient_of: str,
+) -> tuple[Tensor, ...]:
+    rule = LossRule.from_arguments(ignore_index, factors)
+    wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
+    made = forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wanted, gradient_of)
+    return (*made.values, made.dhidden_TH)
+
+
+@library_op(
+    "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
+    f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    fake=like_gradients,
+)
+def _backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    entropy_T: Tensor | None,
+    dlog_probs_T: Tensor | None,
+    dlse_T: Tensor | None,
+    dentropy_T: Tensor | None,
+    ignore_index: int,
+    factors: Sequence[float],
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = LossRule.from_arguments(ignore_index, factors)
+    return backward(
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, (dlog_probs_T, dlse_T, dentropy_T), rule, want_dhidden, want_dweight
+    )
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream gradient cost nothing in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        rule: RuleArguments,
+        dtype: torch.dtype,
+        chunk: int,
+        wanted: Wanted,
+        first: str,
+        want: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, ...]:
+        """first: the output whose gradient is made at once where the head is frozen"""
+        ctx.set_materialize_grads(False)
+        now = first if want[0] and not (want[1] or want[2]) else ""
+        with autocast_off(hidden_TH):
+            *values, dhidden_TH = _forward(
+                hidden_TH.to(dtype),
+                weight_VH.to(dtype),
+                None if bias_V is None else bias_V.to(dtype),
+                targets_T,
+                *rule,
+                chunk,
+                *wanted,
+                now,
+            )
+        ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        _, lse_T, entropy_T, *without_gradient = values
+        ctx.save_for_backward(
+            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dhidden_TH if now else None
+        )
+        ctx.mark_non_differentiable(*without_gradient)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        refuse_second_derivative(
+            "linear_log_probs",
+            why="what it keeps are gradients, not logits",
+            fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
+        )
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
+        grads: list[Tensor | None] = [None, None, None]
+        if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
+            return (*grads, None, None, None, None, None, None, None)
+        with autocast_off(hidden_TH):
+            own, other = (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
+            if made_TH is not None and other is None and dentropy_T is None:
+                assert own is not None
+                grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
+            else:
+                bias = None if bias_V is None else bias_V.to(ctx.dtype)
+                dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
+                given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T
+                made = _backward(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2])
+                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return (*grads, None, None, None, None, None, None, None)
+
+
+@checked_in_debug(LINEAR_LOG_PROBS)
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    outputs: tuple[str, ...] = ("log_probs",),
+    ignore_index: int = -100,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> TokenLogProbs:
+    """Per-token log-probabilities of `F.linear(hidden, weight, bias)`, and what else `outputs` names, without tokens x vocabulary logits.
+
+    hidden   X[*n H]   any float dtype
+    weight   W[V H]    any float dtype, frozen or trainable
+    targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
+    bias     B[V]
+    ->       TokenLogProbs of fp32[*n]; fp64 for fp64 inputs
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the rest in fp32, on
+             softcap * tanh(logit_scale * logits / softcap) / temperature
+    grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any upstream gradient a token
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    check_head(hidden, weight, bias, chunk)
+    unknown = set(outputs) - set(OUTPUTS)
+    if unknown or not outputs:
+        raise UsageError(f"outputs names {', '.join(sorted(unknown)) or 'nothing'}: expected some of {', '.join(OUTPUTS)}")
+    if not temperature > 0.0:
+        raise UsageError(f"temperature is {temperature}: expected a positive number")
+    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
+    if reference_runs():
+        every = linear_log_probs_reference(
+            hidden, weight, targets, bias=bias, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature
+        )
+        return TokenLogProbs(*(x if name in outputs else None for name, x in zip(OUTPUTS, every)))
+    dtype = product_dtype(hidden, weight)
+    want = gradients_wanted(hidden, weight, bias)
+    if chunk is None:
+        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
+        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=False)
+    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
+    wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
+    log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
+        next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
+    )  # fmt: skip
+    every = (log_probs, entropy, lse, squares, mean, top1)
+    return TokenLogProbs(*(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every)))

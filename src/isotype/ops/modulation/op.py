@@ -1,0 +1,207 @@
+"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture are scaled, shifted or gated alike.
+
+B pictures, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DtypeError, ShapeError
+from ..autocast import narrowed, wide
+from ..backend import call_op, differentiated_again, path_for, reference_gradients
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from ..remade import remember
+from . import cpu
+
+# the output has x's dtype, for scale and shift of any one dtype
+MODULATED_LAYER_NORM = OpContract(
+    "x: X[B T H], scale: M[B H], shift: M[B H] -> X[B T H]",
+    inside="fp32",
+    grads={"x": "X", "scale": "M", "shift": "M"},
+    autocast="ignored",
+)
+# the stream keeps its dtype, for a gate of any dtype
+GATED_RESIDUAL = OpContract(
+    "residual: F[B T H], x: F[B T H], gate: M[B H] -> F[B T H]",
+    inside="fp32",
+    grads={"residual": "F", "x": "F", "gate": "M"},
+    autocast="ignored",
+)
+
+
+def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
+    """Raises ShapeError SH001 where x is not [B T H] or a vector not [B H], DtypeError DT001 where the vectors have several dtypes."""
+    for name, vector in vectors.items():
+        if x.dim() != 3 or vector.shape != (x.shape[0], x.shape[2]):
+            raise ShapeError(f"{name} is {list(vector.shape)} where x is {list(x.shape)}: expected [B H] and [B T H]", code="SH001")
+    (name, first), *others = vectors.items()
+    for other, vector in others:
+        if vector.dtype != first.dtype:
+            raise DtypeError(f"{name} is {first.dtype} and {other} is {vector.dtype}, declared one float dtype", code="DT001")
+
+
+# --- modulated_layer_norm
+
+
+def modulated_layer_norm_reference(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """In plain PyTorch, right at fp64."""
+    return _norm_reference(x, scale, shift, eps, out_dtype or x.dtype)
+
+
+def _norm_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+    h = x.to(wide(x.dtype, scale.dtype))
+    centred = h - h.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(out_dtype)
+
+
+def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
+    """(each row without its mean and with a variance of 1, what it was multiplied by)"""
+    normed, _, factor = torch.native_layer_norm(x.to(dtype), (x.shape[-1],), None, None, eps)
+    return normed, factor
+
+
+class ModulatedLayerNorm(torch.autograd.Function):
+    """Saves its inputs alone: not the normed rows, and neither mean nor deviation of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_BTH, scale_BH, shift_BH)
+        ctx.eps, ctx.out_dtype = eps, out_dtype
+        path = path_for(cpu.KERNELS, x_BTH, scale_BH, out_dtype=out_dtype)
+        if path == "cpp":
+            return cpu.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
+        if path == "triton":
+            from . import triton
+
+            # a row that does not fit takes plain PyTorch: no model has one
+            if triton.fits(x_BTH):
+                return triton.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
+        normed, _ = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
+        return narrowed(normed * (1.0 + scale_BH.to(normed.dtype))[:, None] + shift_BH.to(normed.dtype)[:, None], out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTH, scale_BH, shift_BH = ctx.saved_tensors
+        want, eps = any(ctx.needs_input_grad[1:3]), ctx.eps
+        if differentiated_again():
+            reference = partial(_norm_reference, eps=eps, out_dtype=ctx.out_dtype)
+            return *reference_gradients(reference, (x_BTH, scale_BH, shift_BH), dy_BTH), None, None
+        path = path_for(cpu.KERNELS, x_BTH, scale_BH, dy_BTH)
+        if path == "cpp":
+            dx_BTH, dscale_BH, dshift_BH = cpu.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
+            return (dx_BTH, dscale_BH, dshift_BH, None, None) if want else (dx_BTH, None, None, None, None)
+        if path == "triton":
+            from . import triton
+
+            if triton.fits(x_BTH):
+                return *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want), None, None
+        normed, factor = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
+        dy = dy_BTH.to(normed.dtype)
+        g = dy * (1.0 + scale_BH.to(normed.dtype))[:, None]
+        dx = (factor * (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True))).to(x_BTH.dtype)
+        if not want:
+            return dx, None, None, None, None
+        # summed in the wide dtype, and narrowed once
+        return dx, (dy * normed).sum(1).to(scale_BH.dtype), dy.sum(1).to(scale_BH.dtype), None, None
+
+
+@checked_in_debug(MODULATED_LAYER_NORM)
+def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a LoRA layer makes its result again.
+
+    x            X[B T H]   any float dtype, unchanged by autocast
+    scale, shift M[B H]     of each picture, any float dtype: fp32 ones do not widen the output
+    ->           X[B T H]   or out_dtype
+    inside       fp32       (fp64 when either is fp64); narrowed once, after the shift
+    grads        x: X       scale: M   shift: M   summed over tokens in fp32
+    Raises       ShapeError SH001; DtypeError DT001 when scale and shift differ
+    Source       adaLN of Peebles and Xie 2022, with the norm of Ba et al. 2016
+    """
+    _check_vectors(x, scale=scale, shift=shift)
+    made: Tensor = call_op(ModulatedLayerNorm, _norm_reference, x, scale, shift, eps, out_dtype or x.dtype)
+    return remember(made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift)
+
+
+# --- gated_residual
+
+
+def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """In plain PyTorch, right at fp64."""
+    dtype = wide(x.dtype, gate.dtype)
+    return narrowed(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
+
+
+def _added(x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
+    """What is added to the residual."""
+    return gated_residual_reference(torch.zeros_like(x_BTH), x_BTH, gate_BH)
+
+
+class GatedResidual(torch.autograd.Function):
+    """Saves x and the gate; the residual's gradient is the incoming one."""
+
+    @staticmethod
+    def forward(ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTH, gate_BH)
+        path = path_for(cpu.KERNELS, x_BTH, gate_BH)
+        if path == "cpp":
+            return cpu.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
+        if path == "triton":
+            from . import triton
+
+            if triton.fits(x_BTH):
+                return triton.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
+        return gated_residual_reference(residual_BTH, x_BTH, gate_BH)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTH, gate_BH = ctx.saved_tensors
+        needs_residual, _, want = ctx.needs_input_grad
+        dresidual = dy_BTH if needs_residual else None
+        if differentiated_again():
+            return dresidual, *reference_gradients(_added, (x_BTH, gate_BH), dy_BTH)
+        path = path_for(cpu.KERNELS, x_BTH, gate_BH)
+        if path == "cpp":
+            dx_BTH, dgate_BH = cpu.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
+            return dresidual, dx_BTH, dgate_BH if want else None
+        if path == "triton":
+            from . import triton
+
+            if triton.fits(x_BTH):
+                return dresidual, *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
+        dtype = wide(x_BTH.dtype, gate_BH.dtype)
+        dy = dy_BTH.to(dtype)
+        dx = (dy * gate_BH.to(dtype)[:, None]).to(x_BTH.dtype)
+        # summed in the wide dtype, and narrowed once
+        return dresidual, dx, (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None
+
+
+@checked_in_debug(GATED_RESIDUAL)
+def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """residual + gate * x in one pass, rounded once; saves x and the gate.
+
+    residual  F[B T H]   any float dtype, unchanged by autocast
+    x         F[B T H]
+    gate      M[B H]     of each picture, any float dtype: an fp32 gate does not widen the stream
+    ->        F[B T H]
+    inside    fp32       (fp64 when either is fp64)
+    grads     residual: F   x: F   gate: M   summed over tokens in fp32
+    Raises    DtypeError DT001 when residual and x differ; ShapeError SH001
+    """
+    _check_vectors(x, gate=gate)
+    if residual.dtype != x.dtype:
+        raise DtypeError(
+            f"residual is {residual.dtype} and x is {x.dtype}, declared one float dtype", code="DT001", fix="x.to(residual.dtype)"
+        )
+    if residual.shape != x.shape:
+        raise ShapeError(f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape", code="SH001")
+    y: Tensor = call_op(GatedResidual, gated_residual_reference, residual, x, gate)
+    return y

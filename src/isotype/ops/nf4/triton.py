@@ -1,0 +1,76 @@
+"""A 4-bit weight to a float dtype in one launch: packed values, their scales, and the scales' own quantisation.
+
+bitsandbytes needs three launches: the scales to fp32, their offset, the weight. Bytes moved for n elements: n / 2 packed, n / 64 of scales
+and, in
+bf16, 2 n written. The tables (16 and 256 values) stay in the first-level cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import on_its_device
+
+# Packed bytes of a program: 8 a thread at 4 warps, which store 16 values each, 32 bytes in bf16
+BLOCK = 1024
+
+
+@triton.jit
+def widen_4bit_kernel(
+    packed, absmax, code, inner_absmax, inner_code, offset, out, size, columns, beside,
+    SCALED: tl.constexpr, INNER: tl.constexpr, NESTED: tl.constexpr, BESIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    left = tl.minimum(size - first, BLOCK).to(tl.int32)
+    inside = i < left
+    byte = tl.load(packed + first + i, mask=inside, other=0).to(tl.int32)  # [BLOCK]
+    # SCALED bytes share a scale
+    scale = (first + i) // SCALED
+    if NESTED:
+        q = tl.load(absmax + scale, mask=inside, other=0).to(tl.int32)
+        inner_fp32 = tl.load(inner_absmax + scale // INNER, mask=inside, other=0.0).to(tl.float32)
+        scale_fp32 = tl.load(inner_code + q).to(tl.float32) * inner_fp32 + tl.load(offset).to(tl.float32)  # [BLOCK]
+    else:
+        scale_fp32 = tl.load(absmax + scale, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    # a byte's high half comes first
+    high_fp32 = tl.load(code + (byte >> 4)).to(tl.float32) * scale_fp32  # [BLOCK]
+    low_fp32 = tl.load(code + (byte & 15)).to(tl.float32) * scale_fp32  # [BLOCK]
+    both = tl.arange(0, 2 * BLOCK)
+    values_fp32 = tl.reshape(tl.join(high_fp32, low_fp32), (2 * BLOCK,))
+    if BESIDE:
+        if WHOLE:
+            # every block lies in one row
+            skipped = (2 * first) // columns * beside
+        else:
+            skipped = (2 * first + both) // columns * beside
+        tl.store(out + 2 * first + skipped + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
+    else:
+        tl.store(out + 2 * first + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
+
+
+@on_its_device
+def widen_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    inner_absmax: Tensor | None,
+    inner_code: Tensor | None,
+    offset: Tensor | None,
+    blocksize: int,
+    inner_blocksize: int,
+    out: Tensor,
+    beside: int = 0,
+) -> None:
+    """Writes `out`, contiguous, but for the last `beside` columns; an even number of elements. See `op.widen_4bit`."""
+    nested = inner_absmax is not None
+    columns = out.shape[-1] - beside
+    size = out.shape[0] * columns // 2
+    if size:
+        widen_4bit_kernel[(triton.cdiv(size, BLOCK),)](
+            packed, absmax, code, inner_absmax if nested else absmax, inner_code if nested else absmax, offset if nested else absmax, out,
+            size, columns, beside, SCALED=blocksize // 2, INNER=inner_blocksize, NESTED=nested, BESIDE=beside > 0,
+            WHOLE=columns % (2 * BLOCK) == 0, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip

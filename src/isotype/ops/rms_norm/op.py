@@ -1,0 +1,196 @@
+"""`rms_norm` and `add_rms_norm`. T rows, H hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..autocast import narrowed, wide
+from ..backend import call_op, differentiated_again, path_for, reference_gradients
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from . import cpu
+
+# the output has x's dtype, for a weight of any dtype, unless the caller names another
+RMS_NORM = OpContract("x: X[*n H], weight: W[H] -> X[*n H]", inside="fp32", grads={"x": "X", "weight": "W"}, autocast="ignored")
+
+ADD_RMS_NORM = OpContract(
+    "x: F[*n H], residual: F[*n H], weight: W[H] -> F[*n H], F[*n H]",
+    inside="fp32",
+    grads={"x": "F", "residual": "F", "weight": "W"},
+    autocast="ignored",
+)
+
+
+# --- reference
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """In plain PyTorch, right at fp64."""
+    return _reference(x, weight, eps, unit_offset, out_dtype or x.dtype)
+
+
+def _reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
+    h = x.to(wide(x.dtype, weight.dtype))
+    w = weight.to(h.dtype) + 1.0 if unit_offset else weight.to(h.dtype)
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype)
+
+
+# --- the op
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, 1 / rms of each row, x + residual or None)"""
+    path = path_for(cpu.KERNELS, x, weight_H, out_dtype=out_dtype, now=True)
+    if path in ("now", "cpp"):
+        run = cpu.forward_now if path == "now" else cpu.rms_norm_forward
+        y, scale, made = run(x, residual, weight_H, eps, unit_offset, out_dtype)
+        return y, scale, None if residual is None else made
+    if path == "triton":
+        from . import triton
+
+        # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read it twice
+        if triton.fits(x):
+            return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+    total = None if residual is None else x + residual
+    h = (x if total is None else total).to(wide(x.dtype, weight_H.dtype))
+    w = weight_H.to(h.dtype) + 1.0 if unit_offset else weight_H.to(h.dtype)
+    scale = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
+    return narrowed(h * scale * w, out_dtype), scale, total
+
+
+def _backward(
+    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and weight; `more` is added to that of x."""
+    path = path_for(cpu.KERNELS, x, weight_H, dy, now=True)
+    if path in ("now", "cpp"):
+        run = cpu.backward_now if path == "now" else cpu.rms_norm_backward
+        dx, dweight_H = run(x, weight_H, scale, dy, more, unit_offset, want_dweight)
+        return dx, dweight_H if want_dweight else None
+    if path == "triton":
+        from . import triton
+
+        if triton.fits(x):
+            return triton.rms_norm_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
+    dtype = scale.dtype
+    w = weight_H.to(dtype) + 1.0 if unit_offset else weight_H.to(dtype)
+    normed, d = x.to(dtype) * scale, dy.to(dtype)
+    g = d * w
+    dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
+    dx = (dx if more is None else dx + more.to(dtype)).to(x.dtype)
+    # summed in the wide dtype, and narrowed once
+    return dx, (d * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype) if want_dweight else None
+
+
+class RmsNorm(torch.autograd.Function):
+    """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual connection shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
+        y, scale, _ = _forward(x, None, weight_H, eps, unit_offset, out_dtype)
+        ctx.save_for_backward(x, weight_H, scale)
+        ctx.given = eps, unit_offset, out_dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_H, scale = ctx.saved_tensors
+        if differentiated_again():
+            return *reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (x, weight_H), dy), None, None, None
+        return *_backward(x, weight_H, scale, dy, None, ctx.given[1], ctx.needs_input_grad[1]), None, None, None
+
+
+@checked_in_debug(RMS_NORM)
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
+
+    x        X[*n H]   any float dtype, unchanged by autocast
+    weight   W[H]      any float dtype: an fp32 weight does not widen the output
+    ->       X[*n H]   or out_dtype
+    inside   fp32      (fp64 when either is fp64); narrowed once, after the weight
+    grads    x: X      weight: W   summed over rows in fp32
+    Raises   ShapeError SH001
+    """
+    if weight.shape != x.shape[-1:]:
+        raise _wrong_weight(x, weight)
+    y: Tensor = call_op(RmsNorm, _reference, x, weight, eps, unit_offset, out_dtype or x.dtype)
+    return y
+
+
+def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
+    return ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
+
+
+class AddRmsNorm(torch.autograd.Function):
+    """Saves the sum and one fp32 a row; the sum's two gradients, by the norm and past it, leave as one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        y, scale, made = _forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+        total = x if made is None else made
+        ctx.save_for_backward(total, weight_H, scale)
+        ctx.given = eps, unit_offset, out_dtype
+        # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
+        ctx.apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight_H, scale = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+        dx: Tensor | None
+        if dy is None:
+            dx, dweight_H = dtotal, None
+        elif differentiated_again():
+            dx, dweight_H = reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (total, weight_H), dy)
+            dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
+        else:
+            dx, dweight_H = _backward(total, weight_H, scale, dy, dtotal, ctx.given[1], needs_weight)
+        dresidual = dx.clone() if ctx.apart and dx is not None else dx
+        return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None
+
+
+def _add_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return _reference(total, weight, eps, unit_offset, out_dtype), total
+
+
+@checked_in_debug(ADD_RMS_NORM)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    unit_offset: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the promoted dtype of the two.
+
+    x, residual  X[*n H]; None adds nothing: (rms_norm(x), x), for a layer whose residual goes past the norm
+    ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
+    inside       as `rms_norm`, of the sum rounded to X
+    grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and rounded once
+    Raises       ShapeError SH001
+    """
+    if residual is not None and x.shape != residual.shape:
+        raise ShapeError(f"x is {list(x.shape)} and residual is {list(residual.shape)}, declared one shape", code="SH001")
+    if residual is not None and residual.dtype != x.dtype:
+        x, residual = x + residual, None
+    if weight.shape != x.shape[-1:]:
+        raise _wrong_weight(x, weight)
+    y, total = call_op(AddRmsNorm, _add_reference, x, residual, weight, eps, unit_offset, out_dtype or x.dtype)
+    return y, total

@@ -1,0 +1,130 @@
+"""RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H hidden.
+
+The weight's gradient, where it is wanted, is summed in fp32 by programs that each take a run of tiles, and then over the programs: in an
+order that shapes and the device decide, without atomics. A frozen weight, as under LoRA, costs none of that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import multiprocessors, on_its_device, warps
+
+# Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with one load of 2 bytes
+TILE = 2048
+# A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a thread
+LONGEST = 16384
+# Programs a multiprocessor that sum the weight's gradient
+PROGRAMS = 4
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x, residual, weight, out, scale, total, rows, hidden, eps,
+    OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (h < hidden)[None, :]
+    at = row[:, None] * hidden + h[None, :]
+    x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    if ADDS:
+        # what is normed is the sum as it is stored
+        sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, sums, mask=inside)
+        x_fp32 = sums.to(tl.float32)
+    w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+    if OFFSET:
+        w_fp32 += 1.0
+    scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps)  # [ROWS]
+    tl.store(out + at, (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty), mask=inside)
+    tl.store(scale + row, scale_fp32, mask=row < rows)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    x, weight, scale, dy, more, dx, partial, rows, hidden, tiles_each,
+    OFFSET: tl.constexpr, MORE: tl.constexpr, DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    if DWEIGHT:
+        dw_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tiles_each):
+        row = (program * tiles_each + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (h < hidden)[None, :]
+        at = row[:, None] * hidden + h[None, :]
+        x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]  # [ROWS, 1]
+        # loaded again for every tile: it is in the cache. Held, it would take one register per value (at 16,384 columns 48 values spilled)
+        w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+        if OFFSET:
+            w_fp32 += 1.0
+        normed_fp32 = x_fp32 * scale_fp32
+        g_fp32 = d_fp32 * w_fp32[None, :]
+        mean_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
+        dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)
+        if MORE:
+            dx_fp32 += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, dx_fp32.to(dx.dtype.element_ty), mask=inside)
+        if DWEIGHT:
+            dw_fp32 += d_fp32 * normed_fp32
+    if DWEIGHT:
+        tl.store(partial + program * hidden + h, tl.sum(dw_fp32, 0), mask=h < hidden)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a row of `x` is short enough for these kernels."""
+    return x.shape[-1] <= LONGEST
+
+
+def tile_of(hidden: int) -> tuple[int, int]:
+    """(rows, columns) of a tile."""
+    block = triton.next_power_of_2(hidden)
+    return max(1, TILE // block), block
+
+
+@on_its_device
+def rms_norm_forward(
+    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, 1 / rms of each row, x + residual or None)"""
+    x, weight_H = x.contiguous(), weight_H.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(x)
+    if x.numel():
+        rows, hidden = scale.numel(), x.shape[-1]
+        rows_each, block = tile_of(hidden)
+        rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
+            x, x if residual is None else residual, weight_H, out, scale, x if total is None else total, rows, hidden, eps,
+            OFFSET=unit_offset, ADDS=residual is not None, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+        )  # fmt: skip
+    return out, scale, total
+
+
+@on_its_device
+def rms_norm_backward(
+    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+) -> tuple[Tensor, Tensor | None]:
+    x, weight_H, dy = x.contiguous(), weight_H.contiguous(), dy.contiguous()
+    more = None if more is None else more.contiguous()
+    dx = torch.empty_like(x)
+    if not x.numel():
+        return dx, torch.zeros_like(weight_H) if want_dweight else None
+    rows, hidden = scale.numel(), x.shape[-1]
+    rows_each, block = tile_of(hidden)
+    tiles = triton.cdiv(rows, rows_each)
+    tiles_each = triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x.device))) if want_dweight else 1
+    programs = triton.cdiv(tiles, tiles_each)
+    partial = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if want_dweight else scale
+    rms_norm_backward_kernel[(programs,)](
+        x, weight_H, scale, dy, x if more is None else more, dx, partial, rows, hidden, tiles_each,
+        OFFSET=unit_offset, MORE=more is not None, DWEIGHT=want_dweight, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+    )  # fmt: skip
+    return dx, partial.sum(0).to(weight_H.dtype) if want_dweight else None

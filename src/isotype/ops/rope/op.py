@@ -1,0 +1,130 @@
+"""`rope`: rotary position embedding. B batch, N and M heads, S positions, D head size, R rotated pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..autocast import autocast_off, wide
+from ..backend import call_op, differentiated_again, fused_runs, path_for
+from ..contract import OpContract
+from ..debug import checked_in_debug
+from ..library import library_op
+from . import cpu
+
+# q and k keep their dtypes; the tables may be wider
+ROPE = OpContract(
+    "q: Q[B N S D], k: K[B M S D], cos: C[*t S R], sin: C[*t S R] -> Q[B N S D], K[B M S D]",
+    inside="fp32",
+    grads={"q": "Q", "k": "K"},
+    autocast="ignored",
+)
+
+
+# --- reference
+
+
+def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
+    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R pass through."""
+    dtype = wide(x_BNSD.dtype, cos_BSR.dtype)
+    # torch.cat takes part in autocast, and raises for a dtype that is not autocast's
+    with autocast_off(x_BNSD):
+        cos, sin, pairs = cos_BSR.unsqueeze(1).to(dtype), sin_BSR.unsqueeze(1).to(dtype), cos_BSR.shape[-1]
+        turned, rest = x_BNSD[..., : 2 * pairs].to(dtype), x_BNSD[..., 2 * pairs :]
+        if interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        else:
+            a, b = turned[..., :pairs], turned[..., pairs:]
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return torch.cat((turned.to(x_BNSD.dtype), rest), -1)
+
+
+def rope_reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    return _reference(q, k, cos_BSR, sin_BSR, interleaved, False)
+
+
+def _reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    sin_BSR = -sin_BSR if back else sin_BSR
+    return rotate_reference(q, cos_BSR, sin_BSR, interleaved), rotate_reference(k, cos_BSR, sin_BSR, interleaved)
+
+
+# --- the op
+
+
+def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return cpu.like(q), cpu.like(k)
+
+
+@library_op("rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
+def _rotate_pair(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    from . import triton
+
+    return triton.rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
+
+
+def rotated(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    path = path_for(cpu.KERNELS, q_BNSD, k_BMSD, now=True)
+    if path in ("now", "cpp"):
+        rotate = cpu.rotate_now if path == "now" else cpu.rotate
+        return rotate(q_BNSD, cos_BSR, sin_BSR, interleaved, back), rotate(k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+    if q_BNSD.dtype == k_BMSD.dtype and fused_runs(q_BNSD):
+        return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+    return _one(q_BNSD, cos_BSR, sin_BSR, interleaved, back), _one(k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+
+
+def _one(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
+    if fused_runs(x_BNSD):
+        # q and k have different dtypes: one launch for each, with no heads of the other
+        return _rotate_pair(x_BNSD, x_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)[0]
+    if path_for(cpu.KERNELS, x_BNSD) == "cpp":
+        return cpu.rotate(x_BNSD, cos_BSR, sin_BSR, interleaved, back)
+    return rotate_reference(x_BNSD, cos_BSR, -sin_BSR if back else sin_BSR, interleaved)
+
+
+class Rotate(torch.autograd.Function):
+    """Saves only the tables: the gradient of a rotation is the inverse rotation, for derivatives of any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BSR, sin_BSR)
+        ctx.interleaved, ctx.back = interleaved, back
+        return rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+
+    @staticmethod
+    def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
+        rotation: Any = Rotate.apply if differentiated_again() else rotated
+        return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+@checked_in_debug(ROPE)
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, position_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated by position, in fp32 inside; dimensions past 2R pass through.
+
+    q             Q[B N S D]   any float dtype, unchanged by autocast
+    k             K[B M S D]
+    cos, sin      C[S R] or C[B S R], R pairs; C[P R] with position_ids; fp32 for positions past 256 (bf16 has 8 bits)
+    position_ids  int[S] or int[B S]: rows of the tables
+    ->            Q[B N S D], K[B M S D]
+    grads         q: Q   k: K   (the tables have none)
+    A pair is (d, d + R), or (2d, 2d + 1) when interleaved.
+    Raises  ShapeError SH001
+    """
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
+    sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4 or cos.shape != sin.shape or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1] != x.shape[2]:
+            raise ShapeError(f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S R] or [S R]", code="SH001")
+        if 2 * cos.shape[-1] > x.shape[-1]:
+            raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
+    rotated_q, rotated_k = call_op(Rotate, _reference, q, k, cos, sin, interleaved, False)
+    return rotated_q, rotated_k

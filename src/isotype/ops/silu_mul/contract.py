@@ -1,7 +1,0 @@
-"""The declared dtype rule of `silu_mul`. F is a free float dtype."""
-
-from __future__ import annotations
-
-from ..contract import OpContract
-
-SILU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")

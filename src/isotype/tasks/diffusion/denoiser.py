@@ -1,0 +1,186 @@
+"""The denoiser as it is trained: nf4 layers, adapter, exact noise levels, Isotype's ops, precision; with its weights or on the meta device.
+
+diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one at a time, on the device of the run.
+
+Flux computes `timestep.to(hidden_states.dtype) * 1000`: in bf16 1000 noise levels become 498, up to 3.5 of 1000 off. The instance's forward
+records the exact level, and the sinusoidal embedding uses it. No class is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...config.schema import RunConfig
+from ...dtypes import to_torch
+from ...instance_method import InstanceMethod
+from ...model.adapter import attach_adapter
+from ...model.load import require_bitsandbytes
+from ...optimize import Manifest, optimize
+from ...precision.apply import apply_precision
+from ...precision.keep_in_fp32 import is_kept_in_fp32, names_kept_in_fp32
+from ...precision.part import Part
+from ...precision.precision import Precision
+from .families import Family
+from .pipeline import PipelineFolder
+
+
+def built(
+    denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str, part: Part | None = None
+) -> tuple[nn.Module, Manifest]:
+    """The model that is trained, and what Isotype replaced in it. `part`: what this process will keep of it, where several share it."""
+    denoiser.requires_grad_(config.adapter.kind == "none")
+    if config.adapter.kind == "none":
+        model: nn.Module = denoiser
+    else:
+        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, family, config))
+    return model, put_under(model, denoiser, family, config, precision, device_type=device_type, part=part)
+
+
+def put_under(
+    model: nn.Module, denoiser: nn.Module, family: Family, config: RunConfig, precision: Precision, *, device_type: str,
+    part: Part | None = None,
+) -> Manifest:  # fmt: skip
+    """Puts exact noise levels, ops and precision on a denoiser that has its adapter already."""
+    if family.time_scale is not None:
+        keep_time_exact(denoiser, family.time_scale)
+    if config.model.optimize:
+        manifest = optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
+    else:
+        manifest = Manifest(notes=["model.optimize: false"])
+    if family.time_scale is not None and precision.compute != "fp32":
+        manifest.notes.append(f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this instance takes it in fp32")
+    if unused := family.unused(denoiser):
+        manifest.unused = unused
+        manifest.notes.append(f"{type(denoiser).__name__} drops the result of {', '.join(unused)}: nothing is learnt there")
+    apply_precision(model, precision, device_type=device_type, part=part)
+    return manifest
+
+
+def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
+    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks."""
+    given = config.adapter.targets
+    if given != "all-linear":
+        return [given] if isinstance(given, str) else list(given)
+    return list(block_layers(denoiser, family.blocks_of(denoiser)))
+
+
+def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
+    """The folder's denoiser on `device`, without gradients. Raises UsageError."""
+    loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
+    if precision.base == "nf4":
+        quantise(loaded, folder.family, precision, device)
+    return loaded.to(device)
+
+
+def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:
+    """name -> each linear layer below a module whose class is one of `classes`."""
+    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes)
+    return {name: module for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)}
+
+
+def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
+    """name -> each linear layer that nf4 takes: those of the blocks, but for what the model keeps in fp32."""
+    in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
+    layers = block_layers(denoiser, family.blocks_of(denoiser))
+    return {name: layer for name, layer in layers.items() if not is_kept_in_fp32(name, in_fp32)}
+
+
+def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:
+    """Puts nf4 layers with doubly quantised scales in place of the blocks' linear layers. Raises UsageError without bitsandbytes."""
+    require_bitsandbytes()
+    import bitsandbytes
+
+    for name, linear in quantised_layers(denoiser, family, precision).items():
+        packed = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=to_torch(precision.compute),
+            compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, device="meta",
+        )  # fmt: skip
+        packed.weight = bitsandbytes.nn.Params4bit(
+            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, module=packed
+        )
+        packed.bias = linear.bias
+        parent, _, last = name.rpartition(".")
+        setattr(denoiser.get_submodule(parent), last, packed.to(device))  # quantises
+    denoiser.is_loaded_in_4bit = True  # PEFT asks
+
+
+_LEVELS = "_isotype_noise_levels"
+
+
+class _Levels:
+    """What one forward pass was given, in the order in which a denoiser embeds it; empty between passes."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.given = scale, list[Tensor]()
+
+
+class _Exact:
+    """Forward pre-hook of a sinusoidal embedding. An object, so that deepcopy and pickling keep it."""
+
+    def __init__(self, levels: _Levels) -> None:
+        self.levels = levels
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self.levels.given:
+            return None
+        level = self.levels.given.pop(0)
+        return (level.to(torch.float32) * self.levels.scale, *args[1:])
+
+
+def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
+    """Makes the sinusoidal embeddings of `denoiser` take its `timestep` and `guidance` in fp32, times `scale`. Before `apply_precision`."""
+    levels = _Levels(scale)
+    denoiser.__dict__[_LEVELS] = levels
+    InstanceMethod(_exact_forward, denoiser).put()
+    for module in embeddings_of_time(denoiser):
+        module.register_forward_pre_hook(_Exact(levels))
+
+
+def embeddings_of_time(model: nn.Module) -> list[nn.Module]:
+    """The sinusoidal embeddings of a denoiser."""
+    from diffusers.models.embeddings import Timesteps
+
+    return [module for module in model.modules() if isinstance(module, Timesteps)]
+
+
+def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    levels: _Levels = getattr(denoiser, _LEVELS)
+    levels.given = [kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None]
+    try:
+        return type(denoiser).forward(denoiser, *args, **kwargs)
+    finally:
+        levels.given = []
+
+
+@dataclass(frozen=True)
+class ForwardCost:
+    """flops: of products, convolutions and attention; made: bytes of everything that its operators make, views included"""
+
+    flops: int
+    made: int
+
+    @classmethod
+    def of(cls, run: Callable[[], Any]) -> ForwardCost:
+        """run  a forward pass on the meta device"""
+        with torch.no_grad(), _Made() as seen, FlopCounterMode(display=False) as counted:
+            run()
+        return cls(counted.get_total_flops(), seen.made)
+
+
+class _Made(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.made += sum(t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor))
+        return made

@@ -1,0 +1,289 @@
+"""The pictures of one source: a folder with captions beside them or in a metadata file, or the rows of a JSONL, CSV or Parquet file.
+
+A picture's bytes are in a file or in a cell of a Parquet file. They are read when they are needed, and never held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...data.json_rows import read_json
+from ...data.read import JSON_ENDINGS, Record, ending
+from ...data.run_files import without_runs
+from ...data.tables import read_csv
+from ...errors import UsageError
+
+_HASHED: dict[tuple[str, int, int], str] = {}
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """A hash of the content of files. Each file is read once per process unless its size or time changes."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        stat = path.stat()
+        known = (str(path), stat.st_size, stat.st_mtime_ns)
+        if known not in _HASHED:
+            with path.open("rb") as file:
+                _HASHED[known] = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name}:{_HASHED[known]}".encode())
+    return digest.hexdigest()
+
+
+class Content(Protocol):
+    """The bytes of one picture."""
+
+    def read(self) -> bytes:
+        """Raises  OSError"""
+
+    def fingerprint(self) -> str:
+        """A hash of the bytes. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class InFile:
+    path: Path
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()
+
+    def fingerprint(self) -> str:
+        return fingerprint([self.path])
+
+
+@dataclass(frozen=True)
+class InParquet:
+    """A cell that holds a picture: bytes, or a struct with `bytes` as `datasets` writes it. `row` from 0 within the row group."""
+
+    path: Path
+    column: str
+    group: int
+    row: int
+
+    def read(self) -> bytes:
+        cell = _cells(self.path, self.column, self.group)[self.row].as_py()
+        found = cell.get("bytes") if isinstance(cell, dict) else cell
+        return found if isinstance(found, bytes) else b""
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.read()).hexdigest()
+
+
+@lru_cache(maxsize=1)  # pictures are read in the order of the file
+def _cells(path: Path, column: str, group: int) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path).read_row_group(group, columns=[column]).column(0)
+    except pa.ArrowException as error:
+        raise OSError(f"broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture with its captions, of which one is drawn each time.
+
+    where    its file, or the row that names it
+    mask     where its loss counts; None: everywhere
+    repeats  how often it comes in an epoch
+    weight   of its loss
+    """
+
+    content: Content
+    captions: tuple[str, ...]
+    where: str
+    mask: Content | None = None
+    repeats: int = 1
+    weight: float = 1.0
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+CAPTIONS = (".txt", ".caption")
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+Complain = Callable[[str, str], None]
+"""Takes the place of a bad row and the reason."""
+
+
+def pictures_beside_captions(folder: Path, complain: Complain) -> Iterator[Picture]:
+    """Each picture with the captions of its text file, a caption a line."""
+    files = files_of(folder)
+    stems: dict[Path, Path] = {}
+    for path in pictures_among(files):
+        other = stems.setdefault(path.with_suffix(""), path)
+        if other is not path:
+            complain(str(path), f"{other.name} has the same caption file: rename one")
+            continue
+        if (captions := _captions_beside(path, complain)) is not None:
+            yield Picture(InFile(path), captions, str(path))
+    for path in files:
+        if path.suffix in CAPTIONS and path.with_suffix("") not in stems:
+            complain(str(path), "a caption without a picture")
+
+
+def _captions_beside(path: Path, complain: Complain) -> tuple[str, ...] | None:
+    there = [text for suffix in CAPTIONS if (text := path.with_suffix(suffix)).is_file()]
+    if not there:
+        complain(str(path), f"no caption: {path.stem}.txt is missing")
+        return None
+    read = {}
+    for text in there:
+        captions = captions_in(text)
+        if captions is None:
+            complain(str(text), "not text (UTF-8)")
+            return None
+        read[text.name] = captions
+    if len(set(read.values())) > 1:
+        complain(str(path), f"{' and '.join(read)} disagree: remove one")
+        return None
+    return next(iter(read.values()))
+
+
+def captions_in(text: Path) -> tuple[str, ...] | None:
+    """The captions of a file, a line each; an empty file holds the empty caption. None where it is no text."""
+    try:
+        lines = [" ".join(line.split()) for line in text.read_bytes().decode("utf-8-sig").splitlines()]
+    except UnicodeDecodeError:
+        return None
+    return tuple(dict.fromkeys(line for line in lines if line)) or ("",)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder and below, without those of runs: their samples are pictures too."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return without_runs(files, folder)[0]
+
+
+def pictures_among(files: list[Path]) -> list[Path]:
+    return [p for p in files if p.suffix.lower() in SUFFIXES]
+
+
+def metadata_of(folder: Path) -> Path | None:
+    """The file that holds the captions of the folder's pictures."""
+    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+
+
+def masks_in(folder: Path) -> dict[str, Path]:
+    """Name without suffix, relative to the folder -> mask."""
+    return {p.relative_to(folder).with_suffix("").as_posix(): p for p in pictures_among(files_of(folder))}
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "image": ("image", "file_name", "image_path", "path", "file"),
+    "text": ("text", "caption", "captions", "prompt"),
+    "mask": ("mask", "mask_path"),
+}
+ROW_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
+
+
+def pictures_of_rows(file: Path, columns: Mapping[str, str] | None, key: str, complain: Complain) -> Iterator[Picture]:
+    """The pictures of a file's rows, in order of their first row. Paths are relative to the file's folder.
+
+    columns  the file's own names for `image`, `text`, `mask`
+    key      the setting that names the file, for messages
+    Raises   UsageError for a file that has no such columns, or is no table
+    """
+    found: dict[str, Picture] = {}
+    names: dict[str, str] | None = None
+    for record, cells in _rows_of(file):
+        if record.wrong or not isinstance(record.value, dict):
+            complain(record.place, record.wrong or "expected an object")
+            continue
+        if names is None:
+            names = _names(file, record.value, columns, key)
+        made = _picture(record, names, file, cells)
+        if isinstance(made, str):
+            complain(record.place, made)
+            continue
+        name, picture = made
+        before = found.get(name)
+        found[name] = picture if before is None else replace(before, captions=tuple(dict.fromkeys(before.captions + picture.captions)))
+    yield from found.values()
+
+
+def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
+    """Rows, and in Parquet their row group and their position in it."""
+    if ending(file) == ".parquet":
+        yield from _parquet_rows(file)
+        return
+    for record in (read_json if ending(file) in JSON_ENDINGS else read_csv)(file, str(file)):
+        yield record, (0, 0)
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(file) as opened:
+            for group in range(opened.metadata.num_row_groups):
+                row = 0
+                for batch in opened.iter_batches(256, row_groups=[group]):
+                    for value in batch.to_pylist():
+                        number += 1
+                        yield Record(str(file), number, value, "row"), (group, row)
+                        row += 1
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UsageError(f"{file}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _names(file: Path, row: Mapping[str, Any], columns: Mapping[str, str] | None, key: str) -> dict[str, str]:
+    """Our key -> the file's column."""
+    columns = columns or {}
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise UsageError(f"{key}: {file}: no column {theirs!r} (columns.{ours}): it has {', '.join(map(str, row))}")
+    names = dict(columns)
+    for ours, tried in NAMES.items():
+        found = next((name for name in tried if name in row), None)
+        if ours not in names and found is not None:
+            names[ours] = found
+    for ours in ("image", "text"):
+        if ours not in names:
+            raise UsageError(
+                f"{key}: {file}: no column for the {ours} ({', '.join(NAMES[ours])}): it has {', '.join(map(str, row))}",
+                fix=f"images.columns: {{{ours}: NAME}}",
+            )
+    return names
+
+
+def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[str, Picture] | str:
+    """The picture and what names it, or what is wrong with the row."""
+    row = record.value
+    captions = _captions_of(row.get(names["text"]))
+    if captions is None:
+        return f"{names['text']}: expected a caption or a list of them, got {row.get(names['text'])!r:.60}"
+    content = _content(row.get(names["image"]), names["image"], file, cells)
+    if isinstance(content, str):
+        return content
+    mask: Content | str | None = None
+    if "mask" in names and row.get(names["mask"]) not in (None, ""):
+        mask = _content(row[names["mask"]], names["mask"], file, cells)
+    if isinstance(mask, str):
+        return mask
+    name = str(content.path) if isinstance(content, InFile) else record.place
+    return name, Picture(content, captions, record.place, mask=mask)
+
+
+def _captions_of(given: Any) -> tuple[str, ...] | None:
+    if isinstance(given, str):
+        return (" ".join(given.split()),)
+    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+        return tuple(dict.fromkeys(" ".join(one.split()) for one in given))
+    return None
+
+
+def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Content | str:
+    if isinstance(given, dict) and isinstance(given.get("path"), str) and not given.get("bytes"):
+        given = given["path"]
+    if isinstance(given, bytes) or (isinstance(given, dict) and isinstance(given.get("bytes"), bytes)):
+        return InParquet(file, column, *cells)
+    if not isinstance(given, str) or not given.strip():
+        return f"{column}: expected a picture's file, got {given!r:.60}"
+    path = file.parent / given
+    return InFile(path) if path.is_file() else f"{given}: no such picture"

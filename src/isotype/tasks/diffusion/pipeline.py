@@ -1,0 +1,253 @@
+"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a time, in safetensors only.
+
+Of one on the hub settings and tokenizers are fetched first, the weights of a part when it is loaded. A plan fetches no weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ...config.kind import PIPELINE_FILE
+from ...config.sources import unknown_key
+from ...environment.hub import is_away, say
+from ...environment.out_of_memory import out_of_memory
+from ...errors import UsageError
+from ...model.load import loading_error
+from ...runs.checkpoint.atomic_folder import fault, write_folder
+from .families import FAMILIES, Family
+
+_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+
+
+@dataclass(frozen=True)
+class PipelineFolder:
+    """index      the content of model_index.json
+    on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched when they are needed
+    own        the denoiser's configuration, where it is not the folder's (`model.init: random`); then `fresh` is where its weights are
+    """
+
+    path: Path
+    family: Family
+    index: dict[str, Any]
+    on_hub: str | None = None
+    own: Mapping[str, Any] | None = None
+    fresh: Path | None = None
+
+    @classmethod
+    def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
+        """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another family, or one that lacks a part."""
+        path = Path(name).expanduser()
+        require_diffusers()
+        on_hub = None
+        if path.is_file():
+            raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
+        if not path.is_dir():
+            path, on_hub = settings_of(name, revision), name
+        try:
+            index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model.name: {path / PIPELINE_FILE}: {error}", fix=_AGAIN) from None
+        kind = index.get("_class_name") if isinstance(index, dict) else None
+        if kind not in FAMILIES:
+            raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
+        family = FAMILIES[kind]()
+        folder = cls(path, family, index, on_hub)
+        wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
+        for part in wanted:
+            if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
+                raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
+        return folder
+
+    @property
+    def denoiser_part(self) -> str:
+        """The denoiser's folder, its name in model_index.json, and the pipeline's attribute."""
+        return self.family.denoiser
+
+    def files(self, part: str) -> list[Path]:
+        self._fetch(part)
+        return [p for p in (self.path / part).rglob("*") if p.is_file()]
+
+    def fetch(self) -> None:
+        """All weights, where the pipeline is on the hub. Raises UsageError."""
+        self._fetch(self.denoiser_part, "vae", *self.family.encoders)
+
+    def _fetch(self, *parts: str) -> None:
+        if self.on_hub is not None:
+            fetch_weights(self.on_hub, self.path, parts)
+
+    def config(self, part: str) -> dict[str, Any]:
+        """The part's own configuration. Raises UsageError."""
+        if self.own is not None and part == self.denoiser_part:
+            return dict(self.own)
+        file = self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+        try:
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return found
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model.name: {file}: {error}", fix=_AGAIN) from None
+
+    def clip_length(self) -> int:
+        """Tokens that the CLIP tokenizer pads a caption to."""
+        try:
+            told = json.loads((self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8"))
+            return int(told["model_max_length"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return 77  # CLIP's own
+
+    def denoiser_class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, str(self.index[self.denoiser_part][1]))
+
+    def denoiser(self, dtype: torch.dtype) -> Any:
+        """The denoiser with its weights. Raises UsageError."""
+        folder = self.path / self.denoiser_part
+        if self.own is None:
+            self._fetch(self.denoiser_part)
+        else:
+            assert self.fresh is not None, "its weights are drawn when the model is built"
+            folder = self.fresh
+        with self._explained(self.denoiser_part):
+            loaded = self.denoiser_class().from_pretrained(folder, dtype=dtype, use_safetensors=True)
+            widen_buffers(loaded, folder)
+            return loaded
+
+    def denoiser_outline(self) -> Any:
+        """The denoiser without weights: on the meta device."""
+        with self._explained(self.denoiser_part), torch.device("meta"):
+            return self.denoiser_class().from_config(self.config(self.denoiser_part))
+
+    def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
+        """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
+
+        Raises  UsageError for a configuration of another class, with a key that the class does not have, or that it does not take
+        """
+        if own is None:
+            return replace(self, own=self.config(self.denoiser_part))
+        kind = self.denoiser_class()
+        if own.get("_class_name") != kind.__name__:
+            raise UsageError(
+                f"model.config: _class_name: {own.get('_class_name')}, but the {self.denoiser_part} of {self.path} is a {kind.__name__}",
+                fix=f"_class_name: {kind.__name__}, or model.name: a pipeline of that class",
+            )
+        known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+        for key in own:
+            if not key.startswith("_") and key not in known:
+                raise unknown_key("model.config", key, known)
+        try:
+            with torch.device("meta"):
+                kind.from_config(dict(own))
+        except Exception as error:  # whatever a class raises for values that do not fit
+            raise UsageError(f"model.config: {kind.__name__}: {str(error).splitlines()[0] or type(error).__name__}") from error
+        return replace(self, own=own)
+
+    def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
+        """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless they are there already."""
+        if fault(folder) is not None:
+            torch.manual_seed(seed)
+            with self._explained(self.denoiser_part):
+                made = self.denoiser_class().from_config(self.config(self.denoiser_part))
+            write_folder(folder, made.save_pretrained)
+        return replace(self, fresh=folder)
+
+    def vae(self, dtype: torch.dtype) -> Any:
+        from diffusers import AutoencoderKL
+
+        self._fetch("vae")
+        with self._explained("vae"):
+            return AutoencoderKL.from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
+
+    def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
+        """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""
+        import diffusers
+
+        self._fetch(*(part for part in self.family.encoders if part not in parts))
+        with self._explained("pipeline"):
+            made = getattr(diffusers, self.family.pipeline).from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
+        made.set_progress_bar_config(disable=True)
+        return made
+
+    def pipeline_for_sampling(self, denoiser: Any, vae: Any) -> Any:
+        """The pipeline around a denoiser, without its text encoders."""
+        return self.pipeline(torch.float32, **dict.fromkeys(self.family.encoders), vae=vae, **{self.denoiser_part: denoiser})
+
+    @contextmanager
+    def _explained(self, part: str) -> Iterator[None]:
+        from ...training.quiet import without_warnings
+
+        try:
+            with without_warnings():
+                yield
+        except UsageError:
+            raise
+        except Exception as error:  # a damaged or malicious file can raise any exception
+            if out_of_memory(error) is not None:
+                raise
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UsageError(f"model.name: {self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
+
+
+def widen_buffers(model: torch.nn.Module, folder: Path) -> None:
+    """Puts floating buffers back in fp32, with the numbers of the folder's files: loading in a narrower dtype rounds them, and tables of
+    positions must stay exact."""
+    narrow = {name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
+    for file in folder.glob("*.safetensors") if narrow else ():
+        with safe_open(file, framework="pt") as opened:
+            for name in narrow.intersection(opened.keys()):
+                module, _, last = name.rpartition(".")
+                model.get_submodule(module)._buffers[last] = opened.get_tensor(name).float()
+
+
+def require_diffusers() -> None:
+    """Raises  UsageError with the command that installs it."""
+    try:
+        import diffusers
+        import PIL  # noqa: F401
+    except ImportError:
+        raise UsageError("a diffusion run needs diffusers and Pillow", fix="pip install 'isotype[diffusion]'") from None
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+
+
+SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model"]
+VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]  # the same weights in another dtype or form, beside the main file
+
+
+def settings_of(name: str, revision: str | None) -> Path:
+    """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises UsageError."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    is_away()
+    try:
+        hf_hub_download(name, PIPELINE_FILE, revision=revision)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
+    except Exception as error:  # whatever the hub's library raises
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise UsageError(f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline") from error
+        raise loading_error(name, "model.name:", error) from error
+
+
+def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
+    """Fetches the safetensors of some parts into `folder`, a snapshot in the cache, unless they are there. Raises UsageError."""
+    from huggingface_hub import constants, snapshot_download
+
+    if not parts or is_away():
+        return  # where a file is missing the error of loading it says so
+    if not all(any((folder / part).glob("*.safetensors")) for part in parts if (folder / part / "config.json").is_file()):
+        say(f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in {constants.HF_HUB_CACHE}")
+    try:
+        snapshot_download(
+            name, revision=folder.name, allow_patterns=[f"{part}/*.safetensors" for part in parts], ignore_patterns=VARIANTS
+        )  # fmt: skip
+    except Exception as error:  # whatever the hub's library raises
+        raise loading_error(name, "model.name:", error) from error

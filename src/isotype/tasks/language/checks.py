@@ -1,0 +1,355 @@
+"""The checks of tokens before step 1: labels, the tokenizer, positions, packing, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...counted import counted
+from ...data.bad_rows import EMPTY
+from ...data.pack import joined
+from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
+from ...finding import Finding, Place, Severity
+from ...precision.apply import inner_model
+from ...precision.own_part import gathered
+from ...training.preflight.rehearsal import STEP_ERRORS, undone
+from ...training.preflight.subject import CheckedTask, Subject
+from ...training.task import Check
+from .batches import Batch, collate
+from .loss import model_inputs, takes_one_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
+ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion"}
+NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
+NEAR_ZERO = 1e-3  # of the median norm
+TRIAL = 64  # tokens of each document in the trials of packing and padding: a leak is there from the first token on
+LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
+# of the largest logit, at half of the positions: other shapes round otherwise, by at most 0.4% in bf16 in the families that were tried
+MOVED, MOVED_IN_FP32 = 2e-2, 1e-3
+
+
+class TokenTask(CheckedTask, Protocol):
+    """A task whose rows are tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: LoadedData
+    prompts: Sequence[SamplePrompt]
+
+
+LanguageSubject: TypeAlias = Subject[TokenTask]
+
+
+def formats(subject: LanguageSubject) -> set[str]:
+    """The formats of the training files, as data.json has them."""
+    return {form for file in subject.task.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}
+
+
+def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF005: Rows that were dropped for it while the data was read, and rows that got through."""
+    for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
+        facts = subject.task.data.facts[name]
+        masked = sum(n == 0 for n in row_supervised(rows))
+        dropped = sum(d["rows"] for d in facts["dropped"])
+        total = len(rows) + dropped
+        if not total or (masked + dropped) / total < FEW:
+            continue
+        side = "training" if name == "train" else "evaluation"
+        why = "; ".join(f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"])
+        yield Finding(
+            code="PF005", severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
+            place=Place(symbol=f"data.{name}"),
+            message=f"{masked + dropped} of {counted(total, f'{side} row')} {'has' if masked + dropped == 1 else 'have'} no token to learn",
+            cause=why or "every label of these rows is masked",
+            fix=_fix({d["why"] for d in facts["dropped"]}, masked),
+        )  # fmt: skip
+
+
+def _fix(why_dropped: set[str], masked: int) -> str:
+    """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
+    if why_dropped == {EMPTY} and not masked:
+        return "write the missing answers, or take these rows out of the file; training goes on without them"
+    return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"
+
+
+def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF006: Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
+    rows = subject.task.data.documents
+    if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
+        return
+    if any(IGNORED in row.labels for row in rows):
+        return
+    yield Finding(
+        code="PF006", severity=Severity.ERROR, place=Place(symbol="data.loss_on"),
+        message=f"every token of {'all ' * (len(rows) > 1)}{counted(len(rows), 'training row')} is learnt, prompts too",
+        declared="data.loss_on: assistant", cause="no row has a prompt that its rendered text shows",
+        fix="look at the prompts and at data.chat_template; data.loss_on: all if it is meant",
+    )  # fmt: skip
+
+
+def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never learns one of them does not stop."""
+    data, tokenizer = subject.task.data, subject.task.tokenizer
+    if not formats(subject) & ANSWERED:
+        return
+    ends = end_tokens(subject)
+    if not ends or ends & tokens_used(data.documents, learnt=True):
+        return
+    masked = [row for row in data.documents if _ends_masked(row, ends)]
+    pad_is_end = tokenizer.pad_token_id in ends
+    shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
+    turns = data.facts["tokens"]["end_of_turn"]
+    others = [token for token in turns if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends]
+    if masked:
+        cause = f"it stands behind the answers of {counted(len(masked), 'row')} and is masked" + (
+            ", as the padding token is the same" if pad_is_end else ""
+        )
+    elif data.facts["train"]["truncated"] == len(data.documents):
+        cause = f"every row is cut at data.max_length {data.facts['max_length']}"
+    elif others:
+        cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"
+    else:
+        cause = "the template writes none behind an answer"
+    yield Finding(
+        code="PF007", severity=Severity.ERROR if masked else Severity.WARNING, place=Place(symbol="tokenizer, data.chat_template"),
+        message=f"no training row teaches where to stop: {shown} is never learnt", cause=cause,
+        fix="a chat template that ends an answer with the tokenizer's eos_token, a padding token of its own, or a larger data.max_length",
+    )  # fmt: skip
+
+
+def end_tokens(subject: LanguageSubject) -> set[int]:
+    from .sample import generation_config
+
+    config = generation_config(subject.prepared.model, subject.task.tokenizer, max_new_tokens=1)
+    return set(config.eos_token_id or [])
+
+
+def _ends_masked(row: Row, ends: set[int]) -> bool:
+    """Whether an end token that is not learnt directly follows a learnt one."""
+    after_learnt = zip(row.labels, row.input_ids[1:], row.labels[1:])
+    return any(before != IGNORED and token in ends and label == IGNORED for before, token, label in after_learnt)
+
+
+def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids may lie beyond it."""
+    rows = _table(subject, output=False).weight.shape[0]
+    prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
+    used = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
+    largest = max([subject.task.tokenizer.pad_token_id, *prompts, *used])
+    if largest < rows:
+        return
+    yield Finding(
+        code="PF008", severity=Severity.ERROR, place=Place(symbol="model.tokenizer"),
+        message=f"the data has token {largest} ({subject.task.tokenizer.convert_ids_to_tokens(largest)!r}), and the model embeds {rows}",
+        cause="the tokenizer gives ids that the model's embeddings do not have",
+        fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
+    )  # fmt: skip
+
+
+def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
+    added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
+    read = added & tokens_used(subject.task.data.documents)
+    learnt = added & tokens_used(subject.task.data.documents, learnt=True)
+    for name, used in (("embed_tokens", read), ("lm_head", learnt)):
+        table = _table(subject, output=name == "lm_head")
+        if table is None or _is_trained(table):
+            continue
+        weight = gathered(table.weight)
+        fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
+        if fresh:
+            words = ", ".join(repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])
+            yield Finding(
+                code="PF009", severity=Severity.WARNING, place=Place(symbol=name),
+                message=f"{counted(len(fresh), 'token of the data was', 'tokens of the data were')} never trained and will not be: {words}",
+                cause=f"their rows in {name} are zero or the mean of all rows, as resizing leaves them, and {name} is frozen",
+                fix="adapter.modules_to_save: [embed_tokens, lm_head], or a template without them",
+            )  # fmt: skip
+            return  # a tied head has the same rows
+
+
+def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
+    """Those of `rows` that are nearly zero or nearly the mean row.
+
+    weight  F[V H]
+    inside  fp32, over at most 4096 rows
+    """
+    if not rows or not weight.is_floating_point():
+        return []
+    sample_SH = weight.detach()[:: max(1, weight.shape[0] // 4096)].float()
+    mean_H = sample_SH.mean(0)
+    usual_norm, usual_distance = sample_SH.norm(dim=1).median(), (sample_SH - mean_H).norm(dim=1).median()
+    if usual_distance == 0:  # the same row for every token: a test model, or one that is broken in another way
+        return []
+    rows_RH = weight.detach()[torch.tensor(rows, device=weight.device)].float()
+    fresh_R = (rows_RH.norm(dim=1) < NEAR_ZERO * usual_norm) | ((rows_RH - mean_H).norm(dim=1) < NEAR_MEAN * usual_distance)
+    return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
+
+
+def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF010: chats without a template."""
+    template = subject.task.data.facts["template"]
+    if not template or template["source"] != "default":
+        return
+    yield Finding(
+        code="PF010", severity=Severity.WARNING, place=Place(symbol="data.chat_template"),
+        message="the rows are chats and the tokenizer has no chat template: a plain one is used",
+        observed="User: ... / Assistant: ..., saved with the result",
+        cause="a base model; or a tokenizer that is not the chat model's",
+        fix="right for a base model; else data.chat_template: chatml (llama3, gemma, FILE.jinja), or the chat model's tokenizer",
+    )  # fmt: skip
+
+
+def _table(subject: LanguageSubject, *, output: bool) -> Any:
+    inner: Any = inner_model(subject.prepared.model)
+    return inner.get_output_embeddings() if output else inner.get_input_embeddings()
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF020: A table of positions ends; rotary positions continue, with angles that the model was not trained on."""
+    model: Any = inner_model(subject.prepared.model)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    facts = subject.task.data.facts
+    longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))  # of documents: packed ones begin at 0 each
+    if not isinstance(most, int) or longest <= most:
+        return
+    tokens = model.get_input_embeddings()
+    # some tables have two more rows than the model has positions (OPT)
+    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    table = next((n for n, m in tables if 0 <= m.num_embeddings - most <= 2), None)
+    yield Finding(
+        code="PF020", severity=Severity.ERROR if table else Severity.WARNING, place=Place(symbol="data.max_length"),
+        message=f"the longest row has {longest} tokens, and the model has {most} positions",
+        cause=f"{table} has no row for later positions" if table else "rotary positions continue, at angles that the model has never seen",
+        declared=f"max_position_embeddings {most}", observed=f"data.max_length {subject.config.data.max_length}",
+        fix=f"data.max_length: {most}" + ("" if table else "; or leave it, where the model is meant to learn longer texts"),
+    )  # fmt: skip
+
+
+def packed_documents_apart(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF018: in a packed row, one document changes what the model predicts in another.
+
+    Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
+    layer that carries a state along the row (a convolution, a recurrence) does not look at them, and neither does an attention of a
+    model's own, or a model that has its mask made without them (GPT-OSS).
+    """
+    if not subject.config.data.packing:
+        return
+    prepared = subject.prepared
+    with undone(prepared):
+        prepared.model.eval()
+        try:
+            leak = leakage(prepared.model, subject.longest_rows, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
+        except STEP_ERRORS:  # the rehearsed step has said it
+            return
+    if leak <= LEAK:
+        return
+    yield Finding(
+        code="PF018", severity=Severity.ERROR, place=Place(symbol="data.packing"),
+        message="packed documents see each other: other words in the first change what the model says in the second",
+        observed=f"logits of the second move by {leak:.2g} of the largest",
+        cause="position ids do not keep them apart here: a convolution, a recurrence, an attention of its own, or a mask made without them",
+        fix="data.packing: false",
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def leakage(model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device) -> float:
+    """By how much the logits of a document move when the tokens of the one before it in a packed row change, relative to the largest."""
+    first, second = (_beginning(rows[k % len(rows)]) for k in (0, 1))
+    other = (
+        Row(first.input_ids[::-1], first.labels, 0)
+        if len(set(first.input_ids)) > 1
+        else Row((pad_id,) * len(first.input_ids), first.labels, 0)
+    )
+    as_is, changed = (_packed_logits(model, joined([begin, second]), pad_id, device) for begin in (first, other))
+    n = len(first.input_ids)
+    ours, theirs = (logits_TV[n : n + len(second.input_ids)].float() for logits_TV in (as_is, changed))
+    return float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-9))
+
+
+def _beginning(row: Row) -> Row:
+    n = min([TRIAL, *row.documents[:1], len(row.input_ids)])
+    return Row(row.input_ids[:n], row.labels[:n], 0)
+
+
+def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device) -> Tensor:
+    batch = collate([row], pad_id=pad_id, device_type=device.type).to(device)
+    batch = batch.as_one_row() if takes_one_row(model) else batch
+    logits: Tensor = model(**batch.inputs).logits[0]
+    return logits
+
+
+def padding_changes_nothing(subject: LanguageSubject) -> Iterator[Finding]:
+    """PF022: padding behind a row changes what the model predicts in it. Rows of a batch are padded on the right; a model that expects
+    padding on the left, as CPMAnt, masks a row's own beginning then and reads the padding in its place."""
+    if subject.config.data.packing:
+        return
+    prepared = subject.prepared
+    row = min(subject.longest_rows, key=lambda row: len(row.input_ids))
+    with undone(prepared):
+        prepared.model.eval()
+        try:
+            moved = moved_by_padding(prepared.model, row, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
+        except STEP_ERRORS:  # the rehearsed step has said it
+            return
+    if moved <= (MOVED_IN_FP32 if prepared.resolved.precision.compute == "fp32" else MOVED):
+        return
+    yield Finding(
+        code="PF022", severity=Severity.WARNING, place=Place(symbol="data.train"),
+        message="padding behind a row changes what the model says in it: rows are learnt otherwise beside longer ones",
+        observed=f"logits move by {moved:.2g} of the largest at half of the row's positions",
+        cause="this model finds the beginning or the length of a row by itself, and not as padding on the right has them",
+        fix="data.packing: true has no padding, where the model can keep rows apart; rows of one length have none; or take a model that "
+        "reads its attention mask",
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def moved_by_padding(model: nn.Module, row: Row, *, pad_id: int, device: torch.device) -> float:
+    """By how much a row's logits move when padding is put behind it, relative to the largest; the median of its positions.
+
+    0.0 for a model that draws random numbers in evaluation too: its logits move by themselves.
+    """
+    n = min(TRIAL, len(row.input_ids))
+    ids = row.input_ids[:n]
+    padded = collate([Row(ids, ids, 0), Row((*ids, ids[0]), (*ids, ids[0]), 0)], pad_id=pad_id, device_type=device.type).to(device)
+    alone = replace(
+        padded, input_ids=padded.input_ids[:1, :n], labels=padded.labels[:1, :n], attention_mask=torch.ones_like(padded.input_ids[:1, :n])
+    )  # fmt: skip
+    as_is, moved = (_padded_logits(model, batch)[:n] for batch in (alone, padded))
+
+    def apart(other: Tensor) -> float:
+        return float((as_is - other).abs().amax(-1).median() / as_is.abs().max().clamp_min(1e-9))
+
+    by = apart(moved)
+    return by if by < MOVED_IN_FP32 or apart(_padded_logits(model, alone)[:n]) < MOVED_IN_FP32 else 0.0
+
+
+def _padded_logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(**model_inputs(model, batch)).logits[0].float()
+    return logits
+
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "data": (
+        Check(("PF005",), nothing_to_learn),
+        Check(("PF006",), prompts_learnt),
+        Check(("PF007",), end_never_learnt),
+        Check(("PF008",), beyond_the_embeddings),
+        Check(("PF009",), untrained_new_tokens),
+        Check(("PF010",), missing_template),
+        Check(("PF020",), beyond_the_positions),
+    ),
+    "real": (Check(("PF018",), packed_documents_apart), Check(("PF022",), padding_changes_nothing)),
+}

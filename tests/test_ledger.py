@@ -1,0 +1,167 @@
+"""benchmarks/ledger.py: counts that can be worked out by hand, and every row of the peer with its place."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from isotype.config.load import load
+from isotype.environment.hardware import by_name
+from isotype.environment.planned import planned_for
+from isotype.errors import UsageError
+from isotype.model.host_embedding import outlined_on_host
+from isotype.ops.backend import using
+from isotype.precision.precision import Precision
+from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.memory.plan import plan_memory
+from isotype.training.memory.recomputation import Checkpointing
+
+pytestmark = pytest.mark.full
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the script's own folder, as when it is run
+ledger_script, rows = importlib.import_module("ledger"), importlib.import_module("ledger_rows")
+Launches, Rates, Row = rows.Launches, rows.Rates, rows.Row
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
+RATES = Rates(flops=1e15, bandwidth=4e12)
+
+
+def of(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched(run):
+    with planned_for("cuda"), using("cpp"), Launches() as launches:
+        run()
+    return launches.rows
+
+
+def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
+    (row,) = launched(lambda: of(8, 16) @ of(16, 32))
+    assert (row.kind, row.flops, row.bytes) == ("product", 2 * 8 * 16 * 32, 2 * (8 * 16 + 16 * 32 + 8 * 32))
+    y = of(8, 32)
+    (row,) = launched(lambda: y.addmm_(of(8, 16), of(16, 32)))
+    assert row.bytes == 2 * (8 * 16 + 16 * 32 + 2 * 8 * 32)
+    assert row == replace(rows.product("forward", "", 8, 32, 16, adds=True), name=row.name)
+
+
+def test_views_and_memory_that_is_handed_out_are_no_launches():
+    x, ids, table = of(8, 16), torch.zeros(4, dtype=torch.long, device="meta"), of(1000, 16)
+    assert launched(lambda: (x.t(), x.view(4, 32), x[2:], x.expand(3, 8, 16), torch.empty_like(x), x.detach())) == []
+    (row,) = launched(lambda: x.copy_(of(8, 16)))
+    assert row.bytes == 2 * 2 * 8 * 16
+    (row,) = launched(x.zero_)
+    assert row.bytes == 2 * 8 * 16
+    # the rows that are looked up, not the table
+    (row,) = launched(lambda: torch.nn.functional.embedding(ids, table))
+    assert row.bytes == 2 * 2 * 4 * 16 + 8 * 4
+    # from host memory they come through the bus, while the launch waits
+    (row,) = launched(lambda: torch.nn.functional.embedding(ids, outlined_on_host(table)))
+    assert (row.kind, row.bytes) == ("host read", 2 * 4 * 16)
+    assert rows.work([row], RATES)["forward"] == row.bytes / (RATES.host * RATES.copy)
+
+
+def test_time_is_the_larger_of_work_and_bytes():
+    product = Row(phase="forward", name="x", kind="product", bytes=1.0, flops=8e14)
+    assert RATES.seconds(product) == pytest.approx(1.0)
+    moved = Row(phase="forward", name="x", kind="memory", bytes=4e12 * RATES.memory, count=3)
+    assert RATES.seconds(moved) == pytest.approx(3.0)
+
+
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, embedding="device", **kept):
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+    given = [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1", f"model.embedding={embedding}"]
+    config = load(None, given).config
+    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": layers})
+    made = outline(architecture, config, precision, device_type="cuda")
+    kept = {"keep_attention": keep, **kept}
+    what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **kept) if kind != "none" else Checkpointing(kind)
+    largest = step_outline(config, precision, length=length, device_type="cuda")
+    plan = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
+    assert plan.not_simulated is None
+    return ledger_script.step_ledger(made, config.train, precision, by_name("h200"), largest, rank=16, checkpointing=what, memory=plan)
+
+
+def parts(ledger, side="rows"):
+    return ledger_script.by_part(getattr(ledger, side), ledger.rates)
+
+
+def flops(rows, phase, kind="product", least=0):
+    return sum(r.flops * r.count for r in rows if r.phase == phase and r.kind == kind and r.flops >= least)
+
+
+def test_a_step_is_counted_as_by_hand():
+    # of more than one tile, backward makes gate and up again itself
+    ledger = planned(length=2048)
+    t, h, i, q, k = 2048, 512, 1792, 512, 128
+    base = 2 * t * 2 * (h * q + 2 * h * k + q * h + 3 * h * i)  # two layers
+    head = 2 * 2 * (t - 1) * h * 128256
+    adapters = 2 * t * 2 * 16 * sum(a + b for a, b in [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)])
+    # gate's and up's adapters are columns of their products, each beside the other's zeros
+    beside = 2 * t * 2 * 16 * 2 * i
+    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters + beside)
+    # the recompute leaves down's base product out, and its adapter's second product
+    down = 2 * 2 * t * i * h
+    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down + beside + 2 * t * 2 * 16 * 2 * i)
+    assert flops(ledger.theirs, "recompute", least=2 * t * h * k) == pytest.approx(base)
+    assert flops(ledger.theirs, "forward") == pytest.approx(base + head * t / (t - 1) + adapters)
+    mine, theirs = parts(ledger), parts(ledger, "theirs")
+    assert mine["recompute: base products"] < theirs["recompute: base products"]
+    assert mine["backward: adapters"] < 0.7 * theirs["backward: adapters"]
+    # one launch a weight instead of three
+    widened = [r for r in ledger.rows if r.name.startswith("widen_4bit")]
+    assert sum(r.count for r in widened) < sum(r.count for r in ledger.theirs if r.name.startswith("dequantise"))
+
+
+def test_copies_that_take_longer_than_the_work_beside_them_are_waited_for():
+    one = [
+        Row(phase="forward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=8e14),
+        Row(phase="forward", name="out", kind="copy", bytes=3 * RATES.host * RATES.copy),
+        Row(phase="recompute", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
+        Row(phase="backward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
+        Row(phase="backward", name="in", kind="copy", bytes=0.9 * RATES.host * RATES.copy),
+    ]
+    assert rows.waiting(one, RATES) == pytest.approx({"forward": 2.0, "backward": 0.0, "update": 0.0})
+    assert rows.step_seconds(one, RATES) == pytest.approx(4.0)
+    assert ledger_script.by_part(one, RATES)["forward: waiting for copies"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("name", "host"), [("h200", 64e9), ("a100", 32e9), ("mi300x", 64e9)])
+def test_the_host_is_as_far_as_the_devices_bus(name, host):
+    assert ledger_script.rates_of(by_name(name)).host == host
+
+
+def test_every_row_of_the_peer_names_its_source_and_is_marked_as_not_measured():
+    ledger = planned("none", 512)
+    assert all(row.source and (":" in row.source or "torch.optim" in row.source) for row in ledger.theirs)
+    made = ledger.as_json()
+    assert made["measured"] is False
+    assert json.loads(json.dumps(made))["unsloth"]["seconds"] == ledger.seconds(ledger.theirs)
+    text = ledger.as_text()
+    assert "times are unmeasured" in text
+    assert "unsloth/kernels/fast_lora.py:507" in text
+    assert "Unsloth 2026.10.9" in text
+    assert "the step" in text
+
+
+def test_a_device_without_published_figures_is_refused_and_full_fine_tuning_has_no_peer():
+    with pytest.raises(UsageError, match="no published"):
+        ledger_script.rates_of(by_name("sm_90"))
+    config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
+    precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})
+    made = outline(architecture, config, precision, device_type="cuda")
+    largest = step_outline(config, precision, length=128, device_type="cuda")
+    made_rows = ledger_script.recorded(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
+    # each trained tensor once
+    assert sum(r.count for r in made_rows if r.phase == "update" and r.name.startswith("adamw_")) == len(list(made.model.parameters()))
