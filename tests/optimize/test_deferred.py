@@ -364,11 +364,10 @@ def test_forward_mode_differentiates_a_models_own_loss():
 def test_the_gradient_of_logits_kept_before_a_loss_and_refused_after_one():
     hidden, weight, _ = make()
     x = defer(hidden, weight, None)
-    flat = x.view(-1, 7)
     x.retain_grad()
     calls = []
     x.register_hook(calls.append)
-    F.cross_entropy(flat, torch.arange(10) % 7).backward()
+    F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7).backward()
     assert torch.equal(calls[0], x.grad)
     x = defer(hidden, weight, None)
     F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7)

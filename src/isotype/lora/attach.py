@@ -107,7 +107,7 @@ class Plan:
     reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
     """
 
-    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "reason")
+    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "forward", "reason")
 
     def __init__(self, layer: Any) -> None:
         # an adapter may be appended to a list in place
@@ -115,6 +115,7 @@ class Plan:
         self.reason = parts_reason(layer)
         if self.reason is None:
             self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
+            self.forward = self.base.__dict__.get("forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -142,9 +143,12 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | No
         adapter, a, b, dropout, base = parts_of(layer)
     else:
         plan: Plan | None = layer.__dict__.get(_PLAN)
-        stale = plan is None or layer._active_adapter != plan.active
-        # an adapter may also have been deleted, and added again under the same name
-        if stale or (plan.reason is None and layer._modules["lora_A"]._modules.get(plan.adapter) is not plan.a):
+        if plan is None or layer._active_adapter != plan.active:
+            plan = look_again(layer)
+        elif plan.reason is None and (  # noqa: SIM114  # a reason each
+            # deleted, and added again under the same name; accelerate's forward, which loads a weight for each call
+            layer._modules["lora_A"]._modules.get(plan.adapter) is not plan.a or plan.base.__dict__.get("forward") is not plan.forward
+        ):
             plan = look_again(layer)
         if plan.reason is not None:
             return None

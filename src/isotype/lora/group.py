@@ -95,7 +95,7 @@ def multiply(
         weight, bias = flat[TENSORS * i], flat[TENSORS * i + 1]
         assert weight is not None
         if b is None:
-            ys.append(base_product(x, weight, bias, states[i]))
+            ys.append(base_product(x_TK, weight, bias, states[i]))
             continue
         end = start + b.shape[1]
         ys.append(adapted_product(x, weight, bias, states[i], xa_TR[:, start:end], b, scales[i], before=before, now=now))
@@ -246,10 +246,8 @@ class LoraGroup(torch.autograd.Function):
         keeps = None if plain else rest[2 * n : 3 * n]
         slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
         with now_without_autocast() if now else autocast_off(xa_TR):
-            came, down = list[Tensor | None](), list[Tensor | None]()
-            for dy in dys:
-                came.append(None if dy is None else dy.reshape(-1, dy.shape[-1]))
-                down.append(None if dy is None else came[-1].to(compute))
+            came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+            down = [None if dy is None else dy.to(compute) for dy in came]
             dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
             x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
             grads = tensor_gradients(x_TK, xa_TR, dxa_TR, down, came, scales, keeps, slices, needs, ctx.leaf_dtypes, now=now)

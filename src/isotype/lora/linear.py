@@ -113,7 +113,7 @@ def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
 
 
 def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any) -> Tensor:
-    """x Wᵀ + bias in x's dtype; x of any number of dimensions."""
+    """x Wᵀ + bias in x's dtype."""
     dtype = x_TK.dtype
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
@@ -158,19 +158,17 @@ def adapted_product(
     now     what `at_once` says of the adapter's product
     """
     dtype = x.dtype
-    if not before:
-        if quant_state is None and weight.dtype == dtype:
-            y = F.linear(x, weight, bias if bias is None or bias.dtype == dtype else bias.to(dtype))
-        else:
-            y = base_product(x, weight, bias, quant_state)
+    if not before and quant_state is None and bias is None and weight.dtype == dtype:
+        y: Tensor = F.linear(x, weight)
         add_product_(y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now)
         return y
-    w_OK = base_weight(weight, quant_state, dtype)
-    if bias is None:
-        y_TO = scaled_product(xa_TR, b_OR.t(), scale)
+    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if not before:
+        y_TO = add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale, now=now)
     else:
-        y_TO = torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
-    y_TO.addmm_(x.reshape(-1, x.shape[-1]), w_OK.t())
+        w_OK = base_weight(weight, quant_state, dtype)
+        y_TO = scaled_product(xa_TR, b_OR.t(), scale) if bias is None else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
+        y_TO.addmm_(x_TK, w_OK.t())
     return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
@@ -293,9 +291,10 @@ class LoraLinear(torch.autograd.Function):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)
             if wide:
-                y = base_product(low, weight, bias, quant_state).to(out)
+                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(out)
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
-                xa_TR = add_branch_fp32(y.view(-1, y.shape[-1]), branch_TK, keep_TK, a, b, branch_scale)
+                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
+                y = no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK, a, b = narrow_TK, a_RK.to(compute), b_OR.to(compute)
                 xa_TR = scaled_product(branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now)

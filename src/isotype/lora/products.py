@@ -235,7 +235,8 @@ def cast_down(
     a_s: Sequence[Tensor | None], bs: Sequence[Tensor | None], like: Tensor, features: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then on the device of `like`."""
-    every, low_bs = list[Tensor](), list[Tensor | None]()
+    every: list[Tensor] = []
+    low_bs: list[Tensor | None] = []
     for a, b in zip(a_s, bs):
         if a is not None:
             every.append(a.to(dtype))

@@ -147,7 +147,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 # --- TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)` gives the same fields. SFT, DPO, KTO,
 # GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs the backbone, projects the labelled positions and
-# returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without the flag TRL's forward runs
+# returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without the flag TRL's runs
 
 IGNORED = -100
 # TRL's name of a field -> the op's

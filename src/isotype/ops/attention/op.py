@@ -90,7 +90,8 @@ class Attention(torch.autograd.Function):
                     out_BNSD, *saved = attention_results(gpu.cudnn_forward, q_BNSD, k_BMTD, v_BMTD, causal, scale)
                 else:
                     out_BNSD, *saved = attention_results(gpu.flash_forward, q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
-        makes, inputs = [], list[Tensor | None]()
+        makes: list[Any] = []
+        inputs: list[Tensor | None] = []
         for t in (q_BNSD, k_BMTD, v_BMTD):
             make, tensors = kept_for(t, t)
             makes.append((make, len(tensors)))
