@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd import forward_ad
 from ..instance_method import InstanceMethod
 from ..ops.autocast import autocast_dtype
 from ..ops.backend import results_are_kept
-from ..ops.recompute import hooks_read_here, is_recomputed
+from ..ops.recompute import hooks_read_here, running
 from ..placement import Placement
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
@@ -143,12 +144,11 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | No
         adapter, a, b, dropout, base = parts_of(layer)
     else:
         plan: Plan | None = layer.__dict__.get(_PLAN)
-        if plan is None or layer._active_adapter != plan.active:
-            plan = look_again(layer)
-        elif plan.reason is None and (  # noqa: SIM114  # a reason each
-            # deleted, and added again under the same name; accelerate's forward, which loads a weight for each call
-            layer._modules["lora_A"]._modules.get(plan.adapter) is not plan.a or plan.base.__dict__.get("forward") is not plan.forward
-        ):
+        same = plan is not None and layer._active_adapter == plan.active
+        if same and plan.reason is None:
+            # an adapter may be deleted and added again under the same name; accelerate's forward loads a weight for each call
+            same = layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a and plan.base.__dict__.get("forward") is plan.forward
+        if not same:
             plan = look_again(layer)
         if plan.reason is not None:
             return None
@@ -170,7 +170,12 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | No
         return None
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH])
-    return Projection(weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
+    values = (weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
+    return Projection(*values) if graph else _projection(values)
+
+
+# Projection(*values), without a call in Python
+_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
 def bare_projection(layer: Any) -> Projection:
@@ -201,7 +206,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     call = projection(self, x)
     if call is None:
         return _peft_forward(self, x)
-    if self._forward_hooks and is_recomputed() and has_hooks(self):
+    if running and self._forward_hooks and has_hooks(self):
         hooks_read_here()
     followers = self.__dict__.get(_GROUP)
     if followers is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the layer that runs now, innermost last
-_running: list[RecomputedLayer] = []
+# the layer that runs now, innermost last: empty outside checkpoints, so that nothing else needs to be asked
+running: list[RecomputedLayer] = []
 
 
 def _as_is(x: Any) -> Any:
@@ -43,11 +43,11 @@ class RecomputedLayer:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         self.recomputing, self.again, self.next, self.products = self.again, True, 0, 0
-        _running.append(self)
+        running.append(self)
         try:
             output = function(*args)
         finally:
-            _running.pop()
+            running.pop()
         if not self.recomputing:
             self._decide(output)
         return output
@@ -61,12 +61,12 @@ class RecomputedLayer:
 
 def _now() -> RecomputedLayer | None:
     """The layer that runs now; None outside recomputed layers and in a compiled graph."""
-    return None if not _running or torch.compiler.is_compiling() else _running[-1]
+    return None if not running or torch.compiler.is_compiling() else running[-1]
 
 
 def is_recomputed() -> bool:
     """Whether what runs now is a layer's forward that will be run again: what it saves for backward is dropped."""
-    if not _running:
+    if not running:
         return False
     layer = _now()
     return layer is not None and not layer.recomputing
@@ -83,7 +83,7 @@ def output_is_unused(node: Any) -> bool:
 
     node  the autograd function's own context, which becomes the output's `grad_fn`
     """
-    layer = _now() if _running else None
+    layer = _now()
     if layer is None:
         return False
     position, layer.products = layer.products, layer.products + 1
@@ -102,7 +102,7 @@ def hooks_read_here() -> None:
 
 def attention_results(compute: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """`compute(*args)`, or what it gave in the forward that is recomputed now."""
-    layer = _now() if _running else None
+    layer = _now() if running else None
     if layer is None or not layer.keep_attention:
         return compute(*args)
     if not layer.recomputing:

@@ -17,7 +17,7 @@ from ..lora.plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
 from ..placement import Placement
-from .instances import placement, put, same_in_both_modes, settings_of, stand_in
+from .instances import MARK, placement, put, same_in_both_modes, stand_in
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
@@ -121,7 +121,7 @@ def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
 
 
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    s: GatedSettings = settings_of(self)
+    s: GatedSettings = self.__dict__[MARK][0]
     children = self._modules
     # an activation that was exchanged, or has hooks that the op would not call
     activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)

@@ -21,7 +21,7 @@ from ..instance_method import InstanceMethod, MadeMethod
 from ..placement import Placement
 
 T = TypeVar("T")
-_MARK = "_isotype_settings"
+MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
 
@@ -50,7 +50,7 @@ def foreign(module: nn.Module) -> str | None:
 
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
-    return "already optimized" if _MARK in module.__dict__ else foreign(module)
+    return "already optimized" if MARK in module.__dict__ else foreign(module)
 
 
 def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
@@ -68,26 +68,27 @@ def put(module: nn.Module, forward: Callable[..., Any], settings: Any, entries: 
 
 def put_method(module: nn.Module, method: InstanceMethod, settings: Any, entries: int) -> None:
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings, entries, method
+    module.__dict__[MARK] = settings, entries, method
     method.put()
 
 
 def settings_of(module: nn.Module) -> Any:
     """What `put` was given for this instance; None where nothing was put."""
-    return module.__dict__.get(_MARK, (None,))[0]
+    return module.__dict__.get(MARK, (None,))[0]
 
 
 def method_of(module: nn.Module) -> InstanceMethod | None:
     """What `put` has put on this instance; None where nothing was put."""
-    return module.__dict__.get(_MARK, (None, 0, None))[2]
+    found: InstanceMethod | None = module.__dict__.get(MARK, (None, 0, None))[2]
+    return found
 
 
 def take_back(module: nn.Module) -> int:
     """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
     nothing to undo."""
-    if _MARK not in module.__dict__:
+    if MARK not in module.__dict__:
         return 0
-    _, entries, method = module.__dict__.pop(_MARK)
+    _, entries, method = module.__dict__.pop(MARK)
     method.take_back()
     count: int = entries
     return count

@@ -14,7 +14,7 @@ from ..instance_method import InstanceMethod
 from ..ops import add_rms_norm, rms_norm
 from ..ops.remade import remember
 from ..placement import Placement
-from .instances import placement, put, same_in_both_modes, settings_of, stand_in
+from .instances import MARK, placement, put, same_in_both_modes, stand_in
 
 PART = "norm"
 
@@ -91,7 +91,7 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: list[Tens
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    s: NormSettings = settings_of(self)
+    s: NormSettings = self.__dict__[MARK][0]
     eps = _USUAL_EPSILON if s.eps is None else self.__dict__[s.eps]
     # read once: `torch.nn.utils.parametrize` makes it anew at every reading
     weight: Tensor = self._parameters["weight"] if beside is not None else self.weight

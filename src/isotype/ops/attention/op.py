@@ -110,7 +110,7 @@ class Attention(torch.autograd.Function):
             inputs.append(kept[0] if make is None else made_again(make, kept))
         q_BNSD, k_BMTD, v_BMTD = inputs
         rest = (None,) * 6
-        if differentiated_again():
+        if torch.is_grad_enabled() and differentiated_again():
             if ctx.documents is not None:
                 mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
             again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)

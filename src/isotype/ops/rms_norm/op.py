@@ -103,7 +103,7 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_H, scale = ctx.saved_tensors
-        if differentiated_again():
+        if torch.is_grad_enabled() and differentiated_again():
             return *reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (x, weight_H), dy), None, None, None
         return *_backward(x, weight_H, scale, dy, None, ctx.given[1], ctx.needs_input_grad[1]), None, None, None
 
@@ -152,7 +152,7 @@ class AddRmsNorm(torch.autograd.Function):
         dx: Tensor | None
         if dy is None:
             dx, dweight_H = dtotal, None
-        elif differentiated_again():
+        elif torch.is_grad_enabled() and differentiated_again():
             dx, dweight_H = reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (total, weight_H), dy)
             dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
         else:

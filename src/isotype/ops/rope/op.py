@@ -98,7 +98,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
-        rotation: Any = Rotate.apply if differentiated_again() else rotated
+        rotation: Any = Rotate.apply if torch.is_grad_enabled() and differentiated_again() else rotated
         return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
 
 
