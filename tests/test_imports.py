@@ -14,11 +14,12 @@ PACKAGE = Path(isotype.__file__).parent
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "json_objects", "printable", "instance_method", "placement", "near_file", "counted", "interrupted", "libraries"},
+    {"errors", "json_objects", "instance_method", "placement", "wording", "libraries"},
     {"dtypes", "finding"},
     {"pages"},
     {"environment"},
     {"precision", "config"},
+    {"observe"},
     {"runs"},
     {"ops", "data"},
     {"lora", "doctor"},
@@ -39,7 +40,10 @@ LEVELS = [
 FORBIDDEN = [
     ("doctor", {"ops", "lora", "optimize", "training", "tasks", "model", "inference", "data", "runs", "testing"}),
     ("training", {"tasks"}),
-    *((room, {"doctor", "testing"}) for room in ("precision", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")),
+    *(
+        (room, {"doctor", "testing"})
+        for room in ("precision", "observe", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")
+    ),
 ]
 
 

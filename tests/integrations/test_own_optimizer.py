@@ -138,15 +138,3 @@ def test_an_attached_run_is_the_plain_one(make, tmp_path):
 def test_pytorchs_own_update_is_rehearsed(tmp_path):
     run(tmp_path, lambda parameters: AdamW(parameters, lr=1e-2), attached=True)
     assert json.loads((tmp_path / "isotype" / "preflight.json").read_text())["findings"] == []
-
-
-@pytest.mark.filterwarnings("ignore:isotype")
-def test_a_narrow_residual_in_an_attribute_is_a_violation_that_names_the_optimizer(tmp_path):
-    records = []
-    for make in (NarrowErrorFeedback, ErrorFeedback):
-        run(tmp_path / make.__name__, make, attached=True)
-        records.append(json.loads((tmp_path / make.__name__ / "isotype" / "precision.json").read_text()))
-    messages = [violation["message"] for violation in records[0]["violations"]]
-    assert "residual of NarrowErrorFeedback is bf16, declared fp32" in messages
-    assert records[1]["violations"] == []
-    assert not any("update" in place or "ErrorFeedback" in why for place, why in records[1]["unobserved"].items())

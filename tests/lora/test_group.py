@@ -14,7 +14,7 @@ from torch import nn
 from isotype.lora import fuse_lora, lora_linear, unfuse_lora
 from isotype.lora.group import lora_group
 from isotype.lora.linear import LoraDtypes, Projection
-from isotype.precision.observe.regions import observing
+from isotype.observe import observing
 
 from .layers import FEATURES, Checkpointed, assert_same, fused_nodes, inputs, nf4_linear, results
 

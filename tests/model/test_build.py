@@ -11,13 +11,14 @@ from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
-from isotype.precision.part import Part
+from isotype.precision.parts import Part
 
 ADAPTERS = {
     "lora": {"kind": "lora", "r": 4}, "head trained": {"kind": "lora", "r": 4, "modules_to_save": ["lm_head"]}, "none": {"kind": "none"},
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("files", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("preset", "adapter"), [
     ("bf16-lora", "lora"), ("bf16-lora", "head trained"), ("bf16-pure", "none"), ("bf16-mixed", "none"),

@@ -6,10 +6,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype.errors import DtypeError
+from isotype.observe import Observation, Observer
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision, generating, precision_of, remove_precision
-from isotype.precision.observe import Observation, Observer
 
 
 def tiny_llama():

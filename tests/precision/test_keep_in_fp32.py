@@ -8,9 +8,9 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from isotype.dtypes import to_torch
+from isotype.observe import Observation, Observer
 from isotype.precision import Precision
 from isotype.precision.apply import apply_precision
-from isotype.precision.observe import Observation, Observer
 
 
 def tiny_wan():

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from isotype.precision import PRESETS
 from isotype.precision.apply import cast_parameters
-from isotype.precision.part import Part
+from isotype.precision.parts import Part
 from tests.models import tiny
 
 MB = 1 << 20

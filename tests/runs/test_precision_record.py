@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from isotype.environment.hardware import by_name
+from isotype.observe import Observation
+from isotype.observe.record import ROUNDED_TO_ZERO
 from isotype.precision import resolve
-from isotype.precision.observe import Observation
-from isotype.precision.observe.record import ROUNDED_TO_ZERO
 from isotype.runs.folder import RunFolder
 from isotype.runs.record import PrecisionRecord
 

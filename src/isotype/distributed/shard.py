@@ -24,8 +24,7 @@ from ..dtypes import name, to_torch
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_block, is_quantised
 from ..precision.denoiser_blocks import denoiser_blocks
-from ..precision.own_part import own_part
-from ..precision.part import Part
+from ..precision.parts import Part, local_part
 from .world import World
 
 
@@ -38,7 +37,7 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
-        """All processes call it together, with the units that `keep_own_part` has cut."""
+        """All processes call it together, with the units that `keep_part` has cut."""
         self.mesh = mesh
         self.parts, self.replicas = world.size // replicas, replicas
         _gather_once(model, units)
@@ -77,7 +76,7 @@ class Sums:
     def take(self, parameter: nn.Parameter) -> Tensor:
         """This parameter's gradient. FSDP hands out the gradients of a unit in their order in `flat`, padded to equal parts."""
         assert self._flat is not None, "the hook runs before the gradients are handed out"
-        own = own_part(parameter)
+        own = local_part(parameter)
         gradient = self._flat[self._at : self._at + own.numel()].view(own.shape)
         self._at += math.ceil(parameter.shape[0] / self._parts) * (parameter.numel() // parameter.shape[0])
         return gradient
@@ -101,7 +100,7 @@ def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
     return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
 
 
-def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
+def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
     """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops, precision and recomputation.
 
     Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are read. Each unit's part goes to the mesh's
@@ -194,7 +193,7 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
         if not parameter.requires_grad:
             continue
         if id(parameter) not in found:
-            part = own_part(parameter).detach().to(dtype).cpu()
+            part = local_part(parameter).detach().to(dtype).cpu()
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
             if world.rank < sharding.parts:
                 world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))

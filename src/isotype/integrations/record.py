@@ -15,7 +15,6 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,15 @@ from transformers import TrainerCallback
 
 from ..environment.versions import environment
 from ..lora.plain import lora_layers, why_not_fused
+from ..observe import Observation, Observer, observing
+from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..optimize.head import fused_head_of
-from ..precision.observe import Observation, Observer
-from ..precision.observe.record import as_written, noted
-from ..precision.observe.regions import observing
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
-from .attachment import Attachment, Methods
+from .attachment import Attachment
 from .preflight import run_preflight
 from .steps import Guards
 
@@ -182,14 +180,6 @@ class FirstSteps:
             # accelerate's optimizer wraps the one whose step is observed
             optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
             self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
-            methods = Methods(self.attached.trainer)
-            methods.wrap("compute_loss", self._compute_loss)
-            self._stack.callback(methods.restore)
-
-    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own, with its batch made known to the observer."""
-        self.observer.know_batch([dict(value) for value in (*args, *kwargs.values()) if isinstance(value, Mapping)])
-        return original(*args, **kwargs)
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:

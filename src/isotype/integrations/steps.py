@@ -21,11 +21,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback
 
 from ..errors import RunError
+from ..observe import share_changed
 from ..optimize import check_placed, deferring
 from ..optimize.generation import from_training
 from ..optimize.instances import library_of
 from ..precision.apply import inner_model
-from ..precision.observe import share_changed
 from ..training.finite import non_finite_error
 from ..training.step import sampled_elements
 from .attachment import Methods, defined_in

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from ..instance_method import InstanceMethod
 from ..ops.autocast import autocast_dtype
 from ..ops.backend import results_are_kept
-from ..ops.recompute import hooks_read_here, running
+from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
@@ -206,7 +206,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     call = projection(self, x)
     if call is None:
         return _peft_forward(self, x)
-    if running and self._forward_hooks and has_hooks(self):
+    if layers_running and self._forward_hooks and has_hooks(self):
         hooks_read_here()
     followers = self.__dict__.get(_GROUP)
     if followers is not None:

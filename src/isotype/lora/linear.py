@@ -21,7 +21,7 @@ from ..errors import DtypeError, ShapeError
 from ..ops.autocast import autocast_dtype, autocast_off, no_view, now_without_autocast
 from ..ops.backend import applied, apply_of, refuse_second_derivative
 from ..ops.contract import OpContract
-from ..ops.recompute import output_is_unused, running, unwritten
+from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from .products import SKINNY, add_product_, adds_in_place, at_once, gradient_product, row_blocks, scaled_product
 from .quantised import dequantised, product_4bit
@@ -286,7 +286,7 @@ class LoraLinear(torch.autograd.Function):
         compute, out, wide = dtypes
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        unused, now = bool(running) and output_is_unused(ctx), not wide and at_once(compute, x)
+        unused, now = bool(layers_running) and output_is_unused(ctx), not wide and at_once(compute, x)
         with now_without_autocast() if now else autocast_off(x):
             narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             low = narrow_TK.view(x.shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ops.autocast import autocast_off, no_view, now_without_autocast
 from ..ops.backend import applied, apply_of, fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
-from ..ops.recompute import is_recomputed, output_is_unused, running, unwritten
+from ..ops.recompute import is_recomputed, layers_running, output_is_unused, unwritten
 from .attach import FUSED, bare_projection, decided, dtypes_of, is_fused, projection, runs_fused, shared_dtypes
 from .group import (
     TENSORS,
@@ -296,7 +296,7 @@ class LoraMlp(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         ctx.owns, unused, compute = False, False, dtypes.compute
-        if running:
+        if layers_running:
             ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
         now = at_once(compute, x)
         with now_without_autocast() if now else autocast_off(x):

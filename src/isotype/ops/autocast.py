@@ -32,7 +32,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     if not torch.is_autocast_enabled(kind):
         return nullcontext()
     # a graph knows torch's own; that one takes 5 us, and is entered six times a layer
-    return torch.autocast(kind, enabled=False) if torch.compiler.is_dynamo_compiling() else _Off(kind)
+    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
 
 
 # Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype` still answers as outside): a context manager

@@ -6,11 +6,13 @@ differentiated again (create_graph=True).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any, Literal
 
 import torch
@@ -18,18 +20,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
-Path = Literal["triton", "cpp", "now", "plain"]
+# graph: plain PyTorch that is traced; reference: plain PyTorch that PyTorch differentiates
+Path = Literal["triton", "cpp", "plain", "graph", "reference"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 # the path that `using` asks for, or None
 forced_path = _forced.get
+# tensors whose memory a kernel may be given past PyTorch's dispatcher
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -44,55 +49,73 @@ def using(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-@cache
+# what the probe found out about each device for good
+_answers: dict[torch.device, str] = {}
+
+
 def why_no_kernels(device: torch.device) -> str:
     """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
-    that imports may lack a C compiler or a driver."""
+    that imports may lack a C compiler or a driver.
+
+    A failure is kept if it will come again: a missing package or compiler. Any other, such as a lack of memory, is of this moment.
+    """
+    if device in _answers:
+        return _answers[device]
     if find_spec("triton") is None:
-        return "Triton is not installed"
+        why, lasts = "Triton is not installed", True
+    elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        why, lasts = "a CUDA graph is captured, in which no kernel can be tried out", False
+    else:
+        why, lasts = _probed(device)
+    if why:
+        _say_once(f"{device}: {why}")
+    if lasts:
+        _answers[device] = why
+    return why
+
+
+def _probed(device: torch.device) -> tuple[str, bool]:
+    """(why no kernel runs or "", whether that is so for good)"""
     try:
         from .launch import probe
 
-        probe(device)
+        # a mode would be asked to run the probe: a fake one computes nothing
+        with _disable_current_modes():
+            probe(device)
     except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200]
-    return ""
+        lasts = isinstance(error, ImportError | OSError | SubprocessError) or type(error).__module__.startswith("triton")
+        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200], lasts or "compiler" in first
+    return "", True
 
 
-# tensors whose memory a kernel may be given
-PLAIN = (Tensor, torch.nn.Parameter)
+@cache
+def _say_once(why: str) -> None:
+    print(f"isotype: ops run as plain PyTorch on {why}", file=sys.stderr, flush=True)
 
 
-def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None, now: bool = False) -> Path:
-    """The path of an op on these tensors; `out_dtype` is its result's where it is another. Asked at every call: one function, no other.
+def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Path:
+    """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once a call, also for its backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula.
-
-    now  answers "now" instead of "cpp" where the kernels may be called past PyTorch's dispatcher: nothing looks at operators, as an
-         observer or a plan does
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula, which is plain PyTorch too.
     """
     if torch.compiler.is_dynamo_compiling():
-        return "cpp" if kernels.take(*tensors) else "plain"
+        return "graph"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "reference"
     x, forced = tensors[0], _forced.get()
     if forced is None and x.is_cpu:
         for t in tensors:
             if not t.is_cpu or t.dtype not in DTYPES:
                 return "plain"
-            now = now and type(t) in PLAIN
-        if out_dtype is torch.float64 or (kernels.library is None and not kernels.loaded()):
+        if out_dtype is torch.float64:
             return "plain"
-        return "now" if now and not torch._C._len_torch_dispatch_stack() else "cpp"
+        return "cpp" if kernels.library is not None or kernels.loaded() else "plain"
     if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
         return "plain"
     if forced == "triton" or (forced is None and x.is_cuda and not why_no_kernels(x.device)):
         return "triton"
     return "cpp" if cpp_runs(kernels, *tensors) else "plain"
-
-
-def at_once(x: Tensor) -> bool:
-    """Whether kernels may be given x's memory past PyTorch's dispatcher: nothing looks at operators, as an observer, a plan or a graph."""
-    return not torch.compiler.is_dynamo_compiling() and type(x) in PLAIN and not torch._C._len_torch_dispatch_stack()
 
 
 def triton_runs(x: Tensor) -> bool:
@@ -134,12 +157,12 @@ def rows_can_be_counted(x: Tensor) -> bool:
 
 def cpp_allowed() -> bool:
     """Whether C++ kernels may run now: not where another path is asked for, which a graph cannot read."""
-    return torch.compiler.is_dynamo_compiling() or _forced.get() in (None, "cpp")
+    return torch.compiler.is_compiling() or _forced.get() in (None, "cpp")
 
 
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and only where a compiler built them."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         return kernels.take(*tensors)
     if _forced.get() not in (None, "cpp"):
         return False
@@ -173,21 +196,21 @@ def applied(function: type[Function], *args: Any) -> Any:
     return direct.apply(*args)
 
 
-def call_op(function: type[Function], reference: Callable[..., Any], *args: Any) -> Any:
-    """The op: its autograd function, or where `reference_runs` its reference, which takes the same arguments."""
-    if torch.compiler.is_dynamo_compiling():
-        return function.apply(*args)
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+def call_op(function: type[Function], reference: Callable[..., Any], path: Path, *args: Any) -> Any:
+    """`function.apply(*args, path)`, or under torch.func and forward-mode AD `reference(*args)`, of which PyTorch has every derivative."""
+    if path == "graph":
+        return function.apply(*args, path)
+    if path == "reference":
         return reference(*args)
     of_this: Any = function
     # as in `applied`
     direct: Any = super(Function, of_this)
-    return direct.apply(*args)
+    return direct.apply(*args, path)
 
 
 def reference_runs() -> bool:
     """Whether a torch.func transform or forward-mode AD is active: those differentiate the reference, which is plain PyTorch."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         return False
     # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the layer that runs now, innermost last: empty outside checkpoints, so that nothing else needs to be asked
-running: list[RecomputedLayer] = []
+# the layer that runs now, innermost last
+layers_running: list[RecomputedLayer] = []
 
 
 def _as_is(x: Any) -> Any:
@@ -43,11 +43,11 @@ class RecomputedLayer:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         self.recomputing, self.again, self.next, self.products = self.again, True, 0, 0
-        running.append(self)
+        layers_running.append(self)
         try:
             output = function(*args)
         finally:
-            running.pop()
+            layers_running.pop()
         if not self.recomputing:
             self._decide(output)
         return output
@@ -61,13 +61,11 @@ class RecomputedLayer:
 
 def _now() -> RecomputedLayer | None:
     """The layer that runs now; None outside recomputed layers and in a compiled graph."""
-    return None if not running or torch.compiler.is_compiling() else running[-1]
+    return None if not layers_running or torch.compiler.is_compiling() else layers_running[-1]
 
 
 def is_recomputed() -> bool:
     """Whether what runs now is a layer's forward that will be run again: what it saves for backward is dropped."""
-    if not running:
-        return False
     layer = _now()
     return layer is not None and not layer.recomputing
 
@@ -100,13 +98,13 @@ def hooks_read_here() -> None:
         layer.hooked = True
 
 
-def attention_results(compute: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
-    """`compute(*args)`, or what it gave in the forward that is recomputed now."""
-    layer = _now() if running else None
+def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`compute()`, or what it gave in the forward that is recomputed now."""
+    layer = _now()
     if layer is None or not layer.keep_attention:
-        return compute(*args)
+        return compute()
     if not layer.recomputing:
-        made = compute(*args)
+        made = compute()
         # aliases: autograd writes the graph onto the very tensors that a function returns
         layer.results.append(tuple(layer.put(t.detach()) for t in made))
         return made
@@ -131,6 +129,19 @@ def _last_term(output: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
+# one zero of each device and dtype
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares."""
-    return like.new_zeros((), dtype=dtype).expand(shape)
+    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares.
+
+    That element is made once: filling it is a launch, 416 in a step of 32 layers.
+    """
+    if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
+        # without data, or of a mode that keeps account of its tensors
+        return like.new_zeros((), dtype=dtype).expand(shape)
+    zero = _zeros.get((like.device, dtype))
+    if zero is None:
+        zero = _zeros[like.device, dtype] = like.new_zeros((), dtype=dtype)
+    return zero.expand(shape)

@@ -54,7 +54,7 @@ def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Ten
     """
     if not made.requires_grad or torch.compiler.is_compiling():
         return made
-    ways = [way_of(t) for t in tensors]
+    ways = [None if (way := getattr(t, _WAY, None)) is None or way.version != t._version else way for t in tensors]
     if any(ways):
         make = _Chain(make, [(None, 1) if way is None else (way.make, len(way.tensors)) for way in ways])
         tensors = tuple(kept for t, way in zip(tensors, ways) for kept in ((t,) if way is None else way.tensors))
@@ -64,7 +64,7 @@ def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Ten
 
 def way_of(x: Tensor) -> Way | None:
     """How `x` can be made again; None where nobody has noted it, or someone has written to `x` since."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         # a graph's own partitioner decides what is computed again
         return None
     way: Way | None = getattr(x, _WAY, None)
@@ -79,10 +79,24 @@ def follow(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tenso
 def kept_for(x: Tensor, saved: Tensor | None) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
     """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape and dtype that backward reads, or what x
     is made from. Nothing is made again where backward reads nothing (`saved` is None)."""
-    if saved is None or torch.compiler.is_dynamo_compiling():
-        return None, (saved,)
-    way: Way | None = getattr(x, _WAY, None)
-    return (None, (saved,)) if way is None or way.version != x._version else (way.make, way.tensors)
+    way = None if saved is None else way_of(x)
+    return (None, (saved,)) if way is None else (way.make, way.tensors)
+
+
+def kept_for_each(*tensors: Tensor) -> tuple[list[tuple[Callable[..., Tensor] | None, int]], list[Tensor]]:
+    """`kept_for` several tensors: for each (how it is made in backward or None, of how many saved tensors), and all saved tensors."""
+    ways: list[tuple[Callable[..., Tensor] | None, int]] = []
+    kept: list[Tensor] = []
+    graph = torch.compiler.is_compiling()
+    for t in tensors:
+        way: Way | None = None if graph else getattr(t, _WAY, None)
+        if way is None or way.version != t._version:
+            ways.append((None, 1))
+            kept.append(t)
+        else:
+            ways.append((way.make, len(way.tensors)))
+            kept.extend(way.tensors)
+    return ways, kept
 
 
 def made_again(make: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:

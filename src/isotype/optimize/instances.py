@@ -227,7 +227,7 @@ def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
     """A forward that does not read these globals is another one, which the class has by now; it stays."""
     if why_not_rebuilt(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward
-    name = ".".join(("isotype.optimize.private", forward.__module__, *(r.form for r in replacements)))
+    name = ".".join(("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements)))
     module = sys.modules.get(name)
     if module is None:
         module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..errors import UsageError
 from ..instance_method import InstanceMethod
 from ..lora.plain import has_hooks
-from ..ops.recompute import hooks_read_here, running
+from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
@@ -206,7 +206,7 @@ def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tenso
     half = s.attention
     attention = self._modules[half.part]
     normed, residual = (x, x) if half.before is None else norms.with_residual(self._modules[half.before], x, None)
-    if running and has_hooks(attention):
+    if layers_running and has_hooks(attention):
         hooks_read_here()
     attended: Tensor = attention(hidden_states=normed, **given)[0]
     return attended if half.after is None else _child(self, half.after)(attended), residual
@@ -219,7 +219,7 @@ def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) 
         # no norm reads this sum, or its terms are not added as they are
         x, residual = _sum(self, s, residual, x), None
     normed, total = (x, x) if half.before is None else norms.with_residual(self._modules[half.before], x, residual)
-    if running and has_hooks(mlp):
+    if layers_running and has_hooks(mlp):
         hooks_read_here()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)
     made = made if half.after is None else _child(self, half.after)(made)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 from .bucket_sums import BucketSums, Processes
-from .own_part import own_part
+from .parts import local_part
 
 
 class Summed(Protocol):
@@ -75,7 +75,7 @@ class GradientAccumulator:
         if parameter.grad is None:
             return None
         parameter.grad = _dense(parameter.grad)
-        return own_part(parameter.grad)
+        return local_part(parameter.grad)
 
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]

@@ -20,7 +20,7 @@ from ..environment import planned
 from ..instance_method import MadeMethod
 from .denoiser_blocks import denoiser_blocks
 from .keep_in_fp32 import is_kept_in_fp32, modules_kept_in_fp32, names_kept_in_fp32
-from .part import Part
+from .parts import Part
 from .precision import Precision
 from .sums_by_block import remove, sum_by_block
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..precision.observe.observation import Observation
-from ..precision.observe.record import as_read, as_written, noted
+from ..observe import Observation
+from ..observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from .checkpoint.atomic_folder import write_text
 from .folder import RunFolder

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
+from ..observe import floating_tensors
 from ..precision.apply import inner_model
-from ..precision.observe import floating_tensors
-from ..precision.own_part import own_part, settle
+from ..precision.parts import local_part, settle
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -38,7 +38,7 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(own_part(p).isfinite().all())]
+    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(local_part(p).isfinite().all())]
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
@@ -46,7 +46,7 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
-    finite = torch.stack([own_part(p).detach().isfinite().all() for p in trained.values()]).tolist()
+    finite = torch.stack([local_part(p).detach().isfinite().all() for p in trained.values()]).tolist()
     return next((name for name, good in zip(trained, finite) if not good), None)
 
 

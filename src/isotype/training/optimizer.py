@@ -15,7 +15,7 @@ from ..config.schema import TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..ops.adamw import AdamwNumbers, adamw_
-from ..precision.own_part import first_element, own_part
+from ..precision.parts import first_element, local_part
 from ..precision.precision import Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
@@ -66,7 +66,7 @@ class MixedAdamW(torch.optim.Optimizer):
             step=state["step"],
         )  # fmt: skip
         adamw_(
-            own_part(p.detach()), gradient, own_part(state["exp_avg"]), own_part(state["exp_avg_sq"]), numbers,
+            local_part(p.detach()), gradient, local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]), numbers,
             # another number for each parameter and step; both stay within 63 bits
             seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20 if self._stochastic else None,
             first=first_element(p),

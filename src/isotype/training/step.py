@@ -4,10 +4,11 @@ of weights that changed."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,20 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
+from ..observe import share_changed
 from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
-from ..precision.observe import share_changed
-from ..precision.own_part import own_part
+from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error
-from .loss_scale import LossScale
-from .own_passes import Idle
-from .spread import spread
-from .task import Batch
+from .task import Batch, Idle
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
+# of dynamic loss scaling
+INITIAL = 2.0**16
+GROWTH_INTERVAL = 2000  # steps without overflow before the scale doubles; torch.amp.GradScaler's default
+SMALLEST = 1.0  # below this the gradients themselves do not fit fp16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,29 @@ class StepResult:
     share_changed: float | None
     overflow: bool = False
     loss_scale: float | None = None
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: `scale` multiplies the loss, doubles after `quiet` steps without overflow, halves on overflow."""
+
+    scale: float = INITIAL
+    quiet: int = 0
+
+    def update(self, *, overflow: bool, step: int) -> None:
+        """Raises  RunError FP001 when the scale has fallen below 1: halving will not help any more."""
+        if overflow:
+            self.scale, self.quiet = self.scale / 2, 0
+            if self.scale < SMALLEST:
+                raise RunError(
+                    f"step {step}: the loss scale collapsed to {self.scale:g}: gradients overflow fp16 at any scale",
+                    code="FP001",
+                    fix="precision.preset: bf16-mixed or bf16-lora where bf16 is native, else fp32",
+                )
+        else:
+            self.quiet += 1
+            if self.quiet >= GROWTH_INTERVAL:
+                self.scale, self.quiet = self.scale * 2, 0
 
 
 class Stepper:
@@ -140,7 +166,7 @@ class Stepper:
         return own, total, norm
 
     def _look(self) -> list[Tensor]:
-        return [own_part(p).detach().flatten()[index] for p, index in self._sampled]
+        return [local_part(p).detach().flatten()[index] for p, index in self._sampled]
 
     def non_finite(self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None) -> RunError:
         """NF001 with the module where a non-finite number appears first.
@@ -189,5 +215,13 @@ def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parame
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
         for p in spread(parameters, SAMPLED_PARAMETERS)
-        if (n := own_part(p).numel())
+        if (n := local_part(p).numel())
     ]
+
+
+def spread(things: Sequence[T], most: int) -> list[T]:
+    """At most `most` of them, in their order, drawn with a fixed seed.
+
+    Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance all of the sample can be of one kind.
+    """
+    return [things[i] for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))]

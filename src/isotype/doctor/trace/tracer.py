@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from ...precision.observe.regions import observing
+from ...observe import observing
 from .calls import Calls
 from .context import Recompute
 from .failures import Failures

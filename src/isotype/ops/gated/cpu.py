@@ -17,7 +17,8 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def forward_now(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+@library_op("gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor", fake=lambda x, up, activation: _like(x))
+def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     if up is None:
         (x,) = as_rows(x)
@@ -27,17 +28,15 @@ def forward_now(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return y
 
 
-gated_forward = library_op("gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor", fake=lambda x, up, activation: _like(x))(
-    forward_now
-)
-
-
 def _fake_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
     empty = (0,)
     return _like(x), x.new_empty(empty if up is None else up.shape), x.new_empty(x.shape if product else empty)
 
 
-def backward_now(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+@library_op(
+    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor, Tensor, Tensor)", fake=_fake_backward
+)
+def gated_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and up, and the result again: what is not wanted is empty."""
     dx, dup, y = _fake_backward(x, up, dy, activation, product)
     if up is None:
@@ -49,8 +48,3 @@ def backward_now(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, prod
         *x.shape, x.stride(0), 0 if up is None else up.stride(0), dy.stride(0), _NUMBERS[activation],
     )  # fmt: skip
     return dx, dup, y
-
-
-gated_backward = library_op(
-    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor, Tensor, Tensor)", fake=_fake_backward
-)(backward_now)

@@ -17,19 +17,23 @@ def like(x_BNSD: Tensor) -> Tensor:
     return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
 
 
-def rotate_now(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
-    y_BNSD = torch.empty_like(x_BNSD)
-    if y_BNSD.stride(-1) != 1:
-        y_BNSD = like(x_BNSD)
-    x_BNSD = x_BNSD if x_BNSD.stride(-1) == 1 else x_BNSD.contiguous()
-    KERNELS(
-        "rotate", x_BNSD.dtype, x_BNSD, y_BNSD, cos_BSR.to(torch.float32).contiguous(), sin_BSR.to(torch.float32).contiguous(),
-        *x_BNSD.shape, cos_BSR.shape[-1], *x_BNSD.stride()[:3], *y_BNSD.stride()[:3], cos_BSR.shape[0], interleaved, back,
-    )  # fmt: skip
-    return y_BNSD
+def _table(t: Tensor) -> Tensor:
+    return t if t.dtype is torch.float32 and t.is_contiguous() else t.to(torch.float32).contiguous()
 
 
-rotate = library_op(
-    "rope_cpp(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    fake=lambda x, cos, sin, interleaved, back: like(x),
-)(rotate_now)
+@library_op(
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
+    fake=lambda q, k, cos, sin, interleaved, back: (like(q), like(k)),
+)
+def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    cos_BSR, sin_BSR = _table(cos_BSR), _table(sin_BSR)
+    made: list[Tensor] = []
+    for x in (q_BNSD, k_BMSD):
+        y = like(x)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        KERNELS(
+            "rotate", x.dtype, x, y, cos_BSR, sin_BSR, *x.shape, cos_BSR.shape[-1], *x.stride()[:3], *y.stride()[:3], cos_BSR.shape[0],
+            interleaved, back,
+        )  # fmt: skip
+        made.append(y)
+    return made[0], made[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import RunError
-from ...precision.own_part import is_sharded, own_part, own_rows
+from ...precision.parts import is_sharded, local_part, local_rows
 from .store import Rows
 
 # states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
@@ -79,7 +79,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         )  # fmt: skip
     with torch.no_grad():
         for name, tensor in own.items():
-            part = own_part(tensor)
+            part = local_part(tensor)
             if part.shape != saved[name].shape or part.dtype != saved[name].dtype:
                 raise RunError(
                     f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
@@ -90,7 +90,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def rows_here(model: nn.Module) -> Rows:
     """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors` and `optimizer_tensors`."""
-    sharded = {full: own_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
+    sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
 
     def rows(name: str) -> range | None:
         kind, _, full = name.partition(".")
@@ -104,7 +104,7 @@ def rows_here(model: nn.Module) -> Rows:
 
 def parts_here(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
     """What this process writes: its rows of each sharded tensor; the first one also what every process holds whole."""
-    return {name: own_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)}
+    return {name: local_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)}
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
@@ -115,14 +115,14 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
-            if key in _LIKE_ITS_PARAMETER and tensor.shape != own_part(p).shape:
+            if key in _LIKE_ITS_PARAMETER and tensor.shape != local_part(p).shape:
                 raise RunError(
                     f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter "
-                    f"{list(own_part(p).shape)}", code="CK003", fix="resume with the configuration it was made with",
+                    f"{list(local_part(p).shape)}", code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
             if key in _LIKE_ITS_PARAMETER and is_sharded(p):
                 state = optimizer.state[p][key] = torch.zeros_like(p.detach(), dtype=tensor.dtype)
-                own_part(state).copy_(tensor)
+                local_part(state).copy_(tensor)
                 continue
             copy = copies.get((id(tensor), p.device))
             if copy is None:

@@ -26,7 +26,7 @@ from ...model.load import require_bitsandbytes
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision
 from ...precision.keep_in_fp32 import is_kept_in_fp32, names_kept_in_fp32
-from ...precision.part import Part
+from ...precision.parts import Part
 from ...precision.precision import Precision
 from .families import Family
 from .pipeline import PipelineFolder

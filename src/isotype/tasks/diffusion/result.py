@@ -14,7 +14,7 @@ from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
-from ...precision.part import Part, loaded_on
+from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from .denoiser import frozen_denoiser, put_under
 from .pipeline import PipelineFolder, widen_buffers
@@ -65,7 +65,7 @@ def load_result(
         else:
             model = load_adapter(denoiser, folder)
     else:
-        denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
+        denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(loaded_on(device, part))

@@ -1,4 +1,4 @@
-"""`FILE.py:NAME` or `package.module:NAME`, loaded: what `isotype conform` is given, and the inputs to check it with."""
+"""`FILE.py:NAME` or `package.module:NAME`, loaded: what `isotype doctor conform` is given, and the inputs to check it with."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...counted import counted
 from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...precision.own_optimizer import own_update
-from ...precision.own_part import own_part
-from ..undisturbed import random_state_restored
+from ...libraries import code_of_update
+from ...precision.parts import local_part
+from ...wording import counted
+from ..eval_mode import random_state_restored
 from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
@@ -102,7 +102,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        if (own := own_update(stepper.optimizer)) is not None:
+        if (own := code_of_update(stepper.optimizer)) is not None:
             yield _not_rehearsed(own)
             return
         try:
@@ -151,7 +151,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)
-    filled = _not_zero({name: own_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
+    filled = _not_zero({name: local_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
     lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)]
     if not lost:
         return
@@ -162,7 +162,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
         message=f"{len(lost)} of {len(trained)} trained tensors get no usable gradient: {shown}",
         observed=f"{len(none)} are not reached by backward, {len(lost) - len(none)} get zeros only",
         cause="the loss does not depend on them: a module that this forward does not use, a detach, or activations that underflow",
-        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype trace",
+        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype doctor trace",
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _failed(code: str, what: str, error: Exception) -> Finding:
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
     else:
-        fix = f"isotype explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
+        fix = f"isotype doctor explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
     return Finding(
         code=code, severity=Severity.ERROR, place=Place(symbol=_where(error)), message=f"{what} failed: {text}",
         cause=type(error).__name__, fix=fix,

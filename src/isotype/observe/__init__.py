@@ -1,0 +1,19 @@
+"""Records what a program computes, and compares what a run did with its declared precision: storage, arithmetic and files.
+
+tape       the dispatch mode and the stack of modules that every reader shares
+operators  what each operator does to dtypes
+origin     whose code asked for an operator
+values     tensors, their memory, and what each was computed from
+contract   what is a violation of the declared precision, and what is only counted
+observer   `Observer`: parameters, gradients, states, buffers, files, and the observed steps
+schedule   the choice of the observed steps
+record     the content of `precision.json`, from all observations
+"""
+
+from .observer import Observer
+from .record import UNSEEN, Observation
+from .schedule import is_observed
+from .tape import observing
+from .values import floating_tensors, share_changed
+
+__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "observing", "share_changed"]

@@ -1,0 +1,205 @@
+"""What PyTorch's operators do to dtypes: ATen names, without overload and without a trailing underscore, by their effect.
+
+An operator in none of the sets is elementwise arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRODUCT, SUM, EXACT, CAST, CREATE, ROUND, ARITHMETIC, OPAQUE = "product", "sum", "exact", "cast", "create", "round", "arithmetic", "opaque"
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
+LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PRODUCTS = _names(
+    """
+    mm addmm bmm baddbmm addbmm mv addmv dot vdot addr ger matmul linear linear_backward bilinear _trilinear convolution
+    convolution_overrideable _convolution convolution_backward convolution_backward_overrideable mkldnn_convolution mkldnn_linear conv1d
+    conv2d conv3d conv_transpose1d cudnn_convolution miopen_convolution _scaled_mm _scaled_grouped_mm _int_mm _grouped_mm
+    _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm _addmm_activation _scaled_dot_product_attention_math
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention_backward scaled_dot_product_attention _flash_attention_forward _flash_attention_backward
+    _efficient_attention_forward _efficient_attention_backward _native_multi_head_attention _transformer_encoder_layer_fwd lstm gru
+    rnn_tanh rnn_relu _thnn_fused_lstm_cell _cdist_forward einsum
+    """
+)
+# sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what leaves it is not
+_SUMS = _names(
+    """
+    sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
+    _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
+    nll_loss_backward mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div native_layer_norm
+    native_group_norm native_batch_norm _fused_rms_norm rms_norm layer_norm avg_pool1d avg_pool2d adaptive_avg_pool2d
+    _adaptive_avg_pool2d renorm cosine_similarity dist _foreach_norm index_add scatter_add
+    """
+)
+LOSSES = _names(
+    """
+    _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
+    nll_loss_forward smooth_l1_loss
+    """
+)
+# of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
+LOG_SUMS = _names(
+    """
+    _log_softmax logsumexp
+    """
+)
+# what a norm does to the values that it divides by
+NORM_SUMS = _names(
+    """
+    linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean
+    """
+)
+# functions whose values a table holds
+CURVED = _names(
+    """
+    acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
+    """
+)
+# operators that move, choose or compare values
+_EXACT = _names(
+    """
+    view _unsafe_view reshape _reshape_alias t transpose permute movedim expand slice select unsqueeze squeeze cat stack split
+    split_with_sizes unbind chunk narrow index gather index_select take embedding clone detach alias as_strided masked_fill where
+    constant_pad_nd pad fill zero repeat repeat_interleave roll flip tril triu diagonal lift lift_fresh index_put scatter masked_scatter
+    index_copy index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter masked_select unfold max min amax amin
+    aminmax argmax argmin topk sort argsort maximum minimum clamp clamp_min clamp_max neg abs relu threshold sign copysign eq ne lt le
+    gt ge logical_not logical_and logical_or isnan isinf isfinite nonzero any all view_as_real view_as_complex _conj resolve_conj real
+    imag is_same_size item _local_scalar_dense native_dropout dropout set resize _to_sparse _to_dense to_mkldnn to_padded_tensor _values
+    values _indices indices bernoulli contiguous _nested_view_from_buffer reflection_pad1d replication_pad1d broadcast_tensors expand_as
+    view_as max_pool2d max_pool2d_with_indices unique unique2 _unique2 bincount searchsorted bucketize _index_put_impl pin_memory
+    _pin_memory record_stream swapaxes _foreach_copy _foreach_zero multinomial nan_to_num flatten equal _fused_dropout
+    embedding_dense_backward
+    """
+)
+_CREATES = _names(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided empty_permuted zeros zeros_like new_zeros ones ones_like new_ones full
+    full_like new_full arange range linspace logspace eye rand rand_like randn randn_like randint randint_like randperm normal uniform
+    scalar_tensor tril_indices triu_indices exponential random log_normal cauchy geometric hann_window
+    """
+)
+_CASTS = _names(
+    """
+    _to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision
+    """
+)
+# operators that put values on a grid, or edit their bits
+_ROUNDS = _names(
+    """
+    round floor ceil trunc fix frac fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+    fake_quantize_per_tensor_affine fake_quantize_per_channel_affine _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize frexp nextafter
+    ldexp floor_divide bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__
+    __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+    """
+)
+ADDITIONS = _names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
+RAMPS = _names("arange range linspace logspace")
+CHOICES = _names("topk argmax sort argsort max")
+# an op on memory that is handed in from outside the dispatcher: its result is as good as created here
+_LIFTS = _names("lift lift_fresh lift_fresh_copy")
+# what may be far larger than what it is given, beside products
+_REACHING = _names("pow mul exp square sum linalg_vector_norm add cumsum")
+
+_KINDS = {
+    name: kind
+    for kind, names in (
+        (EXACT, _EXACT), (CREATE, _CREATES), (CAST, _CASTS), (SUM, _SUMS), (PRODUCT, _PRODUCTS), (ROUND, _ROUNDS),
+    )
+    for name in names
+}  # fmt: skip
+# whose kernels another package holds to a contract: bitsandbytes' 4-bit products are declared by `base: nf4`
+_TRUSTED = ("isotype", "bitsandbytes")
+_ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")
+
+
+class Operator:
+    """One overload of an operator, read once from its schema.
+
+    name        of the schema, `add_`; `plain` without the underscore and `_copy`
+    kind        its effect
+    foreign     its full name where it is not PyTorch's; `trusted` where its package holds it to a contract
+    writes      of each argument, whether it is written
+    multiplies  a product or the backward of one; `product` only the former
+    reaches     its result may be far larger than what it is given
+    factory     takes no tensor; `lift` takes memory from outside
+    view        its result shares memory with its input
+    before      a reader's own: called with (op, args, kwargs) first; what it returns goes to `after`
+    """
+
+    __slots__ = (
+        "after", "before", "cast", "factory", "foreign", "func", "kind", "lift", "multiplies", "name", "plain", "product", "reaches",
+        "trusted", "view", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
+        full = str(getattr(packet, "_qualified_op_name", None) or f"higher_order::{getattr(func, '__name__', func)}")
+        space, _, self.name = full.partition("::")
+        plain = self.name if self.name.startswith("__") else self.name.rstrip("_")
+        if plain.endswith("_copy") and plain not in ("_to_copy", "_foreach_copy", "index_copy"):
+            plain = plain.removesuffix("_copy")
+        self.func, self.plain = func, plain
+        self.foreign = None if space in _ATEN else full
+        self.trusted = space in _TRUSTED
+        self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
+        self.writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments) if schema else ()
+        # a question about sizes, strides or layout
+        if self.kind == ARITHMETIC and schema and not any(self.writes) and not any("Tensor" in str(r.type) for r in schema.returns):
+            self.kind = EXACT
+        self.multiplies = self.kind == PRODUCT
+        self.product = self.multiplies and not plain.endswith("_backward")
+        self.reaches = self.product or plain in _REACHING
+        self.cast = self.name in ("_to_copy", "to", "type_as")
+        self.lift = self.name in _LIFTS
+        shares = schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+        self.view = shares and not any(self.writes) and not self.lift
+        self.factory = self.lift or (schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments))
+        self.before: Any = None
+        self.after: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*args, **kwargs)
+
+    def operands(self, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor]]:
+        """Label (the schema's own name) and tensor of every floating operand, those in lists with their index."""
+        yield from floating([(a.name, value) for a, value in zip(self.func._schema.arguments, args)] + list(kwargs.items()))
+
+
+def floating(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors among named values, one level into lists, tuples and dicts."""
+    for label, value in named:
+        if isinstance(value, Tensor):
+            if value.dtype in FLOATS:
+                yield label, value
+        elif isinstance(value, list | tuple | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, Tensor) and item.dtype in FLOATS:
+                    yield f"{label}[{key!r}]", item
+
+
+def floating_operands(args: tuple) -> list[Tensor]:
+    """The floating tensors of positional arguments, one level into lists: the fast form of `Operator.operands`."""
+    found = []
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.dtype in FLOATS:
+                found.append(value)
+        elif type(value) in (list, tuple):
+            found += [item for item in value if isinstance(item, Tensor) and item.dtype in FLOATS]
+    return found

@@ -1,0 +1,196 @@
+"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an observer's, and whose code it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..finding import Place
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+_ISOTYPE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# rooms whose frames stand between an operator and the code that asked for it, or around a program that they run
+OBSERVERS = tuple(os.path.join(_ISOTYPE, room) + os.sep for room in ("observe", "doctor", "testing", "cli"))
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# libraries whose models and layers are what plain practice means here; models of the Hub lie in a folder of transformers' cache
+_PRACTICE = tuple(mark + name + os.sep for mark in _PACKAGES for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
+# computes an adapter's own products where `lora_branch` is fp32
+_BRANCH = os.path.join(_ISOTYPE, "lora", "wide_branch.py")
+# methods of a deferred tensor that run an operator of others on its values
+_HANDS_ON = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
+
+USER, OURS, PRACTICE, ENGINE, OPTIMIZER = "user", "isotype", "practice", "autograd", "torch.optim"
+_OBSERVER, _TORCH, _PYTHON = "observer", "torch", "python"
+
+
+@cache
+def _room(file: str) -> str:
+    if file.startswith(OBSERVERS):
+        return _OBSERVER
+    if file.startswith(TORCH):
+        return OPTIMIZER if file.startswith(TORCH + "optim") else _TORCH
+    if file.startswith(_ISOTYPE):
+        return OURS
+    if any(mark in file for mark in _PACKAGES):
+        return PRACTICE if any(part in file for part in _PRACTICE) else USER
+    return _PYTHON if file.startswith(("<", _STDLIB)) else USER
+
+
+class Caller(NamedTuple):
+    """The kind of code, its file and line, and whether it runs inside a compiled region."""
+
+    kind: str
+    file: str
+    line: int
+    compiled: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.rsplit(os.sep, 1)[-1]}:{self.line}"
+
+    @property
+    def is_lora_branch(self) -> bool:
+        return self.file == _BRANCH
+
+    @property
+    def of_a_library(self) -> bool:
+        return self.kind != USER
+
+
+def caller(*, asked: bool = False) -> Caller:
+    """The caller of the operator that is being dispatched.
+
+    asked  whether to pass by a deferred tensor that became real for it, to the code that asked for the operator
+    """
+    frame: FrameType | None = sys._getframe(1)
+    kind = file = ""
+    line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
+    while frame is not None:
+        code = frame.f_code
+        where = _room(code.co_filename)
+        if where == _TORCH:
+            if not kind and code.co_name == "_engine_run_backward":
+                kind, file, line = ENGINE, code.co_filename, frame.f_lineno
+            compiled = compiled or code.co_name == "compile_wrapper"
+        elif where == OPTIMIZER:
+            if not kind and not optimizer and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step"):
+                optimizer, file, line = True, code.co_filename, frame.f_lineno
+        elif where not in (_OBSERVER, _PYTHON) and not kind and not (asked and where == OURS and code.co_name in _HANDS_ON):
+            kind = OPTIMIZER if optimizer else where
+            if not optimizer:
+                file, line = code.co_filename, frame.f_lineno
+        if kind and not compiler:
+            break  # nothing above can be a compiled region
+        frame = frame.f_back
+    return Caller(kind or USER, file, line, compiled)
+
+
+def written_by_a_family(module: nn.Module) -> bool:
+    """Whether the forward of a module's class, and one that was set on the module itself, are code of transformers and its like."""
+    files = set()
+    for forward in (type(module).forward, module.__dict__.get("forward")):
+        function = inspect.unwrap(getattr(forward, "__func__", forward)) if forward is not None else None
+        if (code := getattr(function, "__code__", None)) is not None:
+            files.add(_room(code.co_filename))
+    return files <= {PRACTICE, OURS}
+
+
+class Site(NamedTuple):
+    """A line of a running function."""
+
+    code: CodeType
+    line: int
+
+    @property
+    def file(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def function(self) -> str:
+        return self.code.co_qualname.replace("<locals>.", "")
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{short(self.file)}:{self.line} in {self.function}"
+
+
+def here(depth: int = 2) -> Site | None:
+    """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if _room(code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON):
+            return Site(code, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def callers(depth: int = 1) -> list[Site]:
+    """Every line on the stack but an observer's, innermost first."""
+    return [Site(frame.f_code, frame.f_lineno) for frame in _frames(depth + 1) if _room(frame.f_code.co_filename) != _OBSERVER]
+
+
+def _frames(depth: int) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place_of(site: Site | None, symbol: str | None = None) -> Place:
+    """Where a finding points to: the line, under `symbol`, or under its function where there is none."""
+    if site is None:
+        return Place(symbol=symbol or None)
+    return Place(file=site.file, line=site.line, symbol=symbol or site.function)
+
+
+def short(file: str) -> str:
+    """A shortened path: the part after site-packages, or relative to the current folder."""
+    for mark in _PACKAGES:
+        if mark in file:
+            return file.rpartition(mark)[2]
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative
+
+
+def in_library(file: str) -> bool:
+    """Whether the file is installed code rather than the user's own."""
+    return _room(file) not in (USER, OURS) or any(mark in file for mark in _PACKAGES)
+
+
+def users_line(stack: list[Site]) -> Site | None:
+    """The innermost line of the user's own code."""
+    return next((site for site in stack if not in_library(site.file)), None)
+
+
+def statement(site: Site) -> str:
+    """The whole statement at a line, on one line (a call may span several)."""
+    lines = linecache.getlines(site.file)
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return site.text
+    holding = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    if not holding:
+        return site.text
+    node = max(holding, key=lambda n: n.lineno)
+    return " ".join(line.strip() for line in lines[node.lineno - 1 : node.end_lineno])

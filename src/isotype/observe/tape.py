@@ -1,0 +1,206 @@
+"""The tape: one dispatch mode and one function mode that show what runs to a reader, and the stack of modules that run.
+
+Readers: the contract of an observed step (`contract`), `isotype doctor trace` and `isotype doctor conform`. A reader gets each operator as
+a call that it has to make itself, so that it can look before, after and at an error, or compute otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..precision.apply import inner_model
+from .operators import Operator
+from .origin import Caller, written_by_a_family
+
+FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
+
+Run = Callable[[Operator, tuple, dict], Any]
+
+
+def observing(hook: Any) -> Any:
+    """Marks a hook that changes nothing. Fused layers fall back to PEFT's code for other hooks, and must not do so in an observed step."""
+    hook.observes = True
+    return hook
+
+
+class Tape(TorchDispatchMode):
+    """Hands each operator that runs to `run(op, args, kwargs)`, which returns its result.
+
+    learned  called with each operator when it is met first
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Run, *, learned: Callable[[Operator], None] | None = None) -> None:
+        super().__init__()
+        self._run, self._learned = run, learned
+        self._known: dict[int, Operator] = {}  # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else PyTorch wraps this mode and imports its compiler: a second and 148 MiB in a run that compiles nothing
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = self._known.get(id(func))
+        if op is None:
+            op = self._known[id(func)] = Operator(func)
+            if self._learned is not None:
+                self._learned(op)
+        return self._run(op, args, kwargs or {})
+
+
+class _BesideCompiler(Tape):
+    """The same mode, hidden from PyTorch's compiler, which would otherwise compile the mode itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def tape(run: Run) -> Tape:
+    """A tape for a program that may compile parts of itself."""
+    return (_BesideCompiler if "torch._dynamo" in sys.modules else Tape)(run)
+
+
+class Calls(TorchFunctionMode):
+    """Hands each call of PyTorch's functions, above the dispatcher, to `run(func, args, kwargs)`, which returns its result."""
+
+    def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":
+            return func(*args)  # an attribute: half of all calls, and no operator
+        return self._run(func, args, kwargs or {})
+
+
+@dataclass
+class Running:
+    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first computed so.
+
+    autocast  whether autocast was on when it began
+    """
+
+    name: str
+    module: nn.Module
+    autocast: bool = False
+    sums: dict[str, Caller] = field(default_factory=dict)
+
+
+class Modules:
+    """The stack of running modules."""
+
+    def __init__(self) -> None:
+        self.stack: list[Running] = []
+
+    @property
+    def module(self) -> str:
+        """The name of the innermost one."""
+        return self.stack[-1].name if self.stack else ""
+
+    def leave(self, module: nn.Module) -> Running | None:
+        """Ends the call of a module, and those inside it that an exception ended."""
+        while self.stack:
+            call = self.stack.pop()
+            if call.module is module:
+                return call
+        return None
+
+    def inside(self, predicate: Callable[[nn.Module], bool]) -> Running | None:
+        """The innermost call of a module that satisfies the predicate."""
+        return next((call for call in reversed(self.stack) if predicate(call.module)), None)
+
+
+class Step(Modules):
+    """The modules of one model that run, and the part of its step that runs.
+
+    A recomputation is a forward inside backward: its module is on the stack, so it counts as forward.
+
+    given  called with what a module is called with from outside any other
+    left   called with each call that ends
+    """
+
+    def __init__(self, model: nn.Module, *, left: Callable[[Running], None]) -> None:
+        super().__init__()
+        self.model, self.left = model, left
+        self.given: Callable[[Any], None] = lambda _: None
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self._after = LOSS
+        self._updating = 0
+
+    def now(self) -> str:
+        if self._updating:
+            return UPDATE
+        if self.stack:
+            return FORWARD
+        if torch._C._current_graph_task_id() != -1:
+            self._after = GRADIENTS
+            return BACKWARD
+        return self._after
+
+    def in_a_part(self) -> bool:
+        """Whether the innermost running module that has weights is a part of the model: not the model itself, nor a wrapper around it."""
+        model = inner_model(self.model)
+        call = self.inside(lambda module: next(module.parameters(), None) is not None)
+        return call is not None and all(module is not model for module in call.module.modules())
+
+    def switched_off_by_family(self) -> bool:
+        """Whether code of transformers has switched off, inside its module, the autocast under which that module was called.
+
+        So a family asks for fp32 whatever a run's precision is (Flint's scores, HY V4's mixing of streams).
+        """
+        if torch.is_autocast_enabled(self._device_type):
+            return False
+        call = next((call for call in reversed(self.stack) if call.autocast), None)
+        return call is not None and written_by_a_family(call.module)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Hooks every module and every optimizer."""
+        hooks: list[Any] = []
+        for name, module in self.model.named_modules():
+            with suppress(RuntimeError):  # a scripted module takes no hooks
+                entering = observing(self._entering(name or type(module).__name__))
+                hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+        hooks += [register_optimizer_step_pre_hook(self._update(1)), register_optimizer_step_post_hook(self._update(-1))]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._after = LOSS
+            if not self.stack:
+                self.given((args, kwargs))
+            self.stack.append(Running(name, module, autocast=torch.is_autocast_enabled(self._device_type)))
+
+        return hook
+
+    @observing
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (call := self.leave(module)) is not None:
+            self.left(call)
+
+    def _update(self, by: int) -> Any:
+        def hook(*_: Any) -> None:
+            self._updating = max(0, self._updating + by)
+
+        return hook

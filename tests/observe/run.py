@@ -1,0 +1,77 @@
+"""Runs a program as the training loop does: which steps are watched, and what is looked at in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.config.schema import TrainSection
+from isotype.observe import Observation, Observer, is_observed
+from isotype.precision import PRESETS
+from isotype.precision.accumulate import GradientAccumulator
+from isotype.precision.apply import apply_precision, generating
+from isotype.precision.precision import Precision
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.loss import batch_loss_sum
+from isotype.training.optimizer import build_optimizer
+from isotype.training.step import Stepper
+from tests.models import rows
+
+from .program import Program
+
+BATCH = collate(rows(2), pad_id=0)
+RATE = 1e-3
+
+
+@dataclass
+class Run:
+    """A model under its precision, and the stepper that trains it; `loss` replaces the loop's own."""
+
+    model: nn.Module
+    stepper: Any
+    observer: Observer
+    loss: Any = None
+
+
+def set_up(model: nn.Module, precision: Precision, *, optimizer: str = "adamw", apply: bool = True) -> Run:
+    if apply:
+        apply_precision(model, precision, device_type="cpu")
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
+    train = TrainSection(learning_rate=RATE, optimizer=optimizer)
+    built = build_optimizer(model, train, precision, accumulator.gradient)
+    stepper = Stepper(model, built, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss))
+    return Run(model, stepper, Observer(model, precision))
+
+
+def watched_step(run: Run, step: int, batches: Any = (BATCH,)) -> Observation:
+    stepper = run.stepper
+    with run.observer.watch(step, optimizer=stepper.optimizer, gradient=stepper.accumulator.gradient) as seen:
+        stepper(list(batches), step=step, learning_rate=RATE, watch_changes=True)
+    run.observer.look_at_loss(seen, stepper.loss_dtype)
+    return seen
+
+
+def observed(program: Program) -> list[Observation]:
+    """What every look of the program's run saw."""
+    precision = PRESETS[program.preset].but(**program.precision)
+    model = program.build()
+    run = set_up(model, precision)
+    if program.generate:
+        with torch.no_grad(), generating(model), run.observer.watch(0, role="generate") as seen:
+            model.generate(BATCH.input_ids[:1, :5], 3)
+        return [seen]
+    program.prepare(run)
+    if run.loss is not None:
+        run.stepper.loss_sum = lambda m, b: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:])
+    looks = []
+    for step in range(1, program.steps + 1):
+        program.before_step(run, step)
+        if is_observed(step, every=100, seed=0, total=program.steps) or run.observer.changed():
+            looks.append(watched_step(run, step))
+        else:
+            run.stepper([BATCH], step=step, learning_rate=RATE, watch_changes=False)
+    return looks

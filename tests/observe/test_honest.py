@@ -1,0 +1,492 @@
+"""Plain practice is not accused: families of transformers, LoRA, 4-bit bases, recomputation, eager attention, dropout, tied weights.
+
+Arithmetic that is none of the watched kinds is counted.
+"""
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isotype.optimize import optimize
+from isotype.precision import PRESETS
+from isotype.precision.apply import generating
+from tests.models import SIZES, lora, quantised
+
+from .made_narrow import MAKERS, dropout
+from .run import BATCH, set_up, watched_step
+from .tiny import MLP, Attention, Tiny, tiny
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 8, "factor": 16.0,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16},
+    # attention with dropout is made of fp32 products inside PyTorch's own
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+    # a router in fp32, and the weights of all experts in one tensor
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 8, "decoder_sparse_step": 1, **EXPERTS},
+    # widen the residual stream by themselves
+    "mamba": {"state_size": 4},
+    "xglm": {"ffn_dim": 48, "attention_heads": 4, "num_layers": 2, "d_model": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    # casts its table of positions to the dtype of its activations, and keeps it so
+    "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "dff": 48},
+    # a logsumexp of scores in attention
+    "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    # switch autocast off for what they want in fp32: scores, the mixing of streams
+    "flint": {"head_dim": 8},
+    "hy_v4": {
+        "n_routed_experts": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 8,
+        **EXPERTS,
+    },
+    # makes a table of a list of numbers in its first forward
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
+}
+CASES = [
+    *((family, "bf16-mixed", "") for family in FAMILIES),
+    ("gpt2", "bf16-mixed", "eager"),
+    ("llama", "fp32", ""),
+    ("llama", "bf16-pure", "optimized"),
+    ("llama", "fp16-mixed", ""),
+    ("llama", "bf16-lora", ""),
+    ("llama", "bf16-lora", "optimized"),
+    ("llama", "nf4-lora", "optimized"),
+    ("llama", "bf16-mixed", "reentrant"),
+    ("gemma2", "nf4-lora", "recomputed"),
+    ("hy_v4", "bf16-lora", "recomputed"),
+    ("gemma2", "bf16-mixed", "eager"),
+]
+
+
+def built(family: str, preset: str, how: str):
+    torch.manual_seed(0)
+    more = {"attn_implementation": "eager"} if how == "eager" else {}
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **more})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+        model = quantised(model)
+    if preset.endswith("lora"):
+        model = lora(model, lora_dropout=0.1)
+    if how == "optimized":
+        optimize(model, PRESETS[preset])
+    if how in ("recomputed", "reentrant"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+        model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize(("family", "preset", "how"), CASES, ids=["-".join(filter(None, case)) for case in CASES])
+def test_common_practice_gives_no_violation(family, preset, how):
+    run = set_up(built(family, preset, how), PRESETS[preset])
+    run.model.train()
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+    run.model.eval()
+    with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
+        run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert [finding.message for finding in made.violations] == []
+    assert not made.unobserved
+
+
+def test_tables_that_a_family_stores_with_its_weights_are_no_violation():
+    """MiniMax's decays are buffers of the model's file: a base in bf16 has them in bf16."""
+    changes = {"num_local_experts": 4, "head_dim": 8, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]}
+    config = AutoConfig.for_model("minimax", **{**SIZES, **changes})
+    torch.manual_seed(0)
+    model = lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    tables = {name: buffer for name, buffer in model.named_buffers() if name.endswith("slope_rate")}
+    assert {buffer.dtype for buffer in tables.values()} == {torch.bfloat16}
+    seen = watched_step(set_up(model, PRESETS["bf16-lora"]), 1)
+    assert [finding.message for finding in seen.violations] == []
+
+
+def test_an_entropy_that_a_family_computes_in_compute_is_no_loss():
+    """BLT ends a patch where the entropy of a small model of its own is high."""
+    part = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model(
+        "blt", vocab_size=96, use_cache=False, encoder_hash_byte_group_vocab=50, encoder_hash_byte_group_size=[3],
+        patcher_config=part, encoder_config={**part, "hidden_size_global": 64}, decoder_config={**part, "hidden_size_global": 64},
+        global_config={**part, "hidden_size": 64},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    seen = watched_step(set_up(model, PRESETS["bf16-lora"]), 1)
+    assert [finding.message for finding in seen.violations] == []
+
+
+def test_a_narrowed_table_of_rotary_positions_is_a_violation():
+    run = set_up(built("llama", "bf16-mixed", ""), PRESETS["bf16-mixed"])
+    rotary = run.model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+    assert any("inv_freq is bf16" in finding.message for finding in watched_step(run, 1).violations)
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
+def test_a_plain_pytorch_model_gives_no_violation(preset):
+    seen = watched_step(set_up(tiny(), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class LogProbabilities(MLP):
+    """Features from log-probabilities, and from their sum, as a layer of remote code may have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_softmax = torch.nn.LogSoftmax(-1)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(self.log_softmax(y) - y.logsumexp(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "bf16-pure", "fp16-mixed"])
+def test_a_log_softmax_of_a_layer_is_no_loss(preset):
+    seen = watched_step(set_up(tiny(mlp=LogProbabilities), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class TokenShift(MLP):
+    """Mixes each position with the one before by a weight of its own, cast to the dtype of the activations, in two places."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.mix = torch.nn.Parameter(torch.full((self.up.in_features,), 0.3))
+
+    def forward(self, x):
+        mix = self.mix.to(x.dtype)
+        return super().forward(x * mix + torch.nn.functional.pad(x, (0, 0, 1, -1)) * (1 - mix))
+
+
+class Threshold(MLP):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.threshold = torch.nn.Parameter(torch.full((self.down.out_features,), 0.01))
+
+    def forward(self, x):
+        y, t = super().forward(x), self.threshold.to(x.dtype)
+        return torch.where(y > t, y, y * 0.1 + t)
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("mlp", [TokenShift, Threshold])
+def test_a_weight_that_the_model_itself_casts_to_compute_gives_no_violation(mlp, preset):
+    run = set_up(tiny(mlp=mlp), PRESETS[preset])
+    for step in (1, 2):
+        assert [finding.message for finding in watched_step(run, step).violations] == []
+
+
+class Masks(MLP):
+    """Few values that are none of the model's: masks, signs, counts, a stream's own steps."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.decays = torch.nn.Parameter(torch.arange(1.0, 1 + self.up.in_features).log())
+
+    def forward(self, x):
+        y = super().forward(x)
+        kept = (y.detach() > 0).to(y.dtype)
+        shrunk = torch.where(kept > 0, y, torch.zeros_like(y)).sign() * y.abs().clamp(min=1e-6).log1p()
+        place = (kept.cumsum(1) - 1).clamp(min=0)
+        return y * kept / 0.8 + shrunk * (place < 4).to(y.dtype) * torch.exp(-self.decays.exp()).to(y.dtype)
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32", "fp16-mixed"])
+def test_masks_signs_and_counts_are_not_taken_for_rounded_values(preset):
+    run = set_up(tiny(mlp=Masks), PRESETS[preset])
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+class CountsOfChoices(MLP):
+    """How often each entry of a codebook is the nearest one, counted in three ways."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("codes", torch.arange(16.0 * self.up.in_features).cos().view(16, -1), persistent=False)
+        self.register_buffer("used", torch.zeros(16), persistent=False)
+
+    def forward(self, x):
+        nearest = torch.cdist(x.detach().float().flatten(0, 1), self.codes).argmin(-1)
+        with torch.no_grad():
+            self.used.copy_(torch.nn.functional.one_hot(nearest, 16).float().mean(0))
+            self.used.add_(torch.bincount(nearest, minlength=16).float() / len(nearest))
+            self.used.scatter_add_(0, nearest, torch.ones(len(nearest)))
+        return super().forward(x)
+
+
+class LearnedSink(Attention):
+    """As gpt-oss has it: a weight in `compute` beside the scores, whose softmax is taken in fp32."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.sinks = torch.nn.Parameter(torch.arange(4.0).cos())
+
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores.masked_fill(future, float("-inf")), sinks], -1).softmax(-1, dtype=torch.float32)
+        return weights[..., :-1].to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32", "fp16-mixed"])
+@pytest.mark.parametrize("part", [{"mlp": CountsOfChoices}, {"attention": LearnedSink}], ids=["counts", "sink"])
+def test_counts_of_choices_and_weights_beside_scores_give_no_violation(part, preset):
+    seen = watched_step(set_up(tiny(**part), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class Layouts(MLP):
+    """Tensors without a dense storage of their own: a sparse graph in three forms, rows of several lengths, the meta device."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        graph = torch.eye(self.up.in_features) + torch.eye(self.up.in_features).roll(1, 0) / 2
+        self.register_buffer("coordinates", graph.to_sparse(), persistent=False)
+        self.register_buffer("compressed", graph.to_sparse_csr(), persistent=False)
+
+    def forward(self, x):
+        y = super().forward(x)
+        columns = x.flatten(0, 1).T
+        ends = torch.arange(x.shape[-1])
+        drawn = torch.sparse_coo_tensor(torch.stack([ends, ends.flip(0)]), self.up.weight[0], check_invariants=False)
+        for graph in (self.coordinates, self.compressed, drawn):
+            y = y + 0.1 * (graph @ columns).T.reshape(x.shape)
+        rows = torch.nested.nested_tensor([x.detach()[0], x.detach()[1, :3]])
+        jagged = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+        shape = self.act(torch.empty(x.shape, device="meta")).shape
+        return (y + torch.nested.to_padded_tensor(rows, 0.0) + self.down(self.act(self.up(jagged))).to_padded_tensor(0.0)).reshape(shape)
+
+
+def test_sparse_nested_and_meta_tensors_are_looked_at_like_others():
+    run = set_up(tiny(mlp=Layouts), PRESETS["fp32"])
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+class Bagged(torch.nn.Module):
+    """Embeddings of words, each the sum of a bag of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(96, 32, mode="sum")
+
+    def forward(self, ids):
+        return self.bag(ids.reshape(-1, 1)).view(*ids.shape, -1)
+
+
+def test_a_bag_of_embeddings_leaves_in_compute_as_embeddings_do():
+    assert [finding.message for finding in watched_step(set_up(tiny(embed=Bagged), PRESETS["bf16-mixed"]), 1).violations] == []
+
+
+def test_a_product_of_an_objectives_own_gives_no_violation_in_backward():
+    """A contrastive loss multiplies normalised hidden states in fp32."""
+    run = set_up(tiny(), PRESETS["bf16-mixed"])
+
+    def loss_sum(model, batch):
+        z = model(**batch.inputs).logits.float()
+        h = torch.nn.functional.normalize(z.mean(1), dim=-1)
+        scores = h @ h.t()
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(h))) + z.logsumexp(-1).sum()
+
+    run.stepper.loss_sum = loss_sum
+    assert [finding.message for finding in watched_step(run, 1).violations] == []
+
+
+def test_a_whole_number_in_a_narrow_buffer_gives_no_violation():
+    model = tiny()
+    model.layers[1].mlp.register_buffer("scale", torch.tensor(2.0, dtype=torch.bfloat16))
+    assert [finding.message for finding in watched_step(set_up(model, PRESETS["fp32"]), 1).violations] == []
+
+
+def test_a_table_of_rotations_in_compute_under_fused_lora_gives_no_violation():
+    """The gradient of what a table rotated is summed into an adapter's fp32 gradient by Isotype's own product."""
+    settings = peft.LoraConfig(r=4, target_modules=["qkv", "out"])
+    narrow = tiny().to(torch.bfloat16)
+    narrow.rotary = type(narrow.rotary)()
+    model = peft.get_peft_model(narrow, settings)
+    optimize(model, PRESETS["bf16-lora"])
+    assert [finding.message for finding in watched_step(set_up(model, PRESETS["bf16-lora"]), 1).violations] == []
+
+
+def test_complex_weights_are_not_counted_as_integers():
+    """transformers' `from_pretrained` leaves them without a gradient."""
+    model = tiny()
+    model.layers[1].mlp.phase = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+    seen = watched_step(set_up(model, PRESETS["fp32"]), 1)
+    assert seen.unseen["base"] == {"complex numbers, which no precision declares": 1}
+
+
+class OfPyTorchs(MLP):
+    """Attention with dropout by PyTorch's own layer, a quantile, random slopes, and a table of a list of numbers."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.attention = torch.nn.MultiheadAttention(self.up.in_features, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        y = x + self.attention(x, x, x, need_weights=False)[0]
+        y = y * (y >= y.float().quantile(0.1, -1, keepdim=True).to(y.dtype))
+        slopes = torch.tensor([2.0**-i for i in range(8)]).repeat(y.shape[-1] // 8).to(y.dtype)
+        return super().forward(torch.nn.functional.rrelu(y * slopes, training=True))
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32"])
+def test_what_pytorch_composes_of_other_operators_gives_no_violation(preset):
+    seen = watched_step(set_up(tiny(mlp=OfPyTorchs), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class SwitchedOff(torch.nn.Module):
+    """A program that switches autocast off around a layer of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = tiny_model_of_transformers().model.layers[0].mlp
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.own(x.float()).to(x.dtype)
+
+
+def tiny_model_of_transformers():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+
+
+def test_only_a_family_may_switch_autocast_off():
+    seen = watched_step(set_up(tiny(mlp=SwitchedOff), PRESETS["bf16-mixed"]), 1)
+    assert any("layers.1.mlp" in finding.message and "multiplies in fp32" in finding.message for finding in seen.violations)
+
+
+# the dtype in which each preset computes, and one that it has not
+TWINS = [
+    ("bf16-mixed", torch.bfloat16, torch.float16),
+    ("fp32", torch.float32, torch.bfloat16),
+    ("fp16-mixed", torch.float16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("preset", "declared", "other"), TWINS, ids=[twin[0] for twin in TWINS])
+@pytest.mark.parametrize("name", MAKERS)
+def test_numbers_made_in_compute_and_exact_numbers_give_no_violation(name, preset, declared, other):
+    ramp = name in ("linspace", "arange")
+    for dtype, number in ((torch.float32 if ramp else declared, 1 / 0.9), (other, 0.5), (other, 1), (other, -0.75)):
+        seen = watched_step(set_up(tiny(mlp=dropout(MAKERS[name], dtype, number)), PRESETS[preset]), 1)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+class SigmoidGateInFp16(MLP):
+    def forward(self, x):
+        return super().forward(x * torch.sigmoid(x.to(torch.float16)).to(x.dtype))
+
+
+class NarrowPooling(MLP):
+    def forward(self, x):
+        return super().forward(x - x.bfloat16().mean(-1, keepdim=True).to(x.dtype))
+
+
+class RoundedWeight(MLP):
+    """Weights rounded to 16 levels at each call, as in quantisation-aware training."""
+
+    def forward(self, x):
+        scale = self.up.weight.detach().abs().amax(1, keepdim=True) / 7
+        levels = (self.up.weight / scale).round().clamp(-8, 7) * scale
+        return self.down(self.act(torch.nn.functional.linear(x, self.up.weight + (levels - self.up.weight).detach())))
+
+
+class WideFromTheStart(Tiny):
+    def embedded(self, input_ids):
+        return self.embed(input_ids).float()
+
+
+@pytest.mark.parametrize(
+    ("build", "preset", "counted"),
+    [
+        (lambda: tiny(mlp=SigmoidGateInFp16), "bf16-mixed", ("sigmoid in layers.1.mlp", "fp16")),
+        (lambda: tiny(mlp=NarrowPooling), "fp32", ("mean in layers.1.mlp", "bf16")),
+        (lambda: tiny(mlp=RoundedWeight), "bf16-mixed", None),
+        (WideFromTheStart, "bf16-mixed", ("layers.0", "fp32")),
+    ],
+)
+def test_other_arithmetic_is_counted_and_never_accused(build, preset, counted):
+    seen = watched_step(set_up(build(), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert counted is None or (seen.arithmetic + seen.promotions)[counted] > 0
+
+
+class MasksAndCounts(MLP):
+    """Masks and counts in a narrow dtype, whose bounds are no values."""
+
+    dtype = torch.bfloat16
+
+    def forward(self, x):
+        y = super().forward(x)
+        bound = torch.full(y.shape[-2:], float("-inf"), dtype=self.dtype).triu(1 + y.shape[-1])
+        lowest = torch.full(y.shape, torch.finfo(self.dtype).min, dtype=self.dtype)
+        large = torch.full(y.shape, -1e4, dtype=self.dtype)
+        y = torch.maximum(torch.maximum(y + bound, lowest), large)
+        kept = torch.ones(y.shape, dtype=self.dtype).masked_fill(torch.rand(y.shape) < 0.1, 0.0)
+        signs = torch.where(torch.rand(y.shape) < 0.5, torch.full_like(kept, -1), torch.ones_like(kept))
+        whole = torch.full(y.shape, 100, dtype=torch.int64) * torch.tensor([True])
+        return (y * kept * signs * (whole > 3) + torch.arange(8, dtype=self.dtype).repeat(y.shape[-1] // 8) * 2.0**-4).to(x.dtype)
+
+
+class Fp16MasksAndCounts(MasksAndCounts):
+    dtype = torch.float16
+
+
+@pytest.mark.parametrize(("preset", "made"), [("bf16-mixed", MasksAndCounts), ("fp16-mixed", Fp16MasksAndCounts)])
+def test_masks_and_counts_in_compute_give_no_violation(preset, made):
+    seen = watched_step(set_up(tiny(mlp=made), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+class NarrowMasks(MasksAndCounts):
+    """Those that are filled, in a dtype that the run does not have."""
+
+    def forward(self, x):
+        y = MLP.forward(self, x)
+        bound = torch.full(y.shape[-2:], float("-inf"), dtype=self.dtype).triu(1 + y.shape[-1])
+        lowest = torch.full(y.shape, torch.finfo(self.dtype).min, dtype=self.dtype)
+        kept = torch.ones(y.shape, dtype=self.dtype).masked_fill(torch.rand(y.shape) < 0.1, 0.0)
+        return torch.maximum(y + bound, lowest) * kept + torch.arange(y.shape[-1], dtype=self.dtype) * torch.zeros(1)
+
+
+class Fp16Masks(NarrowMasks):
+    dtype = torch.float16
+
+
+@pytest.mark.parametrize("made", [NarrowMasks, Fp16Masks])
+def test_masks_in_a_narrow_dtype_are_exact(made):
+    seen = watched_step(set_up(tiny(mlp=made), PRESETS["fp32"]), 1)
+    assert [finding.message for finding in seen.violations] == []

@@ -1,0 +1,56 @@
+"""What changes between two looks is noticed; what does not change is not."""
+
+import pytest
+import torch
+
+from isotype.observe.schedule import Changes, is_observed
+from tests.observe.tiny import MLP, tiny
+
+
+class Other(MLP):
+    pass
+
+
+CHANGES = {
+    "a hook": lambda m: m.layers[0].mlp.register_forward_hook(lambda *_: None),
+    "a backward hook": lambda m: m.layers[1].mlp.register_full_backward_hook(lambda *_: None),
+    "a hook of a weight": lambda m: m.head.weight.register_hook(lambda g: g),
+    "a buffer": lambda m: setattr(m.rotary, "inv_freq", m.rotary.inv_freq.double()),
+    "a weight": lambda m: setattr(m.embed.weight, "data", m.embed.weight.data.half()),
+    "a forward": lambda m: setattr(m.layers[0].mlp, "forward", lambda x: x),
+    "a module": lambda m: setattr(m.layers[0], "mlp", MLP()),
+    "a class": lambda m: setattr(m.layers[0].mlp, "__class__", Other),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_reported_once(what):
+    model = tiny()
+    changes = Changes(model)
+    model(torch.arange(8)[None]).logits.sum().backward()
+    assert not changes.found()
+    CHANGES[what](model)
+    assert changes.found()
+    changes.remember()
+    assert not changes.found()
+
+
+def test_a_large_model_is_compared_in_parts():
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(300))
+    changes = Changes(model)
+    model[-1].weight.data = model[-1].weight.data.half()
+    assert sum(changes.found() for _ in range(3)) == 1
+
+
+def test_observed_steps_depend_on_the_seed_only():
+    def drawn(seed):
+        return [s for s in range(1, 401) if is_observed(s, every=100, seed=seed, total=400)]
+
+    assert {1, 100, 200, 300, 400} <= set(drawn(0))
+    assert 6 <= len(drawn(0)) <= 9
+    assert drawn(0) == drawn(0)
+    assert len({tuple(drawn(seed)) for seed in range(8)}) > 4
+
+
+def test_a_short_run_has_several_observed_steps():
+    assert sum(is_observed(s, every=100, seed=0, total=6) for s in range(1, 7)) > 1
