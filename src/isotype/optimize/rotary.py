@@ -1,4 +1,4 @@
-"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`instances.rebuilt`).
+"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`rebuilt`).
 
 It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that is only named like a rotation is left
 alone, with a line in the manifest.
