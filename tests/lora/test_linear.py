@@ -113,7 +113,7 @@ def test_autocast_does_not_reach_inside_and_backward_may_run_under_it():
         assert torch.equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("trainable", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("branch_fp32", [False, True])
 @pytest.mark.parametrize("case", ["shared", "expanded", "retained", "second consumer", "view"])
 def test_writes_into_no_tensor_of_others(case, branch_fp32, trainable):

@@ -50,6 +50,7 @@ def test_no_gradient_is_farther_from_fp64_than_pefts(outcomes):
     assert not far
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [0.37, 8.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_other_scales_and_a_frozen_weight(scale, bias):

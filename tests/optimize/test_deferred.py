@@ -277,6 +277,7 @@ def test_deferred_logits_use_the_autocast_of_their_forward():
     torch.testing.assert_close(x.materialise(), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])

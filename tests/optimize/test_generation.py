@@ -77,11 +77,14 @@ def made(preset, adapter):
 
 LORA, RSLORA, DORA = {}, {"use_rslora": True}, {"use_dora": True}
 WHOLE = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "v_proj", "down_proj"]}
-CASES = [
-    *((preset, LORA) for preset in ("fp32", "bf16-lora", "nf4-lora", "fp16-mixed")),
-    *((preset, None) for preset in ("bf16-mixed", "bf16-pure")),
-    ("nf4-lora", RSLORA), ("nf4-lora", DORA), ("nf4-lora", WHOLE), ("bf16-lora", DORA), ("bf16-lora", WHOLE),
+MORE = [
+    ("fp32", LORA), ("fp16-mixed", LORA), ("bf16-pure", None), ("nf4-lora", RSLORA), ("nf4-lora", DORA), ("bf16-lora", DORA),
+    ("bf16-lora", WHOLE),
 ]  # fmt: skip
+CASES = [
+    *[("bf16-lora", LORA), ("nf4-lora", LORA), ("bf16-mixed", None), ("nf4-lora", WHOLE)],
+    *(pytest.param(*case, marks=pytest.mark.full) for case in MORE),
+]
 
 
 @pytest.mark.parametrize(("preset", "adapter"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v) if v else str(v))

@@ -287,6 +287,7 @@ PARTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained_before", [False, True], ids=["at once", "after a step"])
 @pytest.mark.parametrize("part", PARTS)
 def test_weights_made_by_a_parametrization_after_optimize_are_used_and_made_as_often(part, trained_before):
