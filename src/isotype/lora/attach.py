@@ -144,12 +144,12 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | No
         adapter, a, b, dropout, base = parts_of(layer)
     else:
         plan: Plan | None = layer.__dict__.get(_PLAN)
-        same = plan is not None and layer._active_adapter == plan.active
-        if same and plan.reason is None:
+        if plan is None or layer._active_adapter != plan.active:
+            plan = look_again(layer)
+        if plan.reason is None:
             # an adapter may be deleted and added again under the same name; accelerate's forward loads a weight for each call
             same = layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a and plan.base.__dict__.get("forward") is plan.forward
-        if not same:
-            plan = look_again(layer)
+            plan = plan if same else look_again(layer)
         if plan.reason is not None:
             return None
         adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base

@@ -227,7 +227,7 @@ class LoraGroup(torch.autograd.Function):
             ys = [y.to(out) for y in ys]
         ctx.make_x, kept_x = kept_for(x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None)
         ctx.save_for_backward(xa_TR, a_RK, *bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
-        ctx.given = scales, states, compute, x.shape, x.dtype, now, all_none(flat[4::TENSORS])
+        ctx.given = scales, states, compute, x.shape, x.dtype, now
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
         ctx.set_materialize_grads(False)
@@ -242,8 +242,8 @@ class LoraGroup(torch.autograd.Function):
         bs, weights, kept_x = rest[:n], rest[n : 2 * n], rest[3 * n :]
         if all_none(dys):
             return (None,) * (4 + len(needs))
-        scales, states, compute, x_shape, x_dtype, now, plain = ctx.given
-        keeps = None if plain else rest[2 * n : 3 * n]
+        scales, states, compute, x_shape, x_dtype, now = ctx.given
+        keeps = None if all_none(rest[2 * n : 3 * n]) else rest[2 * n : 3 * n]
         slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
         with now_without_autocast() if now else autocast_off(xa_TR):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]

@@ -204,8 +204,9 @@ def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) 
 
 def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
     half = s.attention
-    attention = self._modules[half.part]
-    normed, residual = (x, x) if half.before is None else norms.with_residual(self._modules[half.before], x, None)
+    children: Any = self._modules
+    attention = children[half.part]
+    normed, residual = (x, x) if half.before is None else norms.with_residual(children[half.before], x, None)
     if layers_running and has_hooks(attention):
         hooks_read_here()
     attended: Tensor = attention(hidden_states=normed, **given)[0]
@@ -214,11 +215,12 @@ def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tenso
 
 def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) -> Tensor:
     half = s.mlp
-    mlp = self._modules[half.part]
+    children: Any = self._modules
+    mlp = children[half.part]
     if residual is not None and (half.before is None or s.scale is not None):
         # no norm reads this sum, or its terms are not added as they are
         x, residual = _sum(self, s, residual, x), None
-    normed, total = (x, x) if half.before is None else norms.with_residual(self._modules[half.before], x, residual)
+    normed, total = (x, x) if half.before is None else norms.with_residual(children[half.before], x, residual)
     if layers_running and has_hooks(mlp):
         hooks_read_here()
     made = mlp(normed)[0] if s.mlp_first else mlp(normed)

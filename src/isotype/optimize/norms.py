@@ -69,7 +69,8 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees the call."""
     method = norm.__dict__.get("forward")
     ours = type(method) is InstanceMethod and method.function is norm_forward and not torch.compiler.is_dynamo_compiling()
-    if not ours or "weight" not in norm._parameters or _changed_by_hooks(norm):
+    hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    if not ours or "weight" not in norm._parameters or (hooks and _changed_by_hooks(norm)):
         # no wrapper around it, on a weight that is its parameter and not made from others; a hook may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
@@ -80,8 +81,6 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
 
 
 def _changed_by_hooks(norm: nn.Module) -> bool:
-    if not (norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks):
-        return False
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values())
 
