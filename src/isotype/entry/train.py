@@ -49,7 +49,7 @@ def train(
     config: RunConfig | str | Path | None = None,
     *,
     model: Given = None,
-    data: Given | list[str] = None,
+    data: Any = None,
     images: Given | list[str] = None,
     diffusion: Given = None,
     adapter: Given = None,
@@ -72,6 +72,7 @@ def train(
     config     a RunConfig, or a YAML file; sections given beside it win
     model ...  each section as a name (model.name, data.train, images.train, adapter.kind, precision.preset, run.folder,
                parallel.kind), a mapping, or its class
+    data       also rows: a list of them, a datasets.Dataset, a pandas or polars frame; or a mapping whose train and eval are such
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
     accept_changes  with resume: accepts changes that make it another run, as `--yes` does
@@ -91,9 +92,13 @@ def train(
         from ..training.preflight.codes import check_skips
 
         check_skips(skip)
+    from ..data.in_memory import as_source
+
+    if isinstance(data, Mapping):
+        data = {key: as_source(value) if key in ("train", "eval") else value for key, value in data.items()}
     given = {
         "model": model,
-        "data": data,
+        "data": as_source(data),
         "images": images,
         "diffusion": diffusion,
         "adapter": adapter,
