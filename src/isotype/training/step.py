@@ -85,7 +85,7 @@ class Stepper:
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_sum, self.world, self.sharding = loss_sum, world, sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
-        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
+        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
         self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
@@ -181,7 +181,7 @@ class Stepper:
         if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
             return error
         found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
-        rank, (_, message, fix) = next(((rank, told) for rank, told in enumerate(found) if told[0]), (0, found[0]))
+        rank, (_, message, fix) = next(((rank, one) for rank, one in enumerate(found) if one[0]), (0, found[0]))
         return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
 
 
