@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
         fail_on: str = typer.Option("error", help="Exit 1 from this severity on: error, warning or note."),
     ) -> None:
         from ..doctor.output import answer
-        from ..doctor.trace.program import Target, plain_traceback, run, stdout_to_stderr
+        from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
         parsed = Target.parse(target)
         arguments = list(context.args)
