@@ -44,7 +44,7 @@ def conform(
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.output import answer
         from ..testing.amp.check import ampcheck
-        from ..testing.amp.target import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target, inputs)
         with triton_interpreted_without_gpu():
