@@ -30,8 +30,8 @@ from isotype.config.load import load
 from isotype.dtypes import to_torch
 from isotype.environment.hardware import detect
 from isotype.errors import IsotypeError, UsageError
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.observe import Observer
+from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.precision.presets import PRESETS
 from isotype.tasks.diffusion.batches import Batch

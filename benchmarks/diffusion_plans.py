@@ -22,8 +22,8 @@ from isotype.tasks.diffusion.denoiser import built, quantised_layers
 from isotype.tasks.diffusion.families import Family
 from isotype.tasks.diffusion.families.flux import Flux
 from isotype.tasks.diffusion.families.sd3 import SD3
-from isotype.training.memory.bound import held_bytes
-from isotype.training.memory.quantised_outline import quantise_outline
+from isotype.training.memory.outline import quantise_outline
+from isotype.training.memory.plan import held_bytes
 from isotype.training.setup import resolve_precision
 
 FLUX_DEV = {

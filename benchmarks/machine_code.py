@@ -55,7 +55,7 @@ def cases() -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
 
 
 def main() -> int:
-    from isotype.doctor.kernels.wrapper import check_wrapper
+    from isotype.doctor.kernels.calls import check_wrapper
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))

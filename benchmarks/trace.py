@@ -1,4 +1,4 @@
-"""What `isotype trace` costs a step: the same training with and without it, in turns, as a ratio.
+"""What `isotype doctor trace` costs a step: the same training with and without it, in turns, as a ratio.
 
     python benchmarks/trace.py                       # a step of small tensors (all Python) and one of matrix products
     python benchmarks/trace.py --size small --steps 64 --rounds 3

@@ -2,7 +2,7 @@
 
 The pages are copied as they lie in the repository (docs, benchmarks and the files beside README.md), so that links between
 them stay valid. Two things are done to the copy: links to files that are no pages become the file's path as text, and each family of
-the doctor's codes gets a page, with the text that `isotype explain CODE` prints.
+the doctor's codes gets a page, with the text that `isotype doctor explain CODE` prints.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def write_codes(folder: Path) -> None:
         (folder / f"{family}.md").write_text(f"# {family}\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
     listed = "\n".join(families)
     (folder / "index.md").write_text(
-        f"# Codes\n\nWhat `isotype explain CODE` prints.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n", encoding="utf-8"
+        f"# Codes\n\nWhat `isotype doctor explain CODE` prints.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n", encoding="utf-8"
     )
 
 

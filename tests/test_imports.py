@@ -14,7 +14,7 @@ PACKAGE = Path(isotype.__file__).parent
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "json_objects", "printable", "instance_method", "placement", "near_file", "counted", "interrupted", "libraries"},
+    {"errors", "json_objects", "instance_method", "placement", "wording", "libraries"},
     {"dtypes", "finding", "calling_frame"},
     {"pages"},
     {"environment"},

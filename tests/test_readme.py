@@ -34,7 +34,8 @@ def test_every_link_leads_somewhere():
 def test_every_command_of_the_table_is_a_command():
     from isotype.cli.app import build_app
 
-    known = {c.name or c.callback.__name__ for c in build_app().registered_commands}
+    app = build_app()
+    known = {c.name or c.callback.__name__ for c in app.registered_commands} | {g.name for g in app.registered_groups}
     assert set(re.findall(r"`isotype ([a-z]+)", README)) <= known
 
 

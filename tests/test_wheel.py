@@ -141,10 +141,10 @@ def test_version_is_stated_once(wheel):
 @pytest.mark.parametrize(
     ("command", "status", "told"),
     [
-        (["--help"], 0, "check"),
-        (["explain", "mat1 and mat2 must have the same dtype, but got Float and BFloat16"], 1, "dtype"),
-        (["check", "lora.yml"], 1, "lora.yml:5"),
-        (["check", "bad.py"], 1, "CF018"),
+        (["--help"], 0, "doctor"),
+        (["doctor", "explain", "mat1 and mat2 must have the same dtype, but got Float and BFloat16"], 1, "dtype"),
+        (["doctor", "check", "lora.yml"], 1, "lora.yml:5"),
+        (["doctor", "bad.py"], 1, "CF018"),
         (["import", "lora.yml", "--json"], 0, '"tool": "axolotl"'),
         (["init", "run.yaml"], 0, "wrote run.yaml"),
         (["train", "run.yaml"], 2, "pip install 'isotype[train]'"),
@@ -188,7 +188,7 @@ def test_a_users_file_sees_classes_and_functions_of_the_installed_wheel(environm
     assert shown[4] in ("int", "builtins.int")
     assert "isotype.finding.Finding" in shown[5]
     assert shown[6].startswith("def (")
-    assert shown[6].endswith("isotype.entry.run.Run")
+    assert shown[6].endswith("isotype.entry.train.Run")
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1
     assert "bsae" in errors[0]

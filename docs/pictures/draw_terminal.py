@@ -1,4 +1,4 @@
-"""Draws what a command prints as a picture: `python docs/pictures/draw_terminal.py OUT.png FOLDER isotype check .` (run in FOLDER)."""
+"""Draws a command's output as a picture: `python docs/pictures/draw_terminal.py OUT.png FOLDER isotype doctor check .` (run in FOLDER)."""
 
 from __future__ import annotations
 

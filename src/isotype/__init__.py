@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from isotype.config.schema import RunConfig as RunConfig
     from isotype.doctor.trace import trace as trace
-    from isotype.entry.run import Run as Run
+    from isotype.entry.train import Run as Run
     from isotype.entry.train import train as train
     from isotype.finding import Finding as Finding
     from isotype.ops.contract import OpContract as OpContract
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Precision": "isotype.precision",
     "train": "isotype.entry.train",
-    "Run": "isotype.entry.run",
+    "Run": "isotype.entry.train",
     "RunConfig": "isotype.config.schema",
     "Callback": "isotype.training.callbacks",
     "expect": "isotype.testing.expect",

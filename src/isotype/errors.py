@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class IsotypeError(Exception):
-    """Base of every error Isotype raises on purpose. `code` names its page (`isotype explain CODE`)."""
+    """Base of every error Isotype raises on purpose. `code` names its page (`isotype doctor explain CODE`)."""
 
     exit_status = 1
     shown_elsewhere = False

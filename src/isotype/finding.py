@@ -52,7 +52,7 @@ class Place:
 class Finding:
     """One fault, its place, its cause and its fix.
 
-    code      stable, two or three letters and three digits; `isotype explain CODE` prints its page
+    code      stable, two or three letters and three digits; `isotype doctor explain CODE` prints its page
     severity  error: it fails or trains wrongly; warning: it will, for some caller; note: worth knowing
     details   further facts, each a label and a value, printed one a line
     """
@@ -69,7 +69,7 @@ class Finding:
 
     @property
     def page(self) -> str:
-        return f"isotype explain {self.code}"
+        return f"isotype doctor explain {self.code}"
 
     def as_json(self) -> dict[str, Any]:
         given = {

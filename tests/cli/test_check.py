@@ -1,17 +1,18 @@
-"""`isotype check` as its user runs it: table, JSON, SARIF, exit statuses; bad input is one line and status 2."""
+"""`isotype doctor check` as its user runs it: table, JSON, SARIF, exit statuses; bad input is one line and status 2."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.warm import interpreter
+
 
 def isotype(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+    return subprocess.run([interpreter(), "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_the_table_and_the_finding(repository: Path):
-    done = isotype("check", "configs", cwd=repository)
+    done = isotype("doctor", "check", "configs", cwd=repository)
     assert done.returncode == 1
     assert "will really do" in done.stdout
     assert "error CF001" in done.stdout
@@ -31,7 +32,7 @@ def test_the_table_and_the_finding(repository: Path):
 
 
 def test_json_has_findings_and_records(repository: Path):
-    report = json.loads(isotype("check", "configs", "--json", cwd=repository).stdout)
+    report = json.loads(isotype("doctor", "check", "configs", "--json", cwd=repository).stdout)
     (finding,) = report["findings"]
     assert finding["place"] == {"file": "configs/args.json", "line": 3, "symbol": "fp16"}
     assert finding["details"]["bf16"].startswith("true")
@@ -39,7 +40,7 @@ def test_json_has_findings_and_records(repository: Path):
 
 
 def test_sarif_paths_are_relative_to_the_repository(repository: Path):
-    done = isotype("check", ".", "--sarif", cwd=repository / "configs")
+    done = isotype("doctor", "check", ".", "--sarif", cwd=repository / "configs")
     log = json.loads(done.stdout)
     (result,) = log["runs"][0]["results"]
     location = result["locations"][0]["physicalLocation"]
@@ -49,14 +50,14 @@ def test_sarif_paths_are_relative_to_the_repository(repository: Path):
 
 def test_bf16_is_right_on_h100_and_refused_on_t4(repository: Path):
     (repository / "configs" / "args.json").write_text('{"output_dir": "o", "bf16": true, "logging_steps": 1}')
-    assert isotype("check", "configs", "--device", "h100", cwd=repository).returncode == 0
-    assert isotype("check", "configs", "--device", "Tesla T4", cwd=repository).returncode == 1
+    assert isotype("doctor", "check", "configs", "--device", "h100", cwd=repository).returncode == 0
+    assert isotype("doctor", "check", "configs", "--device", "Tesla T4", cwd=repository).returncode == 1
 
 
 def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     (repository / "configs" / "args.json").write_text('{"mixed_precision": "bf16", "downcast_bf16": true, "compute_environment": "x"}')
-    assert isotype("check", "configs", cwd=repository).returncode == 0
-    assert isotype("check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
+    assert isotype("doctor", "check", "configs", cwd=repository).returncode == 0
+    assert isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     ],
 )
 def test_bad_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path):
-    done = isotype("check", *arguments, cwd=tmp_path)
+    done = isotype("doctor", "check", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -77,12 +78,12 @@ def test_bad_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path)
 
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "args.json").write_text('{\n "fp16": true,\n "bf16" true}\n')
-    done = isotype("check", "args.json", cwd=tmp_path)
+    done = isotype("doctor", "check", "args.json", cwd=tmp_path)
     assert done.returncode == 1
     assert "args.json:3" in done.stdout
 
 
 def test_an_empty_folder_says_that_nothing_was_found(tmp_path: Path):
-    done = isotype("check", ".", cwd=tmp_path)
+    done = isotype("doctor", "check", ".", cwd=tmp_path)
     assert done.returncode == 0
     assert "no configuration found" in done.stdout

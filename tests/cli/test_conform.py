@@ -1,4 +1,4 @@
-"""`isotype conform` as its user runs it."""
+"""`isotype doctor conform` as its user runs it."""
 
 import json
 import subprocess
@@ -55,12 +55,12 @@ def file(tmp_path):
 
 
 def conform(*arguments):
-    return CliRunner().invoke(build_app(), ["conform", *map(str, arguments)])
+    return CliRunner().invoke(build_app(), ["doctor", "conform", *map(str, arguments)])
 
 
 def test_json_is_one_object_whatever_the_file_prints(file):
     result = subprocess.run(
-        [sys.executable, "-m", "isotype", "conform", f"{file}:build", "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "isotype", "doctor", "conform", f"{file}:build", "--json"], capture_output=True, text=True, check=False
     )
     answer = json.loads(result.stdout)
     assert result.returncode == 1

@@ -40,7 +40,7 @@ def test_commands_import_nothing_but_base_dependencies():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--model", "m", "--data", "stdlib"], ["conform", "x.py:f"], ["eval", ".", "--data", "stdlib"]]
+    "arguments", [["train", "--model", "m", "--data", "stdlib"], ["doctor", "conform", "x.py:f"], ["eval", ".", "--data", "stdlib"]]
 )
 def test_a_missing_extra_is_named(arguments, tmp_path):
     (tmp_path / "config.json").write_text("{}")  # a model's folder, as far as can be told

@@ -1,4 +1,4 @@
-"""`isotype env`."""
+"""`isotype doctor env`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isotype.cli.app import build_app
 
 
 def test_env_as_json_is_the_env_json_of_a_run():
-    result = CliRunner().invoke(build_app(), ["env", "--json"])
+    result = CliRunner().invoke(build_app(), ["doctor", "env", "--json"])
     answer = json.loads(result.output)
     assert answer["environment"]["packages"]["torch"]
     assert answer["environment"]["devices"][0]["kind"] == "cpu"
@@ -21,5 +21,5 @@ def test_requirements_of_a_recorded_run(tmp_path):
     (tmp_path / "env.json").write_text(
         json.dumps({"python": "3.11.7", "distributions": {"torch": "2.13.0+cpu", "peft": "0.21.2"}, "sources": {}})
     )
-    result = CliRunner().invoke(build_app(), ["env", "--requirements", str(tmp_path)])
+    result = CliRunner().invoke(build_app(), ["doctor", "env", "--requirements", str(tmp_path)])
     assert result.output.splitlines()[1:] == ["--extra-index-url https://download.pytorch.org/whl/cpu", "peft==0.21.2", "torch==2.13.0+cpu"]

@@ -1,4 +1,4 @@
-"""`isotype schema` and `isotype init` as a user types them."""
+"""`isotype init --schema` and `isotype init` as a user types them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def invoke(*arguments: str):
 
 
 def test_the_schema_forbids_unknown_keys_and_describes_every_key():
-    schema = json.loads(invoke("schema"))
+    schema = json.loads(invoke("init", "--schema"))
     assert schema["$schema"].startswith("https://json-schema.org/")
     for section in schema["$defs"].values():
         assert section["additionalProperties"] is False

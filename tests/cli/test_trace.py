@@ -1,4 +1,4 @@
-"""`isotype trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors."""
+"""`isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def program(tmp_path) -> Path:
 
 def isotype(*arguments, cwd=None, program=None):
     return subprocess.run(
-        [program or interpreter(), "-m", "isotype", "trace", *map(str, arguments)],
+        [program or interpreter(), "-m", "isotype", "doctor", "trace", *map(str, arguments)],
         text=True,
         capture_output=True,
         cwd=cwd,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.config.compare import MAY_CHANGE, PLACES, compare
-from isotype.config.expected import keys
+from isotype.config.keys import keys
 from isotype.config.load import load
 
 BASE = load(None, ["model.name=m", "data.train=d"]).config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.config.compiled import check_compile
+from isotype.config.kind import check_compile
 from isotype.config.load import load
 from isotype.errors import UsageError
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isotype.config.elsewhere import ELSEWHERE
-from isotype.config.expected import keys
+from isotype.config.keys import ELSEWHERE, keys
 from isotype.config.load import load
 from isotype.errors import UsageError
 

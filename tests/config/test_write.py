@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.config.expected import keys
+from isotype.config.keys import keys
 from isotype.config.kind import LANGUAGE, applies
-from isotype.config.load import load
-from isotype.config.recipes import names, recipe
+from isotype.config.load import load, names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
 from isotype.config.yaml_text import YamlError, read_value, write_value
 
@@ -108,4 +107,4 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
 
 def test_the_documentation_is_the_schema():
     file = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert file.read_text(encoding="utf-8") == reference_markdown(), "isotype schema --markdown > docs/configuration.md"
+    assert file.read_text(encoding="utf-8") == reference_markdown(), "isotype init --schema --markdown > docs/configuration.md"

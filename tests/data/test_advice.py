@@ -32,24 +32,10 @@ def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_leaving_out_bad_rows_is_no_advice_where_all_are_bad(tmp_path: Path, families: SimpleNamespace) -> None:
-    bad = [{"prompt": "q", "completion": i} for i in range(3)]
-    for rows in (bad[:1], bad):
-        said = error_of(tmp_path, families, "x.jsonl", lines(*rows))
-        assert "on_bad_row" not in said
-        assert "none of the rows can be used as they are" in said
-    assert "data.on_bad_row: skip" in error_of(tmp_path, families, "x.jsonl", lines(*bad, {"prompt": "q", "completion": "a"}))
-
-
 def test_a_column_of_another_case_is_answered_with_the_setting(tmp_path: Path, families: SimpleNamespace) -> None:
     columns = {"prompt": "Question", "completion": "answer"}
     said = error_of(tmp_path, families, "x.jsonl", lines({"question": "q", "answer": "a"}), columns=columns)
     assert "no key 'Question', but 'question': data.columns.prompt: question" in said
-
-
-def test_a_list_of_objects_in_a_row_is_not_taken_for_the_rows(tmp_path: Path, families: SimpleNamespace) -> None:
-    said = error_of(tmp_path, families, "x.jsonl", lines({"segments": [{"text": "a", "label": True}]}, {"segments": []}))
-    assert "if these are the rows, give a file that is that list alone" in said
 
 
 def test_a_csv_of_another_encoding_is_told_the_command(tmp_path: Path, families: SimpleNamespace) -> None:
@@ -170,20 +156,6 @@ def test_a_zero_byte_makes_its_row_a_bad_one(tmp_path: Path, families: SimpleNam
         loaded = load_data(DataSection(train=str(path), on_bad_row="skip"), families.of("chatml"), seed=0)
         assert (len(loaded.train), len(loaded.bad_rows)) == (2, 1)
         assert "is zero, which is no text" in loaded.bad_rows[0].reason
-
-
-def test_a_relative_name_that_is_not_found_is_told_where_it_was_looked_up(
-    tmp_path: Path, families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, told in (
-        ("rows.jsonl", f"begin in the working directory, {Path.cwd()}; a run that has any is resumed where"),
-        ("/no/x.csv", ""),
-    ):
-        with pytest.raises(UsageError, match="no such file") as caught:
-            load_data(DataSection(train=name), families.of("chatml"), seed=0)
-        assert told in str(caught.value.fix or "")
-        assert bool(told) == (caught.value.fix is not None)
 
 
 @pytest.mark.parametrize(

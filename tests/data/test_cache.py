@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.config.schema import DataSection
-from isotype.data import cache as cache_module
 from isotype.data.cache import Cache, read_entry
 from isotype.data.cache_folder import cache_folder, entries
 from isotype.data.load import load_data
@@ -93,12 +92,6 @@ def test_everything_that_determines_the_rows_is_part_of_the_key(load: Any, famil
     assert said(load()).startswith("from")
 
 
-def test_the_version_of_the_code_is_part_of_the_key(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    load()
-    monkeypatch.setattr(cache_module, "VERSION", cache_module.VERSION + 1)
-    assert said(load()).startswith("kept in")
-
-
 def test_a_damaged_entry_is_rebuilt_with_a_note(load: Any) -> None:
     plain = load()
     (path,) = Path("kept").iterdir()
@@ -149,13 +142,6 @@ def test_bad_rows_are_refused_again_from_the_cache(load: Any) -> None:
         with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
             load()
     assert load(on_bad_row="skip").bad_rows[0].place == "chats.jsonl:61"
-
-
-def test_an_error_while_reading_leaves_no_entry(load: Any) -> None:
-    Path("chats.json").write_text("[" + ",\n".join(json.dumps(row) for row in ROWS) + ",\n{broken\n")
-    with pytest.raises(ValueError, match=r"chats\.json:61: broken JSON"):
-        load(train="chats.json")
-    assert list(Path("kept").iterdir()) == []
 
 
 def test_what_killed_runs_leave_is_cleared_away(tmp_path: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import resource
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from isotype.data import bounded
+from isotype.data import chat as bounded
 from isotype.data.chat import ChatTemplate, chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
@@ -125,21 +123,6 @@ def test_a_template_over_its_limits_is_refused(families: SimpleNamespace, monkey
     assert ChatTemplate(families.of("chatml"), families.templates["chatml"], "chatml.jinja").render([{"role": "user", "content": "hi"}])
 
 
-def test_the_memory_of_what_was_loaded_since_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MEMORY", 256 << 20)
-    with bounded.bounded("before"):
-        pass
-    with mmap.mmap(-1, 2 * bounded.MEMORY), bounded.bounded("after"):  # address space alone: nothing of it is touched
-        assert bytearray(64 << 20)
-
-
-def test_a_template_runs_unbounded_outside_the_main_thread(families: SimpleNamespace) -> None:
-    template = ChatTemplate(families.of("chatml"), families.templates["chatml"], "chatml.jinja")
-    with ThreadPoolExecutor(1) as pool:
-        rendered = pool.submit(template.render, said("u hi")).result()
-    assert rendered == template.render(said("u hi"))
-
-
 def test_a_template_that_does_not_write_tools_is_named(families: SimpleNamespace) -> None:
     messages = said("u is it dry?", "a let me see", "t rain", "a it rains")
     messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
@@ -148,21 +131,3 @@ def test_a_template_that_does_not_write_tools_is_named(families: SimpleNamespace
         _, tally = learnt(families, template, messages, tools)
         assert (tally.calls_unseen, tally.tools_unseen) == unseen
         assert Tally.sum([tally.as_json(), tally.as_json()]).calls_unseen == 2 * unseen[0]
-
-
-def test_tools_do_not_stand_for_calls_of_the_same_name(families: SimpleNamespace) -> None:
-    messages = said("u is the weather dry?", "a let me see", "t rain", "a it rains")
-    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
-    turns = families.templates["chatml"]
-    no_calls, no_tools = (
-        "{{ tools | tojson }}" + turns,
-        turns + "{{ messages | map(attribute='tool_calls') | select('defined') | list | tojson }}",
-    )
-    picky = "{% if tools[0].function.name != 'weather' %}{{ raise_exception('an unknown tool') }}{% endif %}" + turns
-    other = [{"type": "function", "function": {"name": "clock", "description": "d", "parameters": {}}}]
-    for template, given, unseen in (
-        (no_calls, tools, (1, 0)), (no_tools, tools, (0, 1)), (turns, tools, (1, 1)), (picky, tools + other, (0, 1)),
-    ):  # fmt: skip
-        _, tally = learnt(families, template, messages, given)
-        assert (tally.calls_unseen, tally.tools_unseen) == unseen, template

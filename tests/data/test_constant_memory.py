@@ -15,6 +15,8 @@ from isotype.config.schema import DataSection
 from isotype.data.load import load_data
 from isotype.training.feed import RowStream
 
+pytestmark = pytest.mark.full
+
 FEW, MANY = 600, 1800
 
 

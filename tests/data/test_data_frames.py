@@ -24,6 +24,7 @@ def opened(name: str, **section: Any) -> Any:
     return source(spec, needs_answer=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pandas = pytest.importorskip("pandas")
@@ -41,20 +42,6 @@ def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: 
     assert caught.value.fix is not None
     exec(caught.value.fix, {"pandas": pandas, "json": json})
     assert [(row.prompt, row.completion) for row in opened("rows.jsonl").examples()] == [(r["prompt"], r["completion"]) for r in rows]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"messages": {"0": [{"role": "user", "content": "a"}]}}, None),
-        ({"Frage": {"a": "x", "b": "y"}, "Antwort": {"a": "1", "b": None}}, {"prompt": "Frage", "completion": "Antwort"}),
-        ({"text": {"3": "a text"}}, None),
-    ],
-)
-def test_other_columns_are_found_too(row: Any, columns: Any) -> None:
-    for form in ("auto", "messages"):
-        with pytest.raises(UsageError, match=r"x\.json:1: one table of"):
-            detect(Record("x.json", 1, row), form, columns)
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,7 @@ def learnt(encoder: Encoder, row: Row) -> str:
     return encoder.tokenizer.decode([label for label in row.labels if label != IGNORED])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_labels_are_the_answers_and_their_end_of_turn(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+def answers_alone_are_learnt(families: SimpleNamespace, family: str, turns: list[str]) -> None:
     encoder = encoder_of(families, family)
     row = row_of(encoder, chat(*turns))
     end, answers = families.end_of_turn[family], turns[1::2]
@@ -59,7 +56,20 @@ def test_labels_are_the_answers_and_their_end_of_turn(families: SimpleNamespace,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=30, deadline=None)
+def test_labels_are_the_answers_and_their_end_of_turn(families: SimpleNamespace, family: str) -> None:
+    answers_alone_are_learnt(families, family, ["What is bf16?", "A float.", "How long?", "16 bits."])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+def test_labels_are_the_answers_of_any_conversation(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+    answers_alone_are_learnt(families, family, turns)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=5, deadline=None)
 @given(question=words, answer=words)
 def test_the_prompt_of_a_row_is_what_generation_gets(families: SimpleNamespace, family: str, question: str, answer: str) -> None:
     encoder = encoder_of(families, family)
@@ -140,6 +150,7 @@ class Slow:
         return self.fast(text, **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
@@ -169,6 +180,7 @@ def test_a_tokenizer_in_python_alone_works() -> None:
     assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_any_length_is_cut_before_it_is_tokenised(families: SimpleNamespace, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same row as from the whole text, and no call of the tokenizer gets the whole text."""

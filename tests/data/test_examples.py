@@ -1,7 +1,6 @@
 """Rows as a person reads them."""
 
-from isotype.data.examples import MOST_TOKENS, examples
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import IGNORED, MOST_TOKENS, Row, examples
 
 
 class Letters:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from isotype.data.bad_rows import kind_of
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -151,13 +150,6 @@ def test_a_list_of_texts_may_be_the_steps_of_one_answer(row: Any) -> None:
         read(row)
 
 
-def test_lists_of_one_text_and_of_several_are_one_kind() -> None:
-    reasons = [f"completion is a list of {many}, and a run learns one" for many in ("1 text", "2 texts", "1 object with a text")]
-    assert kind_of(reasons[0]) == kind_of(reasons[1]) == "completion is a list of N texts, and a run learns one"
-    assert kind_of(reasons[2]) == "completion is a list of N objects with a text, and a run learns one"
-    assert kind_of("not JSON: line 1 column 5") == kind_of("not JSON: line 2 column 1") == "not JSON: line N column N"
-
-
 def test_an_answer_that_is_json_is_text() -> None:
     for answer in ('["Paris", "London"]', '[{"name": "add", "arguments": {}}]', "[1, 2]", '{"a": 1, "a": 2}'):
         found = read({"prompt": "[3, 4]", "completion": answer})
@@ -185,24 +177,6 @@ def test_what_is_said_of_a_row_has_the_names_of_its_file() -> None:
     with pytest.raises(UsageError) as caught:
         read({"prompt": "a", "targets": 3}, columns={"completion": "targets"})
     assert caught.value.message == "x.jsonl:3: completion must be text, got a number; of this file's keys: targets (read as completion)"
-
-
-def test_a_column_of_several_lines_is_named_with_or_without_them() -> None:
-    row = {"What do you ask? (be short)": "a", "answer": "b", "id": 1}
-    for name in ("What do you ask?\n(be short)", "What do you ask? \r\n (be short)\n", "What do you ask? (be short)"):
-        columns = {"prompt": name, "completion": "answer"}
-        assert read(row, columns=columns).prompt == "a"
-        assert ignored_keys(row, "prompt_completion", columns) == ["id"]
-    kept = {"What do you ask?\n(be short)": "c", **row}  # JSON's own key, as it is
-    composed, apart = "Antwort (gepr\u00fcft)", "Antwort (gepru\u0308ft)"
-    for theirs, ours in ((composed, apart), (apart, composed)):
-        named = {"Frage": "a", theirs: "b", "Note": "2,5"}
-        columns = {"prompt": "Frage", "completion": ours}
-        assert read(named, columns=columns).completion == "b"
-        assert ignored_keys(named, "prompt_completion", columns) == ["Note"]
-    assert read(kept, columns={"prompt": "What do you ask?\n(be short)", "completion": "answer"}).prompt == "c"
-    with pytest.raises(UsageError, match=r"data\.columns\.prompt: What do you ask\? \(be short\)$"):
-        read(row, columns={"prompt": "what do you ask?", "completion": "answer"})
 
 
 def test_a_missing_column_is_named() -> None:

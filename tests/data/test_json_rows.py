@@ -27,6 +27,7 @@ def rows_of(tmp_path, text, block, monkeypatch):
     return [(record.line, record.value) for record in read_json(file, "a.json")]
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, block=st.sampled_from([1, 2, 3, 7, 64]), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
 def test_block_size_does_not_change_the_rows(tmp_path_factory, rows, block, indent, ascii_only):
@@ -37,6 +38,7 @@ def test_block_size_does_not_change_the_rows(tmp_path_factory, rows, block, inde
     assert [line for line, _ in found] == sorted(line for line, _ in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", [1, 2, 5, 1 << 20])
 def test_lines_and_places_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
     text = '[{"a":\n "é"},\n\n 12, true,\n{"b": "x\\n"}]'
@@ -68,6 +70,7 @@ def test_a_row_without_end_is_refused_before_memory_is(tmp_path, monkeypatch):
         rows_of(tmp_path, '["' + "a" * 5000, 100, monkeypatch)
 
 
+@pytest.mark.full
 def test_an_array_in_one_line_takes_the_memory_of_a_row(tmp_path):
     file = tmp_path / "a.json"
     row = {"text": "word " * 100}
@@ -93,18 +96,6 @@ def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, monkeypatch, 
     records = list(read_json(file, "a.json"))
     assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
     assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")
-
-
-@pytest.mark.parametrize("block", [1, 64])
-def test_rows_that_share_a_line_have_places_of_their_own(tmp_path, monkeypatch, block):
-    file = tmp_path / "a.json"
-    monkeypatch.setattr(read, "BLOCK", block)
-    file.write_text('[{"a": 1}, {"a": 2},\n{"a": 3}, {"a": 4}]')
-    places = ["a.json:1", "a.json:1, row 2", "a.json:2", "a.json:2, row 4"]
-    assert [record.place for record in read_json(file, "a.json")] == places
-    assert [record.place for record in read_json(file, "a.json", skip=1)] == places[1:]
-    file.write_text('{\n"a": 1} {"a": 2}\n{"a": 3}')
-    assert [record.place for record in read_json(file, "a.json")] == ["a.json:1", "a.json:2", "a.json:3"]
 
 
 @pytest.mark.parametrize("block", [1, 3, 64])

@@ -202,14 +202,6 @@ def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
     assert loaded.prompts[0].reference
 
 
-def test_the_reference_of_a_text_ends_where_the_text_ends(write: Any, load: Any) -> None:
-    first = "zyx wvu " * 5
-    (prompt,) = load(train=write("book.txt", first + "<|im_end|>a wholly different text that goes on"), max_length=256).prompts
-    assert prompt.text
-    assert prompt.reference
-    assert (prompt.text + prompt.reference).replace(" ", "") == first.replace(" ", "")
-
-
 def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5
@@ -217,28 +209,6 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     assert source_lines(loaded.facts)[0].startswith("chats.jsonl (training): 5 rows of more (limit), messages: ")
     whole = load(train="chats.jsonl", limit=8, eval_split=0.0)
     assert source_lines(whole.facts)[0].startswith("chats.jsonl (training): 8 rows, messages: ")
-
-
-def test_rows_of_another_split_are_told(write: Any, load: Any) -> None:
-    rows = [chat(f"q {i}", "a", split="test" if i % 5 == 0 else "train", fold="train", subset="easy") for i in range(20)]
-    said = (
-        "mixed.jsonl: 4 rows have the split 'test' and are used like the others: to hold them out, write each split to a file of its own, "
-        "for data.train and data.eval (first: mixed.jsonl:1)"
-    )
-    for stream in (False, True):
-        assert said in load(train=write("mixed.jsonl", rows), stream=stream).facts["notes"]
-    for alone in (rows[::5], [row for row in rows if row["split"] == "train"]):
-        notes = load(train=write("one.jsonl", alone)).facts["notes"]
-        assert not [note for note in notes if "the split" in note]
-        assert f"one.jsonl: the key split is not read ({len(alone)} rows)" in notes
-
-
-def test_line_ends_that_a_database_wrote_as_two_characters_are_told(write: Any, load: Any) -> None:
-    rows = "".join(f"q{i}\ta {i}\\nb\n" for i in range(3)) + "".join(f"r{i}\ta {i}\n" for i in range(3))
-    for name, told in (("batch.tsv", True), ("pipes.csv", False)):
-        table = f"prompt\tcompletion\n{rows}"
-        loaded = load(train=write(name, (table if told else table.replace("\t", "|")).encode()))
-        assert any("3 rows have \\n or \\t in a cell" in note and "psql --csv" in note for note in loaded.facts["notes"]) is told
 
 
 def test_a_limit_of_all_sources_says_what_it_leaves_of_each(write: Any, load: Any) -> None:
@@ -285,24 +255,7 @@ def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
     assert len(loaded.facts["notes"]) == 2
 
 
-def test_row_that_is_cut_before_it_is_tokenised_says_why_it_is_dropped(write: Any, load: Any) -> None:
-    rows = [chat("word " * 20_000, "yes"), chat("a", "b")]
-    rows.append(chat("word " * 20_000, "yes"))
-    rows[2]["messages"][1]["weight"] = 0
-    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
-    assert {(d["why"], d["rows"], d["first"]) for d in loaded.facts["train"]["dropped"]} == {
-        ("no answer left within data.max_length 48", 1, "chats.jsonl:1"),
-        ("all of its answers are marked as not learnt", 1, "chats.jsonl:3"),
-    }
-
-
-def test_cut_rows_are_counted_on_the_side_they_are_on(write: Any, load: Any) -> None:
-    rows = [chat(f"hi {i}", "yes " * (90 if i % 2 else 1)) for i in range(40)]
-    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.25)
-    for side, name in ((loaded.train, "train"), (loaded.eval, "eval")):
-        assert loaded.facts[name]["truncated"] == sum(len(row.input_ids) == 48 for row in side) > 0
-
-
+@pytest.mark.full
 def test_stdlib_works_with_any_tokenizer(families: SimpleNamespace) -> None:
     for family, template in (("chatml", True), ("gemma", True), ("mistral", False)):
         loaded = load_data(DataSection(train="stdlib", limit=50), families.new(family, template=template), seed=0)
@@ -568,12 +521,3 @@ def test_thoughts_in_answers_that_a_template_leaves_out_are_counted(write: Any, 
     rows[0]["messages"][0]["content"] = f"what is {end}?"
     loaded = load(train=write("x.jsonl", rows), chat_template=template, eval_split=0.0)
     assert "3 rows have reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]
-
-
-def test_reasoning_beside_an_answer_is_looked_for_in_its_own_turn(write: Any, load: Any) -> None:
-    rows = [{"messages": [*chat("q", "a")["messages"], *chat("because", "b")["messages"]]} for _ in range(3)]
-    rows[0]["messages"][1]["reasoning_content"] = "because"  # the next question's words, not written as a thought
-    rows[1]["messages"][3]["reasoning_content"] = "because"  # the last turn's, which is written
-    rows[2]["messages"][1] |= {"reasoning_content": "because", "content": "because of a"}  # the answer holds it as well
-    loaded = load(train=write("x.jsonl", rows), chat_template=write("t.jinja", _THINKS.replace("END", "'</x>'")), eval_split=0.0)
-    assert "1 row has reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from isotype.data.chat import chat_template
+from isotype.data.chat import NAMED, chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
-from isotype.data.named_templates import NAMED
 from isotype.data.rows import IGNORED
 from isotype.errors import UsageError
 from isotype.model.tokens import add_tokens

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.data.pack import best_fit, joined, pack
 from isotype.data.rows import IGNORED, Row, Share
-from isotype.data.tokens import TokenRows, TokenWriter
+from isotype.data.tokens import TokenRows, TokenWriter, best_fit, joined, pack
 
 
 def block(*lengths: int, first: int = 1) -> TokenRows:
@@ -19,6 +19,7 @@ def block(*lengths: int, first: int = 1) -> TokenRows:
     return TokenRows([writer.block({})])
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), capacity=st.integers(40, 90))
 def test_every_row_is_in_one_pack_and_fits(lengths: list[int], capacity: int) -> None:

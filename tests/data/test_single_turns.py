@@ -64,6 +64,7 @@ def test_a_row_that_is_one_turn_is_refused_with_what_a_row_holds(tmp_path, famil
     assert "\n" not in refused.value.message
 
 
+@pytest.mark.full
 def test_turns_in_a_table_are_refused(tmp_path, families):
     file = tmp_path / "log.csv"
     with file.open("w") as out:
@@ -75,6 +76,7 @@ def test_turns_in_a_table_are_refused(tmp_path, families):
         load(file, families)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{"format": "messages"}, {"columns": {"text": "content"}}])
 def test_turns_are_refused_by_any_way_to_name_their_format(tmp_path, families, settings):
     turns = written(tmp_path, rows(conversation="conversation_id", role="role", content="content"))
@@ -82,6 +84,7 @@ def test_turns_are_refused_by_any_way_to_name_their_format(tmp_path, families, s
         load(turns, families, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "beside",
     [{"author": "Austen", "index": 3}, {"from": "a@b"}, {"role": "doctor"}, {"date": "2020-01-01"}, {"thread_id": 7}, {"author": "human"}],

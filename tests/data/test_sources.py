@@ -142,21 +142,6 @@ def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path)
         found("set/e.jsonl")
 
 
-def test_blank_texts_beside_others_are_passed_over_and_told_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    texts = {"a/0.txt": "one", "b/0.txt": " \n\n", "b/1.txt": "", "b/2.txt": "\n\n  two", "b/0.bin": "x", "c/0.bin": "x"}
-    for name, text in texts.items():
-        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "set" / name).write_text(text)
-    for name in ("set", "set/*/*"):
-        one = found(name)
-        assert ["".join(pieces) for _, pieces in one.texts()] == ["one", "\n\n  two"]
-        assert f"{name}: 2 of 4 files hold no rows (b/0.txt, b/1.txt)" in one.notes
-        assert f"{name}: 2 of 6 files are not read (b/0.bin, c/0.bin)" in one.notes
-    with pytest.raises(UsageError, match=r"none of its 2 files holds a row"):
-        found("set/b/[01].txt")
-
-
 def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
     (folder / "elsewhere.jsonl").write_bytes(lines(ROWS[:1]))
     (folder / "set/deep/b.jsonl").symlink_to(folder / "elsewhere.jsonl")
@@ -168,19 +153,6 @@ def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folde
     for name in ("set", "set/*.jsonl"):
         with pytest.raises(UsageError, match=r"set/part\.jsonl: a link to .*gone\.jsonl, which does not exist"):
             found(name)
-
-
-def test_a_link_beside_its_file_is_not_read_again(folder: Path) -> None:
-    before = asked(found("set"))
-    (folder / "set/a-newest.jsonl").symlink_to("a.jsonl")
-    for name in ("set", "set/**/*"):
-        one = found(name)
-        assert asked(one) == before
-        assert f"{name}: links lead to 1 file a second time; each is read once" in one.notes
-    assert asked(found("set/a-newest.jsonl"))
-    (folder / "set/loop.jsonl").symlink_to("loop.jsonl")
-    with pytest.raises(UsageError, match="does not exist"):
-        found("set")
 
 
 def test_the_limit_counts_over_all_files(folder: Path) -> None:
@@ -201,14 +173,6 @@ def test_a_bad_row_of_a_folder_names_its_file(folder: Path) -> None:
     (folder / "set/b.jsonl.gz").write_bytes(gzip.compress(lines([*ROWS[4:6], {"prompt": "x"}])))
     with pytest.raises(UsageError, match=r"set/b\.jsonl\.gz:3: no key 'completion'"):
         raise next(row for row in found("set").examples() if isinstance(row, BadRow)).error()
-
-
-def test_a_state_of_the_users_own_makes_a_folder_no_saved_dataset(folder: Path) -> None:
-    expected = found("set")
-    (folder / "set/state.json").write_text('{"epoch": 3}', encoding="utf-8")
-    whole = found("set")
-    assert asked(whole) == asked(expected)
-    assert [note for note in whole.notes if "not read (" in note and "state.json" in note]
 
 
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import Counter
+
+import pytest
 
 from isotype.data.stdlib import documented, stdlib_pairs, stdlib_text
 
@@ -40,20 +41,9 @@ def test_well_known_functions_are_in_the_stdlib_set() -> None:
     assert not any("(self" in item.signature for item in documented() if item.kind == "method")
 
 
-def test_questions_take_many_forms() -> None:
-    forms = Counter(p.question.split("`")[0] for p in stdlib_pairs())
-    assert len(forms) >= 15
-    assert max(forms.values()) < len(stdlib_pairs()) / 4
-
-
+@pytest.mark.full
 def test_every_process_makes_the_same_set() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _DIGEST], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
     )
     assert ran.stdout.strip() == hashlib.sha256(repr((stdlib_pairs(), stdlib_text())).encode()).hexdigest()
-
-
-def test_text_is_large_enough_to_learn_from() -> None:
-    texts = stdlib_text()
-    assert len(set(texts)) == len(texts)
-    assert 1_000_000 < sum(map(len, texts)) < 10_000_000

@@ -32,13 +32,13 @@ def main(file: str, result: str) -> None:
     def steps(count):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, Path(result).parent / "base", world)
-        batch = task.collate(task.largest(prepared.passes.rows))
+        batch = task.collate(task.largest(prepared.batching.rows))
         prepared.model.train()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         for step in range(1, count + 1):
-            prepared.stepper([batch] * len(prepared.passes.own), step=step, learning_rate=1e-4, watch_changes=False)
+            prepared.stepper([batch] * len(prepared.batching.own), step=step, learning_rate=1e-4, watch_changes=False)
         return task, prepared
 
     kept = steps(1)

@@ -47,6 +47,7 @@ def test_torchrun_starts_one_run_of_two_processes(given):
     assert "2 on one machine, started by torchrun" in said
 
 
+@pytest.mark.full
 def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
     configured("run")
     given = {"command": ["train", str(tmp_path / "run.yaml")], "fault": [1, 4, "die"]}
@@ -57,6 +58,7 @@ def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
     assert said.count("step 6/6  loss") == 1
 
 
+@pytest.mark.full
 def test_two_torchruns_are_two_machines(given):
     statuses, said = on_two_machines(1, given=given)
     assert statuses == [0, 0], said

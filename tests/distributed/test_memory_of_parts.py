@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed.processes import ended, start
 from tests.long import in_full
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 MOST = 1.3  # times the model as the run holds it
 
 

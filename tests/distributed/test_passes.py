@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isotype.config.schema import TrainSection
-from isotype.distributed.passes import Passes
+from isotype.distributed.rank import Batching
 from isotype.errors import UsageError
 
 
@@ -16,9 +16,9 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
     train = TrainSection(batch_size=batch_size, accumulate=accumulate)
     if batch_size * accumulate % size:
         with pytest.raises(UsageError):
-            Passes.of(train, size=size)
+            Batching.of(train, size=size)
         return
-    shares = [Passes.of(train, rank=rank, size=size) for rank in range(size)]
+    shares = [Batching.of(train, rank=rank, size=size) for rank in range(size)]
     assert [n for share in shares for n in share.own] == list(range(shares[0].total))
     assert all(share.rows * share.total == batch_size * accumulate and share.rows <= batch_size for share in shares)
     if accumulate % size == 0:  # the passes are those of one process
@@ -26,13 +26,13 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
 
 
 def test_one_process_has_the_passes_of_the_file():
-    assert Passes.of(TrainSection(batch_size=3, accumulate=5)) == Passes(3, 5, range(5))
+    assert Batching.of(TrainSection(batch_size=3, accumulate=5)) == Batching(3, 5, range(5))
 
 
 def test_the_nearest_numbers_are_named():
     with pytest.raises(UsageError, match=r"5 processes cannot share 12 rows.*\n.*4 or 6 processes can"):
-        Passes.of(TrainSection(batch_size=4, accumulate=3), size=5)
+        Batching.of(TrainSection(batch_size=4, accumulate=3), size=5)
     with pytest.raises(UsageError, match="4 processes can"):
-        Passes.of(TrainSection(batch_size=4), size=8)
+        Batching.of(TrainSection(batch_size=4), size=8)
     with pytest.raises(UsageError, match="1 process can"):
-        Passes.of(TrainSection(batch_size=1), size=2)
+        Batching.of(TrainSection(batch_size=1), size=2)

@@ -14,7 +14,7 @@ from isotype.tasks.choose import train
 from tests.distributed.processes import run
 from tests.distributed.test_replicate import rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
 CASES = {

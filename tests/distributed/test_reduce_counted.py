@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.processes import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(900)]
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 3, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": None}
 QUIET = {"sample_every": 0, "samples": [], "observe_every": 3}

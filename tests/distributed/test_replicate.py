@@ -107,6 +107,7 @@ def test_a_refusal_before_anything_is_started(toy, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_from_two_to_four_to_one(configured, tmp_path):
     whole = configured("whole", **LORA)
@@ -154,6 +155,7 @@ def test_one_interrupt_of_the_launcher_saves_and_ends_all(toy, tmp_path):
     assert (tmp_path / f"run/checkpoints/step_{result['steps']}/DONE").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
     file = toy("run", train={"steps": 100_000, "eval_every": 50_000})

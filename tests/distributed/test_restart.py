@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.distributed.restart import run_to_go_on_with
+from isotype.distributed.rank import run_to_go_on_with
 from isotype.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.distributed.seat import asked_but_not_started, find_seat
+from isotype.distributed.rank import asked_but_not_started, find_rank
 from isotype.errors import UsageError
 
 TORCHRUN = {
@@ -13,14 +13,14 @@ TORCHRUN = {
 
 
 def test_without_a_launcher_there_is_one_process():
-    assert find_seat({}).size == 1
-    assert find_seat({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+    assert find_rank({}).size == 1
+    assert find_rank({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
 
 
 def test_variables_of_torchrun_and_accelerate_give_the_seat_and_the_launcher():
-    seat = find_seat(TORCHRUN)
+    seat = find_rank(TORCHRUN)
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.launcher) == (3, 4, 1, 2, "torchrun")
-    assert find_seat(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
+    assert find_rank(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_variables_of_torchrun_and_accelerate_give_the_seat_and_the_launcher():
 )
 def test_variables_that_contradict_each_other_are_refused(environ, said):
     with pytest.raises(UsageError, match=said):
-        find_seat(environ)
+        find_rank(environ)
 
 
 def test_a_batch_script_of_slurm_is_one_process():
-    assert find_seat({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
+    assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
 
 
 def test_accelerate_that_started_one_process_of_two():

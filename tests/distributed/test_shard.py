@@ -157,6 +157,7 @@ def test_two_shards_make_the_run_of_one(case, configured, tmp_path):
         assert samples[0] == samples[1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=in_full)])
 def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
@@ -220,6 +221,7 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp_path):
     configured("run", train=STEPS, parallel={"kind": "shard"}, run={"sample_every": 2})
@@ -230,6 +232,7 @@ def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp
     assert said.count("isotype: ") == 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [pytest.param(0, marks=in_full), 1])
 def test_a_process_that_is_late_at_the_check_of_the_result_ends_well(late, configured, workshop, tmp_path):
@@ -246,6 +249,7 @@ def test_a_process_that_is_late_at_the_check_of_the_result_ends_well(late, confi
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
     """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""

@@ -67,7 +67,7 @@ def with_fault(rank: int, step: int, what: str) -> None:
         if int(os.environ["RANK"]) == rank:
             shutil.disk_usage = lambda _: SimpleNamespace(free=0)
         return
-    steps, samples, takes = Loop._step, Loop._sample, loop_module.own_batches
+    steps, samples, takes = Loop._step, Loop._sample, loop_module.batches_of_rank
     at = (-1, -1)
 
     def one_step(loop, number):
@@ -75,20 +75,20 @@ def with_fault(rank: int, step: int, what: str) -> None:
         at = (loop.world.rank, number)
         steps(loop, number)
 
-    def batches(task, stream, passes, **options):
+    def batches(task, stream, batching, **options):
         if at == (rank, step) and what == "nan":
             take = stream.take
             stream.take = lambda count: [(x, math.nan) for x, _ in take(count)]
         elif at == (rank, step):
             act(what)
-        return takes(task, stream, passes, **options)
+        return takes(task, stream, batching, **options)
 
     def sample(loop):
         if (loop.world.rank, loop.progress.step) == (rank, step) == (rank, 0):
             act(what)
         return samples(loop)
 
-    Loop._step, Loop._sample, loop_module.own_batches = one_step, sample, batches
+    Loop._step, Loop._sample, loop_module.batches_of_rank = one_step, sample, batches
 
 
 def with_offload(file: str) -> None:

@@ -40,4 +40,6 @@ def test_pages_are_few_short_and_listed():
 
 def test_a_step_is_read_in_ten_files():
     section = text(DESIGN / "README.md").partition("## From the row")[2].partition("\n## ")[0]
-    assert 5 <= len(re.findall(r"^\| \d+ \| `", section, flags=re.MULTILINE)) <= 10
+    files = re.findall(r"^\| \d+ \| `([^`]+)`", section, flags=re.MULTILINE)
+    assert 5 <= len(files) <= 10
+    assert not [file for file in files if not (ROOT / "src/isotype" / file).exists()]

@@ -15,14 +15,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "doctor"
 SHOWN = [
     (page, command, output)
     for page in ("check.md", "explain.md")
-    for command, output in re.findall(r"```\n\$ isotype ([^\n]+)\n(.*?)\n```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    for command, output in re.findall(r"```\n\$ isotype doctor ([^\n]+)\n(.*?)\n```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 ]
 
 
 @cache
 def printed(command: str) -> str:
     done = subprocess.run(
-        [interpreter(), "-m", "isotype", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, check=False, timeout=900
+        [interpreter(), "-m", "isotype", "doctor", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, timeout=900
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
@@ -36,7 +36,7 @@ FRONT = (DOCS / "README.md").read_text(encoding="utf-8")
 NAMED = [
     (page, command)
     for page in ("README.md", "trace.md", "conform.md")
-    for command in re.findall(r"`isotype ((?:conform|kernels|trace) \w+\.py:\w+)`", (DOCS / page).read_text(encoding="utf-8"))
+    for command in re.findall(r"`isotype doctor ((?:conform|kernels|trace) \w+\.py:\w+)`", (DOCS / page).read_text(encoding="utf-8"))
 ]
 
 
@@ -57,14 +57,15 @@ def test_the_front_page_cuts_but_does_not_change():
 @pytest.mark.parametrize(("page", "command"), [pytest.param(*n, marks=[pytest.mark.slow] if "qlora" in n[1] else []) for n in NAMED])
 def test_a_page_shows_what_running_prints(page: str, command: str):
     pytest.importorskip("peft" if "qlora" in command else "triton" if command.startswith("kernels") else "torch")
-    block = (DOCS / page).read_text(encoding="utf-8").partition(f"`isotype {command}`")[2].partition("```\n")[2].partition("\n```")[0]
+    text = (DOCS / page).read_text(encoding="utf-8").partition(f"`isotype doctor {command}`")[2]
+    block = text.partition("```\n")[2].partition("\n```")[0]
     shown_whole(block, " ".join(printed(command).replace(f"{DOCS / 'examples'}/", "").split()))
 
 
 def test_the_front_page_shows_the_summary_of_everything():
     block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
     assert block
-    assert printed("doctor . --static").endswith(block)
+    assert printed(". --static").endswith(block)
 
 
 def test_something_is_shown():

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from isotype.doctor.sarif import as_sarif
+from isotype.doctor.output import as_sarif
 from isotype.finding import Finding, Place, Severity
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import logging
 import os
 import random
-import threading
 import warnings
 
 import numpy as np
@@ -21,7 +19,6 @@ from typer.testing import CliRunner
 import isotype
 from isotype.cli.app import build_app
 from isotype.config.schema import TrainSection
-from isotype.entry.start import Ended
 from isotype.errors import RunError, UsageError
 from isotype.tasks.choose import train as train_loaded
 from tests.training.test_run import same_result
@@ -79,26 +76,6 @@ def test_a_run_configuration_and_a_resume(workshop, tmp_path, configured):
     same_result(tmp_path / "whole", resumed.folder)
 
 
-def test_a_second_thread_does_not_train_beside_the_first(workshop, tmp_path):
-    refused = []
-
-    def other():
-        with pytest.raises(UsageError, match="another thread of this process trains") as error:
-            isotype.train(**settings(workshop, tmp_path / "other"))
-        refused.append(error)
-
-    class StartsAnother(isotype.Callback):
-        def on_step(self, moment):
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-            moment.stop()
-
-    assert isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StartsAnother()]).result["steps"] == 1
-    assert len(refused) == 1
-    assert not (tmp_path / "other").exists()
-
-
 def test_a_mistyped_key_names_the_call_and_the_key(workshop, tmp_path):
     with pytest.raises(UsageError, match=r"isotype.train\(\) train.lerning_rate: unknown key, did you mean train.learning_rate"):
         isotype.train(**settings(workshop, tmp_path / "run", lerning_rate=1e-4))
@@ -130,19 +107,17 @@ def test_callbacks_that_draw_and_generate_leave_the_run_bit_identical(workshop, 
     assert {name for name, *_ in told} == {"step", "evaluation", "save", "samples"}
 
 
-def test_a_callback_may_call_backward_and_leave_settings_changed(workshop, tmp_path, monkeypatch):
+def test_a_callback_may_call_backward_and_leave_settings_changed(workshop, tmp_path):
     plain = isotype.train(**settings(workshop, tmp_path / "plain"))
-    monkeypatch.chdir(tmp_path)
 
     class Looks(isotype.Callback):
         def on_step(self, moment):
             ids = torch.arange(8)[None]
             moment.model(input_ids=ids, labels=ids).loss.backward()
             torch.set_grad_enabled(False)
-            os.chdir("/")
 
-    looked = isotype.train(**settings(workshop, "looked"), callbacks=[Looks()])
-    same_result(plain.folder, tmp_path / looked.folder)
+    looked = isotype.train(**settings(workshop, tmp_path / "looked"), callbacks=[Looks()])
+    same_result(plain.folder, looked.folder)
 
 
 def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
@@ -167,6 +142,7 @@ def written_by_numpy(p):
     p.detach().numpy()[...] = p.detach().bfloat16().float().numpy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rounded", [written_through_data, replaced_data, written_by_numpy])
 def test_a_write_that_pytorch_does_not_count_stops_the_run(workshop, tmp_path, rounded):
     class Rounds(isotype.Callback):
@@ -191,15 +167,6 @@ def test_an_objective_replaces_the_cross_entropy(workshop, tmp_path):
     assert plain.record.curve("eval_loss")[0] == run.record.curve("eval_loss")[0]
 
 
-def test_a_callback_class_in_place_of_an_object_is_refused_before_anything_is_loaded():
-    class Mine(isotype.Callback):
-        pass
-
-    with pytest.raises(UsageError, match="Mine is a class") as refused:
-        isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[Mine])
-    assert "Mine()" in str(refused.value)
-
-
 def test_a_callback_that_cannot_be_called_is_refused_before_anything_is_loaded():
     class Mine(isotype.Callback):
         def on_save(self):
@@ -211,6 +178,7 @@ def test_a_callback_that_cannot_be_called_is_refused_before_anything_is_loaded()
         isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[lambda moment: None])
 
 
+@pytest.mark.full
 def test_a_callback_that_rounds_the_optimizers_states_stops_the_run(workshop, tmp_path):
     class Rounds(isotype.Callback):
         def on_step(self, moment):
@@ -271,32 +239,6 @@ def test_a_run_leaves_the_process_as_it_was(workshop, tmp_path):
     assert process_state() == before
 
 
-def test_a_run_without_a_given_folder_is_found_when_its_name_has_the_time_of_its_start(workshop, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ticks = itertools.count()
-    monkeypatch.setattr("isotype.runs.folder.time.strftime", lambda form: f"start-{next(ticks)}")
-    run = isotype.train(**settings(workshop, "unused") | {"run": {"sample_every": 0}})
-    assert run.status == "done"
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.folder.name]
-
-
-def test_the_command_line_and_python_start_a_run_by_one_function(workshop, tmp_path, monkeypatch):
-    started = []
-
-    def recorded(loaded, **options):
-        started.append((loaded.config, options["resume"], options["skips"]))
-        return Ended(0, tmp_path / "run", begun=True)
-
-    monkeypatch.setattr("isotype.entry.start.start", recorded)
-    monkeypatch.setattr("isotype.entry.train.Run", lambda folder: folder)
-    (tmp_path / "run.yaml").write_text(f"model:\n  name: {workshop.base}\ndata:\n  train: {workshop.chats}\n")
-    given = [str(tmp_path / "run.yaml"), "train.steps=3", "--out", str(tmp_path / "run"), "--skip", "PF004=shared"]
-    assert CliRunner().invoke(build_app(), ["train", *given]).exit_code == 0
-    skip = {"PF004": "shared"}
-    assert isotype.train(tmp_path / "run.yaml", train={"steps": 3}, run=tmp_path / "run", skip=skip) == tmp_path / "run"
-    assert started[0] == started[1]
-
-
 def test_the_command_line_and_python_give_bit_identical_runs(workshop, tmp_path):
     given = settings(workshop, tmp_path / "python")
     run = isotype.train(**given)
@@ -320,6 +262,7 @@ def test_a_check_that_cannot_be_skipped_is_refused_before_anything_is_loaded(ski
         isotype.train(model="nowhere", data="nothing.jsonl", skip=skip)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -362,6 +305,7 @@ def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(
     assert not (tmp_path / "run/resolved.yaml").exists()
 
 
+@pytest.mark.full
 def test_a_run_that_a_callbacks_keyboard_interrupt_ended_says_so_and_goes_on(workshop, tmp_path):
     class Interrupts(isotype.Callback):
         def on_step(self, moment):

@@ -185,6 +185,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
@@ -201,6 +202,7 @@ def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path,
     assert "does not answer" in said
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False])
 def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, terminal):
@@ -222,6 +224,7 @@ def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, term
     assert "Loading weights" not in shown
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
     folder, environment = filled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype import pages
-from isotype.environment.known_faults import faults, mismatched_pairs
+from isotype.environment.versions import faults, mismatched_pairs
 from isotype.finding import Severity
 
 HEALTHY = {
@@ -14,10 +14,6 @@ HEALTHY = {
 }  # fmt: skip
 HOPPER = {"devices": [{"kind": "cuda", "generation": "hopper"}], "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None}}
 BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
-
-
-def test_versions_without_known_faults_give_no_finding():
-    assert faults(HEALTHY) == []
 
 
 @pytest.mark.parametrize(

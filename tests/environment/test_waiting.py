@@ -1,12 +1,10 @@
 """Threads sleep while they wait where cores are shared; what the user has set stays."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from isotype.environment.waiting import wait_passively
+from isotype.environment.threads import wait_passively
 
 CORES = os.cpu_count() or 1
 
@@ -29,19 +27,3 @@ def test_nothing_is_set_once_torch_is_loaded():
     environ = {}
     assert not wait_passively(always=True, environ=environ, loaded=True)
     assert environ == {}
-
-
-def test_the_quickstart_sets_it_before_torch_is_loaded():
-    program = """
-import os, sys, types
-from isotype.cli.app import main
-assert "torch" not in sys.modules
-starts = types.ModuleType("isotype.quickstart")
-starts.quickstart = lambda *_, **__: print(os.environ.get("OMP_WAIT_POLICY")) or 0
-sys.modules["isotype.quickstart"] = starts
-sys.argv = ["isotype", "quickstart"]
-main()
-"""
-    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True, timeout=300)
-    assert done.stdout == "PASSIVE\n"

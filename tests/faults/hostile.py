@@ -61,7 +61,8 @@ def rows(material: Material, folder: Path, draw: random.Random) -> None:
 
 def weights(material: Material, folder: Path, draw: random.Random) -> None:
     """A safetensors file: as part of a checkpoint that is sealed and whole, and read by the doctor."""
-    from isotype.doctor.check.readers.safetensors_header import BadHeader, read
+    from isotype.doctor.check.binary_files import read_safetensors_header as read
+    from isotype.doctor.check.text_files import Unreadable
     from isotype.runs.checkpoint.atomic_folder import seal
     from isotype.runs.checkpoint.store import STATE, TENSORS, CheckpointStore
 
@@ -83,7 +84,7 @@ def weights(material: Material, folder: Path, draw: random.Random) -> None:
     checkpoint.mkdir()
     (checkpoint / TENSORS).write_bytes(content)
     (checkpoint / STATE).write_text("{}")
-    with _bad_is_fine(BadHeader):
+    with _bad_is_fine(Unreadable):
         read(checkpoint / TENSORS)
     seal(checkpoint)
     CheckpointStore(folder).load(3)
@@ -177,7 +178,7 @@ def _restored(material: Material, run: Any, draw: random.Random) -> None:
     from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.training.feed import RowStream
     from isotype.training.loop import Loop
-    from isotype.training.loss_scale import LossScale
+    from isotype.training.step import LossScale
 
     store = CheckpointStore(run.checkpoints)
     for step in store.steps():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.cli.merge import merge as merge_command
 from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.interrupted import line
 from isotype.runs.checkpoint import atomic_folder
-from isotype.runs.checkpoint.atomic_folder import write_folder
 from isotype.tasks.choose import train
 
 
@@ -26,9 +24,19 @@ def ask(*arguments, text=None):
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
 @pytest.fixture
-def run(configured, tmp_path):
-    assert train(configured(train={"learning_rate": 2e-2})) == 0
+def run(configured, tmp_path, trained):
+    """The folder of a run, trained once for all tests here."""
+    if trained.exists():
+        shutil.copytree(trained, tmp_path / "run")
+    else:
+        assert train(configured(train={"learning_rate": 2e-2})) == 0
+        shutil.copytree(tmp_path / "run", trained)
     return tmp_path / "run"
 
 
@@ -58,17 +66,6 @@ def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_th
     assert skipped["loss"] == whole["loss"]
 
 
-def test_eval_takes_one_file(tmp_path):
-    with pytest.raises(UsageError, match="eval: "):
-        ask("eval", tmp_path, "a.jsonl", "--data", "b.jsonl")
-
-
-def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("isotype.inference.loaded.load_run", None)
-    with pytest.raises(UsageError, match=r"none\.jsonl: no such file"):
-        ask("eval", run, "--data", tmp_path / "none.jsonl")
-
-
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("How much is 1\x0cplus\u20282?\r\n\nHow much is 3 plus 2?\n")  # two lines
 
@@ -80,13 +77,6 @@ def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     assert answers() == answers()
     drawn = ("--temperature", 2.0)
     assert answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
-
-
-def test_prompts_from_the_command_line(run):
-    out = ask("sample", run, "How much is 1 plus 2?", "$x", "--tokens", 2, "--json")
-    assert [s["prompt"] for s in json.loads(out.splitlines()[-1])["samples"]] == ["How much is 1 plus 2?", "$x"]
-    with pytest.raises(UsageError, match="an empty prompt"):
-        ask("sample", run, " ")
 
 
 def test_chat_answers_what_is_piped_in(run):
@@ -109,39 +99,8 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
     assert answer.startswith("a\x1b[2J")
 
 
-def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_is_stopped(run, monkeypatch):
-    from isotype.inference.loaded import Conversation
-
-    loaded = load_run(run)
-    talk = Conversation(loaded, max_new_tokens=2, temperature=0.0, top_p=1.0, stream=False)
-    asked = []
-    generate = loaded.model.generate
-
-    def seen(**given):
-        asked.append(loaded.tokenizer.decode(given["input_ids"][0]))
-        return generate(**given)
-
-    monkeypatch.setattr(loaded.model, "generate", seen)
-    talk.say("one?")
-    talk.say("two?")
-    assert "one?" in asked[1]
-    assert len(talk.messages) == 4
-
-    def stopped(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loaded.model, "generate", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        talk.say("three?")
-    assert [m["content"] for m in talk.messages if m["role"] == "user"] == ["one?", "two?"]
-    talk.clear()
-    monkeypatch.setattr(loaded.model, "generate", seen)
-    talk.say("four?")
-    assert "one?" not in asked[-1]
-
-
 def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
-    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("diff", str(run))):
+    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("ls", "--diff", str(run))):
         with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
             ask(command[0], *command[1:], tmp_path / "rnu")
     with pytest.raises(UsageError, match="holds runs, but is none"):
@@ -180,8 +139,6 @@ def test_a_run_leaves_what_its_report_shows_also_when_it_fails(configured, tmp_p
 
 
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
-    import shutil
-
     shutil.rmtree(run / "adapter")
     assert load_run(run).taken == "checkpoint step_6"
 
@@ -192,9 +149,9 @@ def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_p
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
     assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
     assert "done" in ask("ls", tmp_path)
-    settings = json.loads(ask("diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
+    settings = json.loads(ask("ls", "--diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
     assert settings == {"train.learning_rate": [1e-3, 5e-3]}
-    assert "train.learning_rate" in ask("diff", tmp_path / "one", tmp_path / "two")
+    assert "train.learning_rate" in ask("ls", "--diff", tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "nf4-lora"])
@@ -241,13 +198,6 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     assert load_run(merged).precision.base == "fp32"
 
 
-def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
-    merged = merge(load_run(run), tmp_path / "merged", dtype="bf16")
-    assert merged.noise > 1e-3
-    with pytest.raises(UsageError, match="not empty"):
-        merge(load_run(run), tmp_path / "merged")
-
-
 def test_a_merge_onto_a_full_disk_leaves_nothing_and_says_to_merge_again(run, tmp_path, monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -267,25 +217,7 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
         ask("merge", run, "--out", tmp_path / "words")
 
 
-@pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
-def test_an_interrupted_merge_says_what_it_leaves(tmp_path, monkeypatch, placed, left):
-    """Interrupted before the merged folder is put in place, and after."""
-    out = tmp_path / "merged"
-
-    def interrupted(*given):
-        if placed:
-            write_folder(out, lambda folder: None)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
-    # of an interrupted run of another test in this process
-    monkeypatch.setattr("isotype.interrupted._inside", [])
-    monkeypatch.setattr("isotype.interrupted._said", False)
-    with pytest.raises(KeyboardInterrupt):
-        merge_command(tmp_path / "run", out)
-    assert line(["merge"]) == f"interrupted: {out} {left}"
-
-
+@pytest.mark.full
 def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path):
     """Without a dtype of its own a LoRA branch is computed in that of `compute`."""
     for name, branch in (("one", "compute"), ("two", "fp32")):
@@ -293,20 +225,20 @@ def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path
         assert train(configured(**settings)) == 0
     one, two = tmp_path / "one", tmp_path / "two"
     seen = [json.loads((run / "precision.json").read_text())["observed"] for run in (one, two)]
-    found = json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"]
+    found = json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"]
     assert found["declared"] == {"lora_branch": ["bf16", "fp32"]}
     dtypes = [{role: sorted(counts) for role, counts in roles.items()} for roles in seen]
     differ = {role for role in dtypes[0].keys() | dtypes[1].keys() if dtypes[0].get(role) != dtypes[1].get(role)}
     assert "lora_branch" in differ
     assert found["observed"] == {role: [dtypes[0].get(role), dtypes[1].get(role)] for role in differ}
-    shown = [line.split() for line in ask("diff", one, two).splitlines()]
+    shown = [line.split() for line in ask("ls", "--diff", one, two).splitlines()]
     assert ["declared", "lora_branch", "bf16", "fp32"] in shown
     assert ["observed", "lora_branch", "not", "observed", "fp32"] in shown
-    assert json.loads(ask("diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
-    assert "declared and observed dtypes are the same" in ask("diff", one, one)
+    assert json.loads(ask("ls", "--diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
+    assert "declared and observed dtypes are the same" in ask("ls", "--diff", one, one)
     (two / "precision.json").unlink()
-    assert f"no precision was recorded in {two}: it is not compared" in ask("diff", one, two)
-    assert json.loads(ask("diff", one, two, "--json").splitlines()[-1])["precision"] is None
+    assert f"no precision was recorded in {two}: it is not compared" in ask("ls", "--diff", one, two)
+    assert json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"] is None
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

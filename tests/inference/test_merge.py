@@ -52,13 +52,6 @@ def test_a_peft_folder_is_merged_into_the_base_it_names(foreign, tmp_path, setti
         torch.testing.assert_close(plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_merged_config_names_the_dtype_of_its_weights(foreign, tmp_path):
-    folder, _ = foreign()
-    merge(load_run(folder), tmp_path / "merged", dtype="bf16")
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
-
-
 def test_a_merged_model_is_put_in_place_after_it_is_compared(foreign, tmp_path, monkeypatch):
     folder, _ = foreign()
     with monkeypatch.context() as there:
@@ -142,6 +135,7 @@ def test_buffers_of_the_models_file_are_merged(merged_logits, family, settings):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_adapters_on_bare_parameters_are_merged(merged_logits):
     """`all-linear` puts an adapter on the router of these experts, which is a parameter and no linear layer."""
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1, **EXPERTS}

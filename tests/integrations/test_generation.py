@@ -23,7 +23,7 @@ class Generates(TrainerCallback):
         self.made.append(model.generate(**ids, max_new_tokens=6, **self.options)[0].tolist())
 
 
-@pytest.mark.parametrize("name", ["SFT", "ORPO", "CPO"])
+@pytest.mark.parametrize("name", ["SFT", pytest.param("ORPO", marks=pytest.mark.full), pytest.param("CPO", marks=pytest.mark.full)])
 def test_qlora_with_generate_in_a_callback(name, models):
     """Unmodified, generation runs outside autocast: fp32 norms meet a bf16 head, and the run fails."""
     trainer = TRAINERS[name](Setting(models, "qlora", bf16=True, stored=torch.bfloat16))
@@ -36,9 +36,13 @@ def test_qlora_with_generate_in_a_callback(name, models):
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "precision"), [("SFT", "lora", "bf16-lora"), ("DPO", "qlora", "nf4-lora"), ("GRPO", "lora", "bf16-lora")]
+    ("name", "form", "precision", "sampled"),
+    [
+        ("SFT", "lora", "bf16-lora", True),
+        ("DPO", "qlora", "nf4-lora", False),
+        pytest.param("GRPO", "lora", "bf16-lora", True, marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
 def test_a_callbacks_generation_leaves_no_trace_on_training(name, form, precision, sampled, models):
     curves = []
     for generating in (False, True):

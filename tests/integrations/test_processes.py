@@ -24,7 +24,7 @@ def of_batch(name, models, batch, accumulate, *, attached=True):
     return curve(trainer)
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFT"])
+@pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full)])
 def test_accumulation_gives_the_curve_of_one_batch(name, models):
     want = of_batch(name, models, 4, 1, attached=False)
     for batch, accumulate in ((4, 1), (2, 2), (1, 4)):
@@ -50,7 +50,7 @@ def two_processes(written, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["Trainer", "SFT"])
+@pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full)])
 def test_two_processes_give_the_curve_of_one(name, models, tmp_path):
     Setting(models).path()  # both processes load it
     found = two_processes(tmp_path / "curve.json", str(models), name, "lora", "fp32", "2", "1")

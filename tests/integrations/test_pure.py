@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from isotype.errors import RunError, UsageError
 from isotype.integrations import attach, detach
@@ -32,7 +32,7 @@ class Watching(TrainerCallback):
             self.seen.append((p.dtype, None if p.grad is None else p.grad.dtype, self.attached.gradient(p).dtype))
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFT", "DPO"])
+@pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full), pytest.param("DPO", marks=pytest.mark.full)])
 def test_gradients_are_summed_in_fp32_and_the_curve_is_the_unmodified_trainers(name, models):
     want = curve(TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1)))
     trainer = TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1))
@@ -116,3 +116,15 @@ def test_what_cannot_train_such_weights_is_refused(change, words, models):
     change(trainer)
     with pytest.raises(UsageError, match=words):
         attach(trainer, "bf16-pure")
+
+
+def test_a_trainer_that_makes_another_optimizer_is_refused_before_the_first_step(models):
+    class Own(Trainer):
+        def create_optimizer(self, *args):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    trainer = plain(setting(models), Own)
+    attach(trainer, "bf16-pure", quiet=True)
+    with pytest.raises(UsageError, match=r"Own\.create_optimizer at test_pure\.py:\d+ makes SGD: it would find no gradient"):
+        trainer.train()

@@ -49,6 +49,7 @@ def test_the_folder_records_declared_replaced_and_observed(name, head, times, mo
     assert read("env")["packages"]["trl"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "precision", "more"),
     [("DPO", "bf16-mixed", {}), ("DPO", "fp32", {"precompute_ref_log_probs": True}), ("GKD", "fp32", {})],
@@ -63,7 +64,7 @@ def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, mo
     assert [what for what in seen["unobserved"] if "outside" in what] == []
 
 
-@pytest.mark.parametrize(("form", "precision"), [("lora", "bf16-lora"), ("full", "bf16-mixed")])
+@pytest.mark.parametrize(("form", "precision"), [("lora", "bf16-lora"), pytest.param("full", "bf16-mixed", marks=pytest.mark.full)])
 def test_every_declared_role_is_observed_or_has_the_reason(form, precision, models, tmp_path):
     trainer = TRAINERS["DPO"](Setting(models, form=form, more={"output_dir": str(tmp_path), "max_steps": 2}))
     attach(trainer, precision, quiet=True, preflight=False)
@@ -73,16 +74,6 @@ def test_every_declared_role_is_observed_or_has_the_reason(form, precision, mode
     assert {"loss", "save", "base"} <= declared
     assert declared - set(seen["observed"]) - set(seen["unobserved"]) == set()
     assert ("the weights of ref_model" in seen["unobserved"]) == (form == "full")
-
-
-def test_a_training_of_one_step_says_that_none_was_observed(models, tmp_path):
-    for steps in (1, 2):
-        trainer = TRAINERS["Trainer"](Setting(models, more={"output_dir": str(tmp_path), "max_steps": steps}))
-        attach(trainer, "fp32", quiet=True, preflight=False)
-        trainer.train()
-        seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
-        assert ("every role" in seen["unobserved"]) == ("observed" not in seen) == (steps == 1)
-        assert ("there was none" in seen["unobserved"]["generate"]) == (steps == 1)
 
 
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
@@ -95,7 +86,7 @@ def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, 
     assert json.loads((tmp_path / "isotype" / "precision.json").read_text())["violations"]
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFT", "DPO", "Reward"])
+@pytest.mark.parametrize("name", ["SFT", *(pytest.param(name, marks=pytest.mark.full) for name in ("Trainer", "DPO", "Reward"))])
 def test_a_run_with_preflight_is_bit_for_bit_the_run_without(name, models):
     curves = []
     for preflight in (True, False):

@@ -51,13 +51,10 @@ MORE = {
 }
 
 
-SLOW = pytest.mark.slow  # seven of them take half a minute; what the three share with others is tested by others
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kto", "reward", "dpo", "rloo", "distillation")]
 
 
-OTHERS = [pytest.param(name, marks=SLOW) for name in ("dpo", "rloo", "distillation")]
-
-
-@pytest.mark.parametrize("name", ["sft", "kto", "reward", "grpo", *OTHERS])
+@pytest.mark.parametrize("name", ["sft", "grpo", *OTHERS])
 def test_a_script_of_trls_runs_with_one_line_added(name, models, tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()

@@ -59,12 +59,6 @@ def test_a_callback_added_to_a_complete_trainer_is_refused(models):
         trainer.train()
 
 
-def test_a_contradiction_is_refused_when_the_callback_attaches(models):
-    trainer = with_callbacks(Setting(models, bf16=True), IsotypeCallback("fp32"))
-    with pytest.raises(UsageError, match="bf16=True"):
-        trainer.train()
-
-
 def test_axolotls_plugin_attaches_with_the_precision_of_the_configuration(models, capsys, monkeypatch):
     base = types.ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})

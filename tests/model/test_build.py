@@ -18,6 +18,7 @@ ADAPTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("files", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("preset", "adapter"), [
     ("bf16-lora", "lora"), ("bf16-lora", "head trained"), ("bf16-pure", "none"), ("bf16-mixed", "none"),

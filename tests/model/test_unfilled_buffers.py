@@ -58,12 +58,6 @@ def test_buffers_have_the_constructors_values(folder, name):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_family_of_transformers_needs_nothing(workshop):
-    notes = []
-    load(workshop.base, notes)
-    assert notes == []
-
-
 def test_a_constructor_that_fails_is_told(folder, monkeypatch):
     monkeypatch.setattr(OwnConfig, "fails", True)
     with pytest.raises(UsageError, match=r"own\.angles is in no file and uninitialised(.|\n)*RuntimeError: no"):

@@ -84,6 +84,7 @@ def test_on_a_gpu_the_update_is_the_references(weight):
         torch.testing.assert_close(mine, theirs, rtol=2 * torch.finfo(mine.dtype).eps, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
-from isotype.ops.attention import Documents, attention, attention_reference, backend_of, flex, gpu, op
+from isotype.ops.attention import Documents, attention, attention_reference, backend_of, gpu, op
 from isotype.optimize.attention import by_the_op
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
@@ -119,13 +119,13 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
 
         return run
 
-    attend = flex.compiled(flex_attention, counting)
-    monkeypatch.setattr(flex, "_functions", lambda on_gpu: (attend, create_block_mask))
-    monkeypatch.setattr(flex, "_kept", OrderedDict())
+    attend = gpu.compiled(flex_attention, counting)
+    monkeypatch.setattr(gpu, "_functions", lambda on_gpu: (attend, create_block_mask))
+    monkeypatch.setattr(gpu, "_kept", OrderedDict())
     lengths = range(32, 32 * 11, 32)
     for positions in lengths:
         q, k, v = (torch.randn(1, n, positions, 16) for n in (2, 1, 1))
-        out = flex.attention(q, k, v, None, True, 0.25, None, 50.0, None)
+        out = gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, None, 50.0, None)
     torch.testing.assert_close(out, written_out(q, k, v, causal=True, softcap=50.0), rtol=1e-4, atol=1e-5)
     # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
     assert len(graphs) <= 4
@@ -136,27 +136,27 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
 def test_more_kinds_of_calls_are_compiled_than_dynamo_allows_by_default(monkeypatch, told):
     if not told:
         # of an older torch, whose compile takes no limit
-        monkeypatch.setattr(flex.inspect, "signature", lambda function: SimpleNamespace(parameters={}))
+        monkeypatch.setattr(gpu.inspect, "signature", lambda function: SimpleNamespace(parameters={}))
     graphs = []
-    doubled = flex.compiled(lambda x: x * 2, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    doubled = gpu.compiled(lambda x: x * 2, lambda graph, inputs: graphs.append(graph) or graph.forward)
     for dimensions in range(1, 13):
         assert doubled(torch.ones((1,) * dimensions)).sum() == 2
     assert len(graphs) == 12
 
 
 def test_block_masks_are_those_of_their_own_batch(monkeypatch):
-    monkeypatch.setattr(flex, "_kept", OrderedDict())
+    monkeypatch.setattr(gpu, "_kept", OrderedDict())
     q, k, v = (x.detach() for x in drawn(torch.float32))
     for documents in (Documents.of([10, 14, 5, 19]), Documents.of([20, 4, 24]), None):
         for window in (None, 5):
             for _ in range(2):
-                got = flex.attention(q, k, v, None, True, 0.25, window, 3.0, documents)
+                got = gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, window, 3.0, documents)
             torch.testing.assert_close(got, written_out(q, k, v, causal=True, window=window, softcap=3.0, documents=documents))
-    assert len(flex._kept) == 6
-    for positions in range(8, 8 + flex.KEPT):
+    assert len(gpu._kept) == 6
+    for positions in range(8, 8 + gpu.KEPT):
         q, k, v = (x.detach() for x in drawn(torch.float32, positions=positions))
-        flex.attention(q, k, v, None, True, 0.25, None, 3.0, None)
-    assert len(flex._kept) == flex.KEPT
+        gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, None, 3.0, None)
+    assert len(gpu._kept) == gpu.KEPT
 
 
 def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():
@@ -264,7 +264,7 @@ def test_flex_attention_computes_the_softcap(documents, window):
     q, k, v = (x.detach() for x in drawn(torch.float32))
     mask = torch.rand(2, 1, 24, 24) < 0.7
     mask |= torch.eye(24, dtype=torch.bool)
-    got = flex.attention(q, k, v, mask, True, 0.25, window, 3.0, documents)
+    got = gpu.flex_attention_softcapped(q, k, v, mask, True, 0.25, window, 3.0, documents)
     want = written_out(q, k, v, causal=True, window=window, softcap=3.0, documents=documents, mask=mask)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -37,6 +37,7 @@ from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
 from isotype.ops.rope.op import ROPE, rope_reference
 from isotype.testing import ampcheck
 from isotype.testing.amp import inexact
+from tests.gpu import DEVICE, kernels, on_a_gpu
 
 LONG = 4160
 EVERY = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -97,7 +98,7 @@ def tables(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`f` with fp32 tables, as transformers makes them."""
-    return lambda q, k: f(q, k, *(t.to(torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])), **options)
+    return lambda q, k: f(q, k, *(t.to(q.device, torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])), **options)
 
 
 def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +165,9 @@ CASES = {
 }
 
 
+OPTIONAL = ("-none", "-chunks", "-tanh", "-gemma", "-interleaved")
+
+
 def without_a_finding(case: Case, inputs: Any) -> int:
     report = ampcheck(case.op, inputs, reference=case.reference, contract=case.contract, raises=False)
     assert not report.findings, report.render()
@@ -178,14 +182,18 @@ ON_A_CPU = [
 ]
 
 
-@pytest.mark.parametrize("backend", ON_A_CPU)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# `make test` runs each op's own case on the C++ kernels; its options, and plain PyTorch, are left to the whole matrix
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), ON_A_CPU[1]])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] if name.endswith(OPTIONAL) else []) for name, case in CASES.items()], ids=CASES
+)
 def test_keeps_its_contract(case, backend):
     with using(backend):
         assert without_a_finding(case, [case.inputs(6), case.inputs(LONG)]) >= 32
     assert not cpp.fallbacks()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ON_A_CPU)
 def test_rope_keeps_its_contract_with_tables_of_any_dtype(backend):
     with using(backend):
@@ -205,7 +213,9 @@ ON_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("name", ON_KERNELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("rms_norm", "silu_mul") else pytest.mark.full) for name in ON_KERNELS]
+)
 def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
     pytest.importorskip("triton")
     from isotype.testing.interpreter import interpreted
@@ -216,3 +226,17 @@ def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
     monkeypatch.setattr(inexact, "LONG", 4 if "rope" in name else 32)
     with interpreted(), using("triton"):
         without_a_finding(CASES[name], CASES[name].inputs(2 if "rope" in name else 3))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_keeps_its_contract_on_a_gpu(name, monkeypatch):
+    case, long = CASES[name], 160
+    if DEVICE == "cpu":
+        monkeypatch.setattr(inexact, "SOME", 4)
+        monkeypatch.setattr(inexact, "LONG", 4)
+        long = 3
+    with kernels():
+        inputs = tuple(t.to(DEVICE) for t in case.inputs(long))
+        report = ampcheck(case.op, inputs, reference=case.reference, contract=case.contract, raises=False)
+    assert not report.findings, report.render()

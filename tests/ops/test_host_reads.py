@@ -21,10 +21,10 @@ from isotype.ops import (
     silu_mul,
 )
 from isotype.ops.backend import using
+from isotype.ops.cross_entropy.eager import Wanted
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
 from isotype.ops.linear_log_probs import op as log_probs
-from isotype.ops.linear_log_probs.rows import Wanted
 from tests.host_reads import HostReadError, NoHostReads
 
 V, H = 1000, 64

@@ -17,6 +17,7 @@ from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, on_a_gpu
 from tests.gpu import kernels as running
+from tests.ops.trials import ptx
 
 
 def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8, device="cpu"):
@@ -77,6 +78,7 @@ def test_on_a_gpu_the_values_are_bitsandbytes(dtype, double):
     torch.testing.assert_close(got.cpu(), want, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize(("double", "beside"), [(False, 0), (True, 0), (True, 32)])
@@ -88,3 +90,12 @@ def test_the_kernel_compiles_for_every_output_and_target(target, double, beside)
         triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
 
     compile_matrix(run, (torch.empty(64, 640 + beside),), targets=[target], fail_on="note", binary=True)
+
+
+@pytest.mark.parametrize(("nested", "loads"), [(True, 1 + 16 + 4), (False, 1 + 16 + 1)])
+def test_a_scale_is_decoded_once_for_eight_bytes(nested, loads):
+    """A thread's 8 packed bytes are one load, their 16 values a look-up each, and their one scale a load, or four where it is quantised."""
+    pointers = dict.fromkeys(("code", "inner_absmax", "inner_code", "offset"), "*fp32")
+    types = {**pointers, "packed": "*u8", "absmax": "*u8" if nested else "*fp32", "out": "*bf16"}
+    flags = {"SCALED": 32, "INNER": 256, "NESTED": nested, "BESIDE": False, "WHOLE": True, "BLOCK": triton.BLOCK}
+    assert ptx(triton.widen_4bit_kernel, types, flags, warps=4).count("ld.global") == loads

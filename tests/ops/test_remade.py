@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.lora.linear import lora_linear
 from isotype.ops import attention, gelu, modulated_layer_norm, rms_norm, rope
+from isotype.ops.recompute import unwritten
 from isotype.ops.remade import follow, made_again, remember, way_of
 
 
@@ -131,3 +133,21 @@ def test_a_tensor_without_gradient_carries_no_note():
     assert way_of(made) is None
     assert way_of(pickle.loads(pickle.dumps(made))) is None
     assert way_of(copy.deepcopy(made)) is None
+
+
+def test_a_result_that_nobody_reads_is_filled_once():
+    seen = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    unwritten((2, 3), x, torch.bfloat16)
+    with Operators():
+        made = unwritten((4, 5), x, torch.bfloat16)
+    assert seen == ["aten.expand.default"]
+    assert made.shape == (4, 5)
+    assert made.dtype == torch.bfloat16
+    assert not made.any()

@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from isotype.errors import DtypeError, ShapeError, UsageError
 from isotype.ops import add_rms_norm, cpp, gated_residual, gelu, gelu_mul, modulated_layer_norm, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
-from isotype.ops.gated import cpu as silu_cpp
+from isotype.ops.gated import cpu as gated_cpu
 from isotype.ops.gated.op import gelu_mul_reference, gelu_reference, silu_mul_reference
 from isotype.ops.modulation.op import gated_residual_reference, modulated_layer_norm_reference
 from isotype.ops.rms_norm.op import rms_norm_reference
 from isotype.ops.rope.op import rope_reference
 from isotype.testing.interpreter import interpreted
-from tests.gpu import DEVICE, kernels, on_a_gpu
-from tests.ops.trials import error, keeps_its_dtypes
+from tests.ops.trials import error
 
 
 @dataclass
@@ -29,7 +28,6 @@ class Case:
     reference: Any
     plain: Any
     shapes: Any  # rows -> shapes of the inputs
-    groups: list[int]
 
 
 def tables(positions, pairs):
@@ -70,7 +68,6 @@ def rotary_case(interleaved, pairs):
         rotary(rope_reference, interleaved, pairs),
         rotary(rope_reference, interleaved, pairs),
         lambda rows: [(2, 3, rows // 2, 8), (2, 1, rows // 2, 8)],
-        [0, 1],
     )
 
 
@@ -83,40 +80,36 @@ def gated(activation):
 
 
 CASES = {
-    "rms_norm": Case(rms_norm, rms_norm_reference, plain_norm, lambda rows: [(rows, 6), (6,)], [0, 1]),
+    "rms_norm": Case(rms_norm, rms_norm_reference, plain_norm, lambda rows: [(rows, 6), (6,)]),
     "rms_norm-gemma": Case(
         lambda x, w: rms_norm(x, w, unit_offset=True),
         lambda x, w: rms_norm_reference(x, w, unit_offset=True),
         lambda x, w: plain_norm(x, w, 1.0),
         lambda rows: [(rows, 6), (6,)],
-        [0, 1],
     ),
-    "silu_mul": Case(silu_mul, silu_mul_reference, gated(F.silu), pair, [0, 0]),
-    "gelu_mul": Case(gelu_mul, gelu_mul_reference, gated(F.gelu), pair, [0, 0]),
+    "silu_mul": Case(silu_mul, silu_mul_reference, gated(F.silu), pair),
+    "gelu_mul": Case(gelu_mul, gelu_mul_reference, gated(F.gelu), pair),
     "gelu_mul-tanh": Case(
         lambda g, u: gelu_mul(g, u, approximate="tanh"),
         lambda g, u: gelu_mul_reference(g, u, approximate="tanh"),
         gated(lambda g: F.gelu(g, approximate="tanh")),
         pair,
-        [0, 0],
     ),
-    "gelu": Case(gelu, gelu_reference, F.gelu, lambda rows: [(rows, 6)], [0]),
+    "gelu": Case(gelu, gelu_reference, F.gelu, lambda rows: [(rows, 6)]),
     "gelu-tanh": Case(
         lambda x: gelu(x, approximate="tanh"),
         lambda x: gelu_reference(x, approximate="tanh"),
         lambda x: F.gelu(x, approximate="tanh"),
         lambda rows: [(rows, 6)],
-        [0],
     ),
     "modulated_layer_norm": Case(
         modulated_layer_norm,
         modulated_layer_norm_reference,
         plain_modulated,
         lambda rows: [(2, rows // 2, 6), (2, 6), (2, 6)],
-        [0, 1, 1],
     ),
     "gated_residual": Case(
-        gated_residual, gated_residual_reference, plain_gated, lambda rows: [(2, rows // 2, 6), (2, rows // 2, 6), (2, 6)], [0, 0, 1]
+        gated_residual, gated_residual_reference, plain_gated, lambda rows: [(2, rows // 2, 6), (2, rows // 2, 6), (2, 6)]
     ),
     "rope": rotary_case(False, 4),
     "rope-interleaved": rotary_case(True, 4),
@@ -151,69 +144,30 @@ def test_reference_is_the_plain_mathematics(case):
     torch.testing.assert_close(case.reference(*inputs), case.plain(*inputs))
 
 
-@each
-@pytest.mark.parametrize("rows", [12, 4160])
-def test_dtypes(case, rows):
-    inputs = [x.detach() for x in make(case, rows)]
-    tried = keeps_its_dtypes(case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0])
-    assert tried == 5 * 3 ** (max(case.groups) + 1)
-
-
-@on_a_gpu
-@each
-def test_dtypes_on_a_gpu(case):
-    inputs = [x.detach().to(DEVICE) for x in make(case, 160 if DEVICE == "cuda" else 4)]
-    with kernels():
-        keeps_its_dtypes(case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0])
+PATHS = ["eager", pytest.param("cpp", marks=pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler"))]
 
 
 @each
-def test_aliasing(case):
+@pytest.mark.parametrize("path", PATHS)
+def test_aliases_strides_and_no_rows(case, path):
     """A shared gradient (residual), an expanded one, a second backward: inputs and incoming gradients stay as they were."""
     results = []
-    inputs = make(case)
-    for f in (case.op, case.reference):
-        leaves = copies(inputs)
-        hidden = [x * 1 for x in leaves]
-        y = f(*hidden)
-        shared = y.sum() + (y * 2 + y.detach()).square().sum() + hidden[0].square().sum()
-        kept = [h.detach().clone() for h in hidden]
-        shared.backward(retain_graph=True)
-        shared.backward()
+    for f, of in ((case.op, path), (case.reference, "eager")):
+        leaves = [torch.stack((x.detach(), x.detach()), -1).requires_grad_() for x in make(case, dtype=torch.float32)]
+        hidden = [x[..., 0] * 1 for x in leaves]
+        with using(of):
+            y, z = f(*hidden), f(*(x[..., 1] for x in leaves))
+            kept = [h.detach().clone() for h in hidden]
+            dz = torch.stack((z.detach(), z.detach()), -1)[..., 1]
+            total = y.sum() + (y * 2 + y.detach()).square().sum() + hidden[0].square().sum() + (z * dz).sum()
+            total.backward(retain_graph=True)
+            total.backward()
+            nothing = make(case, 0, torch.float32)
+            f(*nothing).sum().backward()
         assert all(torch.equal(h, k) for h, k in zip(hidden, kept))
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in nothing)
         results.append([x.grad for x in leaves])
-    torch.testing.assert_close(results[0], results[1])
-
-
-@each
-def test_strided_inputs_and_gradients(case):
-    inputs = make(case)
-    results = []
-    for f in (case.op, case.reference):
-        leaves = [torch.stack((x.detach(), x.detach()), -1).requires_grad_() for x in inputs]
-        y = f(*(x[..., 0] for x in leaves))
-        dy = torch.stack((y.detach(), y.detach()), -1)[..., 1]
-        y.backward(dy)
-        results.append([y, *(x.grad for x in leaves)])
-    torch.testing.assert_close(results[0], results[1])
-
-
-@each
-def test_zero_size(case):
-    inputs = make(case, 0)
-    y = case.op(*inputs)
-    y.sum().backward()
-    assert y.numel() == 0
-    assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
-
-
-@each
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(case, reentrant):
-    mine, theirs = make(case), make(case)
-    torch.utils.checkpoint.checkpoint(case.op, *mine, use_reentrant=reentrant).square().sum().backward()
-    case.reference(*theirs).square().sum().backward()
-    torch.testing.assert_close([x.grad for x in mine], [x.grad for x in theirs])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
 @each
@@ -234,7 +188,7 @@ def test_torch_func(case):
 
 
 @each
-@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
+@pytest.mark.parametrize("cast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["off", "bf16"])
 def test_compiles_without_a_graph_break(case, cast):
     torch._dynamo.reset()
     # fp32 too: there the op's last cast changes nothing, which torch 2.11 takes for an output without a gradient
@@ -293,7 +247,7 @@ def test_add_rms_norm():
     assert torch.autograd.gradgradcheck(lambda x, w: add_rms_norm(x, None, w), (x, w))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16])
 @pytest.mark.parametrize("backend", ["cpp", "triton", "eager"])
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("used", ["both", "normed", "sum"])
@@ -344,16 +298,6 @@ def test_rotation_keeps_the_norm_and_composes():
 # --- the C++ kernels, which every test above ran on fp32, bf16 and fp16 where there is a compiler, and plain PyTorch where there is none
 
 
-@each
-@pytest.mark.parametrize("rows", [7, 4160])
-def test_dtypes_without_a_compiler(case, rows):
-    inputs = [x.detach() for x in make(case, rows)]
-    with using("eager"):
-        keeps_its_dtypes(
-            case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0], casts=(None,)
-        )
-
-
 @pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
@@ -398,7 +342,7 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
         (ops.rms_norm_forward_cpp, (x, x, w, 1e-6, False, torch.float32)),
         (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, None, True, True)),
         (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, x, True, True)),
-        (ops.rope_cpp, (q, cos, cos, False, True)),
+        (ops.rope_cpp, (q, q, cos, cos, False, True)),
     ]:
         torch.library.opcheck(op.default, inputs, test_utils=("test_schema", "test_faketensor"))
 
@@ -431,7 +375,7 @@ def test_without_a_working_compiler_the_plain_formula_runs_and_says_why(monkeypa
     monkeypatch.setattr(cpp, "cpu_compiler", lambda: compiler)
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     monkeypatch.setattr(cpp, "_fallbacks", {})
-    monkeypatch.setattr(silu_cpp.KERNELS, "library", None)
+    monkeypatch.setattr(gated_cpu.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(silu_mul(x, x), silu_mul_reference(x, x))
     assert cpp.fallbacks() == {"gated": why}

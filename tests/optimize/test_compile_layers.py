@@ -13,7 +13,7 @@ from isotype.errors import UsageError
 from isotype.optimize import optimize, regions, restore
 from isotype.optimize.compile_layers import compile_layers, uncompile_layers
 from isotype.precision.apply import _Narrow
-from isotype.training.memory.live_bytes import LiveBytes
+from isotype.training.memory.plan import LiveBytes
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, checkpointable
 from tests.long import in_full
 from tests.models import lora, quantised, tiny

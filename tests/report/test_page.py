@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from isotype.report.verdicts import precision, preflight
 from isotype.report.words import plain
 from isotype.report.write import render
 
-from .runs import run_folder, step, whole
-
-CSS = Path(page.__code__.co_filename).with_name("report.css").read_text()
+from .runs import run_folder, step
 
 
 def record(path: Path, **files):
@@ -39,11 +36,6 @@ def test_only_settings_that_differ_are_named_with_what_the_preset_has(tmp_path: 
     assert found == {"precision.norms": ("bf16", "fp32", "a.yaml:5"), "train.steps": ("7", "null", "command line")}
 
 
-def test_settings_of_an_unknown_preset_are_compared_with_the_defaults(tmp_path: Path) -> None:
-    text = "precision:\n  preset: [1]\ntrain:\n  clip: 2.0\n"
-    assert [d.key for d in differences(record(tmp_path / "run", resolved=text))] == ["train.clip"]
-
-
 def test_status_and_progress_of_runs_that_are_not_at_their_end(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 8)], plan={"total": 20})
     (folder / ".lock").write_text("")
@@ -55,50 +47,12 @@ def test_status_and_progress_of_runs_that_are_not_at_their_end(tmp_path: Path) -
     assert progress(record(tmp_path / "run", result={"status": "done"})) is None
 
 
-def test_a_reason_shared_by_most_roles_is_printed_once(tmp_path: Path) -> None:
-    declared = {role: {"value": "bf16", "reason": "auto: this device"} for role in ("base", "compute", "generate")}
-    declared["grads"] = {"value": "fp32", "reason": "run.yaml:9"}
-    table = precision(record(tmp_path / "run", precision={"declared": declared}))
-    assert table["why"] == "auto: this device"
-    assert table["differing"]
-    assert {row["observed"] for row in table["rows"]} == {"not observed"}
-
-
 def test_the_preflight_has_a_mood_for_every_check(tmp_path: Path) -> None:
     found = [{"code": "PF001", "severity": "error"}, {"code": "PF002", "severity": "warning"}, "junk"]
     said = preflight(record(tmp_path / "run", preflight={"findings": found, "checks": {f"PF00{n}": "x" for n in (1, 2, 3)}, "skipped": 3}))
     assert said is not None
     assert [check["mood"] for check in said["checks"]] == ["bad", "warn", "good"]
     assert said["passed"] == 1
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_have_the_contrast_that_wcag_asks_for(dark: bool) -> None:
-    """WCAG 2.1 AA: 4.5 for text, 3 for lines of charts, against what they stand on."""
-    light, darker = (
-        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in CSS.split("@media (prefers-color-scheme: dark)")[:2]
-    )
-    colours = light | darker if dark else light
-    text = [(ink, back) for ink in ("ink", "soft", "faint") for back in ("page", "card", "code")]
-    text += [(mood, back) for mood in ("good", "warn", "bad") for back in ("card", f"{mood}-bg")]
-    text += [("busy", "busy-bg"), ("ink", "mark"), ("soft", "mark"), ("c1", "card"), ("c2", "card"), ("good", "page")]
-    low = {pair: round(ratio, 2) for pair in text if (ratio := contrast(colours[pair[0]], colours[pair[1]])) < 4.5}
-    assert not low
-
-
-def contrast(one: str, other: str) -> float:
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear))
-
-
-def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
-    assert len(render(read_run(whole(tmp_path / "run", steps=5000)))) < 400_000
 
 
 def test_sources_have_their_rows_and_weights(tmp_path: Path) -> None:
@@ -126,14 +80,6 @@ def test_unobserved_roles_have_a_reason(tmp_path: Path) -> None:
     assert rows["loss"]["mood"] == "good"
 
 
-def test_a_chart_that_never_changes_is_a_line_of_text(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", metrics=[step(n, tokens_per_second=1000.0 + n) for n in range(1, 9)])
-    made = page(read_run(folder))
-    constants = {title: value for title, value, _ in made["constants"]}
-    assert constants == {"Learning rate": "0.0001", "Share changed": "98%", "Peak memory": "1 GB"}
-    assert {plot.title for plot, _ in made["figures"]} == {"Gradient norm", "Tokens per second"}
-
-
 def test_resumes_are_marked_in_every_chart(tmp_path: Path) -> None:
     changes = [{"after_step": 4, "of": "rows", "what": "the rows are others"}, "x", 3]
     folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 9)], resumes={"steps": [4, "x", 4, 99], "changes": changes})
@@ -142,13 +88,6 @@ def test_resumes_are_marked_in_every_chart(tmp_path: Path) -> None:
     assert str(made["loss"][1]).count('class="resumed"') == 1
     assert ">resumed</text>" in str(made["loss"][1])
     assert "resumed at step 4" in made["loss"][0].described()
-
-
-def test_an_axis_is_fitted_to_values_that_lie_close_together(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", metrics=[step(n, tokens_per_second=3000.0 + n, grad_norm=1.0 * n) for n in range(1, 9)])
-    low = {plot.key: plot.bounds[1][0] for plot, _ in page(read_run(folder))["figures"]}
-    assert low["tokens_per_second"] > 2900
-    assert low["grad_norm"] == 0
 
 
 @pytest.mark.parametrize("steps", [8, 80])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isotype.report.picture import picture
-from isotype.report.record import read_run, spread
+from isotype.report.record import read_run
 
 from .runs import run_folder, step
 
@@ -42,18 +42,6 @@ def test_runs_that_died_have_one_too(tmp_path: Path, recwarn: pytest.WarningsRec
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("letter", ["W", "i", "界"])
-def test_long_words_end_where_their_card_does(tmp_path: Path, letter: str) -> None:
-    long = letter * 400
-    told = {"prompt": long, "answer": long, "reference": long}
-    folder = run_folder(
-        tmp_path / (letter * 60), metrics=[step(1)], resolved=f"model:\n  name: {long}\n", samples=[{"step": 0, "samples": [told]}]
-    )
-    image = drawn(folder)
-    beside = image.crop((image.width - 52, 0, image.width, image.height))  # the margin, less a rounded corner
-    assert beside.getcolors() == [(52 * image.height, (0xF5, 0xF5, 0xF2))]
-
-
 def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> None:
     colours = {(0, 10): (255, 0, 0), (0, 20): (0, 255, 0), (1, 10): (0, 0, 255), (1, 20): (255, 255, 0)}
     moments = []
@@ -73,8 +61,3 @@ def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> Non
         places[key] = seen[0]
     assert places[0, 10][1] == places[0, 20][1] < places[1, 10][1] == places[1, 20][1], "a row a prompt"
     assert places[0, 10][0] == places[1, 10][0] < places[0, 20][0] == places[1, 20][0], "a column a step"
-
-
-def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
-    assert spread(list(range(0, 100, 5)), 4) == [0, 30, 65, 95]
-    assert spread([1, 2], 4) == [1, 2]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from isotype.report.chart import length_chart, line_chart
-from isotype.report.plots import Guide, Plot, Series, nice_ticks, smoothed, thinned
+from isotype.report.plots import Guide, Plot, Series
 
 NAN = float("nan")
 
@@ -48,36 +48,3 @@ def test_a_chart_has_a_text_description() -> None:
         Series("loss", [(1.0, 5.0), (2.0, 3.0), (3.0, 4.0)]), guides=[Guide(1.0, "clip 1")], trouble="1 value is not finite."
     ).described()
     assert words == "X: loss from 5 at step 1 to 4 at step 3, lowest 3 at step 2; a line at clip 1; 1 value is not finite."
-
-
-def test_lengths_name_their_edges_and_their_counts() -> None:
-    bars = [(64 * (i + 1), 100 - 9 * i) for i in range(11)]
-    svg = length_chart(bars, label="Rows")
-    assert "≤704" not in svg
-    assert "≤640" in svg
-    assert "19 rows of 577 to 640 tokens" in svg
-    assert 'aria-label="Rows: 100 up to 64 tokens' in svg
-    ElementTree.fromstring(svg)
-
-
-def test_a_guide_out_of_reach_does_not_flatten_the_curve() -> None:
-    low = Series("a", [(1.0, 0.1), (2.0, 0.2)])
-    assert "clip 100" not in line_chart(plot(low, guides=[Guide(100.0, "clip 100")])).partition(">")[2]
-    assert "clip 0.3" in line_chart(plot(low, guides=[Guide(0.3, "clip 0.3")])).partition(">")[2]
-
-
-def test_thinning_keeps_peaks_and_gaps() -> None:
-    points = [(float(x), 1000.0 if x == 777 else NAN if x == 888 else 1.0) for x in range(10_000)]
-    kept = thinned(points)
-    assert len(kept) <= 620
-    assert (777.0, 1000.0) in kept
-    assert sum(y != y for _, y in kept) == 1
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.2, 5.8), (0.0, 0.0), (-3.0, -3.0), (1e-9, 2e-9), (1e12, 5e12)])
-def test_ticks_are_few_and_enclose(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high)
-    assert ticks[0] <= low
-    assert high <= ticks[-1]
-    assert 2 <= len(ticks) <= 8
-    assert smoothed([(0.0, low)]) == [(0.0, low)]

@@ -20,9 +20,3 @@ def test_a_terminal_without_blocks_gets_ascii() -> None:
     assert terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding="ascii").isascii()
     assert terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding=None).isascii()
     assert not terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding="utf-8").isascii()
-
-
-def test_one_value_none_and_not_finite() -> None:
-    assert "1" in terminal_chart([(1.0, 2.0)])
-    assert terminal_chart([]) == terminal_chart([(1.0, math.nan)]) == "  (no finite value)"
-    assert terminal_chart([(1.0, 0.0), (2.0, 0.0)])

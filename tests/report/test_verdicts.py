@@ -39,15 +39,6 @@ def test_the_step_that_early_stopping_took_is_the_one_compared(tmp_path: Path) -
     assert verdict(read_run(folder)).learnt == "Evaluation loss 4 before training, 2 at step 10: 50% lower."
 
 
-def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path) -> None:
-    changes = [{"after_step": 10, "of": "evaluation rows", "what": "others"}, {"after_step": 20, "of": "rows", "what": "of training"}]
-    resumes = {"steps": [10, 20], "changes": [*changes, {"of": "evaluation rows"}]}
-    folder = run_folder(tmp_path / "run", metrics=evaluations(4.0, 2.0, 7.0, 6.3), precision=KEPT, resumes=resumes)
-    record = read_run(folder)
-    assert verdict(record).learnt == "Evaluation loss 7 at step 20, 6.3 at step 30: 10% lower."
-    assert record.best_evaluation == 6.3
-
-
 def test_a_broken_contract_is_bad_whatever_was_learnt(tmp_path: Path) -> None:
     broken = KEPT | {"violations": [{"code": "DT003", "message": "m", "declared": "precision.grads: fp32"}]}
     found = verdict(read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=broken)))
@@ -60,9 +51,3 @@ def test_roles_that_were_not_observed_are_named(tmp_path: Path) -> None:
         read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=KEPT | {"observed": {"base": {"bf16": 1}}}))
     )
     assert found.precision == "The declared precision was kept in 1 of 2 roles; not observed: grads."
-
-
-def test_what_was_observed_beside_the_roles_is_not_counted_as_a_role(tmp_path: Path) -> None:
-    beside = KEPT | {"observed": {**KEPT["observed"], "outputs": {"bf16": 43}, "buffers": {"fp32": 2}}}
-    found = verdict(read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=beside)))
-    assert found.precision == "The declared precision was kept in 2 of 2 roles."

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from isotype.errors import UsageError
-from isotype.runs.folder import LOCK, RESOLVED, RunFolder, require_run, take_lock
+from isotype.runs.folder import LOCK, RESOLVED, RunFolder, require_run
 
 
 def failed_start(path, *files):
@@ -45,16 +45,6 @@ def test_a_run_that_cannot_be_written_is_not_told_to_begin_elsewhere(tmp_path, m
             with pytest.raises(UsageError, match="Read-only file system") as raised, RunFolder(tmp_path / "run").held():
                 pass
         assert fix in raised.value.fix
-
-
-def test_a_lock_whose_file_was_removed_is_not_taken(tmp_path):
-    """Of two starts the second opens the file before the first, which fails, removes it."""
-    folder = RunFolder(tmp_path / "run")
-    with folder.held():
-        second = os.open(folder.path / LOCK, os.O_RDWR)
-    with pytest.raises(UsageError, match="in use by another run"):
-        take_lock(second, folder.path)
-    os.close(second)
 
 
 def _hold(path, held, end):

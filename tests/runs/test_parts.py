@@ -87,6 +87,7 @@ def test_a_missing_part_makes_it_damaged(tmp_path):
         store.load(7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", ["2", 0, True, 2.0])
 def test_a_number_of_parts_that_no_run_writes(parts, tmp_path):
     store = CheckpointStore(tmp_path)

@@ -39,7 +39,7 @@ def test_failure_is_the_report_not_a_traceback(run):
     result = run(FAULTY + "\ndef test_linear(ampcheck):\n    ampcheck(Linear, inputs())\n")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["test_it.py:*: ampcheck", "*error AC002 Linear.backward*", "*where*test_it.py:13*", "*isotype explain AC002*"]
+        ["test_it.py:*: ampcheck", "*error AC002 Linear.backward*", "*where*test_it.py:13*", "*isotype doctor explain AC002*"]
     )
     result.stdout.no_fnmatch_line("*def run(*")
 

@@ -12,7 +12,7 @@ from isotype.config.load import load
 from isotype.errors import PreflightError, UsageError
 from isotype.observe import is_observed
 from isotype.optimize import regions
-from isotype.tasks.choose import plan, train
+from isotype.tasks.choose import train
 
 COMPILED = {"model": {"compile": "layers"}, "precision": {"preset": "bf16-lora"}, "run": {"observe_every": 100}}
 
@@ -60,10 +60,6 @@ def test_a_resumed_run_with_compiled_layers_equals_an_uninterrupted_one(configur
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not [name for name in ours if "_orig_mod" in name]
-
-
-def test_a_plan_says_that_its_memory_is_of_the_uncompiled_step(configured):
-    assert "the memory is that of the uncompiled step" in plan(configured(**COMPILED)).as_text()
 
 
 def test_a_layer_that_is_not_one_graph_ends_the_run_before_its_first_step(configured, tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,9 @@ from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.config.sources import check_data
-from isotype.entry.run import Run
+from isotype.entry.train import Run
 from isotype.errors import UsageError
-from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import plan, train
-from isotype.training.resume_record import Changed
-from isotype.training.same_data import compare_data
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},
@@ -102,36 +98,6 @@ def test_the_best_evaluation_is_of_the_rows_that_the_run_has_now(configured: Any
     assert (run.result["best_step"], run.result["of_step"]) == (3, 3)
     assert run.record.best_evaluation == run.result["best_eval_loss"] == run.result["check"]["trained_loss"]
     assert not any("other rows" in note for note in json.loads((tmp_path / "run/data.json").read_text()).get("notes", []))
-
-
-def test_a_setting_that_changes_the_rows_is_named_and_not_the_tokenizer(tmp_path: Path) -> None:
-    class Rows:
-        def records(self) -> dict[str, Any]:
-            return {"data.json": {"train": {"rows": 3}}}
-
-        def fingerprints(self) -> dict[str, str]:
-            return {"training": "of 24 tokens", "evaluation": "none"}
-
-    folder, said = RunFolder(tmp_path), []
-    folder.write_json("plan.json", {"data": {"training": "of 96 tokens", "evaluation": "none"}})
-    folder.write_json("data.json", {"train": {"rows": 3}})
-    given = [Changed("settings", "data.max_length: 96 -> 24"), Changed("settings", "train.steps: 3 -> 4")]
-    (found,) = compare_data(cast(Any, Rows()), folder, cast(Any, SimpleNamespace(say=said.append)), given)
-    assert found == Changed(
-        "rows", "the rows are not those of the run's last start (data.max_length): it goes on at the same place in them"
-    )
-    assert said == [f"changed   {found.what}"]
-
-
-def test_a_resumed_stream_is_told_of_a_change_behind_its_first_rows(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text(Path(workshop.chats).read_text())
-    data = {"train": str(mine), "stream": True, "shuffle_buffer": 4}
-    assert train(configured(data=data, train={"steps": 1})) == 0
-    with mine.open("a") as file:
-        file.write(mine.read_text().splitlines()[0] + "\n")
-    assert train(configured(data=data, train={"steps": 2}), resume=tmp_path / "run") == 0
-    assert "the rows are not those of the run's last start" in capsys.readouterr().out
 
 
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from isotype.config.schema import AdapterSection
 from isotype.model.adapter import attach_adapter
 from isotype.precision import PRESETS
 from isotype.precision.apply import cast_parameters
-from isotype.training import exchange
+from isotype.training.memory import distributed_plan as exchange
 from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 
 UNITS = [UnitBytes(600, 600, 150, 0, stays_gathered=False), UnitBytes(200, 0, 0, 0, stays_gathered=True)]
@@ -25,11 +25,11 @@ FULL = {"adapter": {"kind": "none"}}
 
 def test_bytes_of_each_kind_are_those_of_the_formulas():
     fp32 = PRESETS["fp32"]
-    assert exchange.replicated(UNITS, fp32, processes=4, nodes=1) == exchange.Exchange(2 * 600 * 3 // 4, 0)
+    assert exchange.replicated_exchange(UNITS, fp32, processes=4, nodes=1) == exchange.Exchange(2 * 600 * 3 // 4, 0)
     # all weights forward, those of the layer again backward, and its gradients: 800 + 600 + 600
-    assert exchange.sharded(UNITS, fp32, processes=4, nodes=2, passes=3) == exchange.Exchange(3 * 1500, 3 * 1500)
+    assert exchange.sharded_exchange(UNITS, fp32, processes=4, nodes=2, micro_batches=3) == exchange.Exchange(3 * 1500, 3 * 1500)
     within, between = 3 * 1000, 3 * 2 * 150
-    assert exchange.hybrid(UNITS, fp32, processes=4, nodes=2, passes=3) == exchange.Exchange(within + between, 2 * between)
+    assert exchange.hybrid_exchange(UNITS, fp32, processes=4, nodes=2, micro_batches=3) == exchange.Exchange(within + between, 2 * between)
 
 
 def test_a_weight_whose_rows_do_not_come_out_even_is_planned_with_its_padding(workshop):
@@ -68,6 +68,7 @@ SETTINGS = {
 SLICE = ("shard, full", "shard, lora, recomputed")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SETTINGS])
@@ -78,17 +79,18 @@ def test_planned_bytes_are_those_sent(case, configured, workshop, tmp_path):
     status, said = run(processes, tmp_path / "run.yaml", counted=True)
     assert status == 0, said
     sent, between = counted(said)
-    precision, passes = PRESETS[preset], loaded.config.train.accumulate // processes
+    precision, micro_batches = PRESETS[preset], loaded.config.train.accumulate // processes
     if kind == "replicate":
-        made = exchange.replicated(planned(workshop, loaded.config, preset, parts=1), precision, processes=processes, nodes=1)
+        made = exchange.replicated_exchange(planned(workshop, loaded.config, preset, parts=1), precision, processes=processes, nodes=1)
     else:
         units = planned(workshop, loaded.config, preset, parts=processes)
-        made = exchange.sharded(units, precision, processes=processes, nodes=1, passes=passes)
+        made = exchange.sharded_exchange(units, precision, processes=processes, nodes=1, micro_batches=micro_batches)
     print(case, made.sent, sent)
     assert abs(made.sent - sent) <= 0.02 * sent
     assert made.between == between == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_planned_bytes_of_hybrid_are_those_sent(configured, workshop, tmp_path):
@@ -105,7 +107,7 @@ def test_planned_bytes_of_hybrid_are_those_sent(configured, workshop, tmp_path):
     assert [status for status, _ in ends] == [0, 0], said
     sent, between = counted(said)
     units = planned(workshop, loaded.config, "bf16-pure", parts=2)
-    made = exchange.hybrid(units, PRESETS["bf16-pure"], processes=4, nodes=2, passes=1)
+    made = exchange.hybrid_exchange(units, PRESETS["bf16-pure"], processes=4, nodes=2, micro_batches=1)
     print(made, sent, between)
     assert abs(made.sent - sent) <= 0.02 * sent
     assert abs(made.between - 2 * between) <= 0.02 * made.between  # two processes of a machine

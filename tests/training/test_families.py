@@ -55,6 +55,7 @@ def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     assert out.shape == (1, 8)
 
 
+@pytest.mark.full
 def test_an_adapter_loads_in_plain_peft(tmp_path):
     model = lora(tiny(), modules_to_save=["lm_head"])
     step = step_of(model, "fp32")
@@ -73,6 +74,7 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.full
 def test_a_plain_peft_adapter_can_be_trained_further(tmp_path):
     theirs = lora(tiny(), init_lora_weights=False)
     theirs.save_pretrained(tmp_path)

@@ -1,5 +1,6 @@
 """Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper."""
 
+import pytest
 import torch
 
 from isotype.config.schema import AdapterSection, ModelSection
@@ -9,6 +10,9 @@ from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.sample import sample
+
+pytestmark = pytest.mark.full
+
 
 BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 

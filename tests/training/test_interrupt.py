@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 from functools import partial
 
@@ -76,33 +75,3 @@ def test_an_interrupt_swallowed_by_a_library_ends_the_run_before_step_1(configur
 
 
 # an interrupted run, which gets a second Ctrl-C as it ends
-TWICE = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-import isotype.__main__ as entry, isotype.entry.start as entered
-from isotype.training import loop, run
-
-def interrupting(function, *, after):
-    def interrupted(*given, **rest):
-        result = function(*given, **rest) if after else None
-        os.kill(os.getpid(), signal.SIGINT)
-        return result if after else function(*given, **rest)
-    return interrupted
-
-loop.Loop._step = interrupting(loop.Loop._step, after=True)
-if sys.argv.pop(1) == "report":
-    run._report_of_unfinished = interrupting(run._report_of_unfinished, after=False)
-else:
-    entered.start = interrupting(entered.start, after=True)
-entry.main()
-"""
-
-
-@pytest.mark.parametrize("second", ["report", "end"])
-def test_a_second_ctrl_c_after_the_save_adds_no_line(configured, tmp_path, second):
-    configured("run")
-    command = [sys.executable, "-c", TWICE, second, "train", str(tmp_path / "run.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 130
-    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "interrupted" in line]
-    assert lines == [f"interrupted: saved at step 1. Go on with: isotype train --resume {tmp_path / 'run'}"]

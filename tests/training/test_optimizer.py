@@ -4,7 +4,7 @@ from torch import nn
 
 from isotype.config.schema import TrainSection
 from isotype.ops.adamw import adamw_reference_, stochastic_round_
-from isotype.ops.adamw.op import BLOCK, AdamwNumbers, noise
+from isotype.ops.adamw.op import AdamwNumbers
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.training.optimizer import MixedAdamW, build_optimizer
@@ -100,13 +100,3 @@ def test_parts_of_a_weight_round_as_the_whole_one(cut):
         return weight
 
     assert torch.equal(torch.cat([updated(0, cut), updated(cut, 9000)]), updated(0, 9000))
-
-
-def test_noise_of_blocks_and_seeds_differs():
-    cpu = torch.device("cpu")
-    across = noise(3, BLOCK - 50, 100, cpu)
-    assert torch.equal(across[:50], noise(3, 0, BLOCK, cpu)[-50:])
-    assert torch.equal(across[50:], noise(3, BLOCK, 50, cpu))
-    assert not torch.equal(noise(3, 0, 50, cpu), noise(3, BLOCK, 50, cpu))
-    assert not torch.equal(noise(3, 0, 50, cpu), noise(3 + (1 << 32), 0, 50, cpu))
-    assert (int(across.min()) >= 0, int(across.max()) < 1 << 16) == (True, True)

@@ -7,8 +7,8 @@ from itertools import count, groupby
 
 import torch
 
-from isotype.distributed.passes import Passes
-from isotype.training.own_passes import Idle, own_batches
+from isotype.distributed.rank import Batching
+from isotype.training.task import Idle, batches_of_rank
 
 
 @dataclass
@@ -39,25 +39,25 @@ class Given:
         return [self.rows[next(self.at)] for _ in range(number)]
 
 
-def passes_of(rows, *, rank, size, together, batch=2):
-    passes = Passes(batch, len(rows) // batch, range(rank * len(rows) // batch // size, (rank + 1) * len(rows) // batch // size))
+def batching_of(rows, *, rank, size, together, batch=2):
+    batching = Batching(batch, len(rows) // batch, range(rank * len(rows) // batch // size, (rank + 1) * len(rows) // batch // size))
     stream = Given(rows)
-    found = own_batches(OneLetterEach(), stream, passes, together=together)
+    found = batches_of_rank(OneLetterEach(), stream, batching, together=together)
     assert next(stream.at) == len(rows)  # every process passes over the rows of all
     return [f"({one.batch.text})" if isinstance(one, Idle) else one.text for one in found]
 
 
 def test_each_process_makes_its_own_passes():
-    assert passes_of("aaab", rank=0, size=1, together=False) == ["aa", "a", "b"]
-    assert passes_of("aaab", rank=0, size=2, together=False) == ["aa"]
-    assert passes_of("aaab", rank=1, size=2, together=False) == ["a", "b"]
+    assert batching_of("aaab", rank=0, size=1, together=False) == ["aa", "a", "b"]
+    assert batching_of("aaab", rank=0, size=2, together=False) == ["aa"]
+    assert batching_of("aaab", rank=1, size=2, together=False) == ["a", "b"]
 
 
 def test_processes_that_share_a_model_make_as_many_passes_as_the_one_with_most():
-    assert passes_of("aaab", rank=0, size=2, together=True) == ["aa", "(a)"]
-    assert passes_of("aaab", rank=1, size=2, together=True) == ["a", "b"]
-    assert passes_of("abaaaaac", rank=0, size=2, together=True) == ["a", "b", "aa"]
-    assert passes_of("abaaaaac", rank=1, size=2, together=True) == ["aa", "a", "c"]
+    assert batching_of("aaab", rank=0, size=2, together=True) == ["aa", "(a)"]
+    assert batching_of("aaab", rank=1, size=2, together=True) == ["a", "b"]
+    assert batching_of("abaaaaac", rank=0, size=2, together=True) == ["a", "b", "aa"]
+    assert batching_of("abaaaaac", rank=1, size=2, together=True) == ["aa", "a", "c"]
 
 
 def test_an_idle_pass_counts_nothing_and_moves_to_the_device():

@@ -16,7 +16,7 @@ from isotype.errors import UsageError
 from isotype.precision import PRESETS
 from isotype.training.memory.distributed_plan import UnitBytes, gathered_bytes, of_one_part
 from isotype.training.memory.plan import MemoryPlan
-from isotype.training.parallel import REPLICATE, SHARD, as_configured, by_plan
+from isotype.training.setup import REPLICATE, SHARD, as_configured, by_plan
 
 GIB = 1 << 30
 
@@ -95,7 +95,7 @@ def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)["processes"]
-    assert (made["processes"], made["machines"], made["passes"], made["rows"]) == (16, 2, 1, 2)
+    assert (made["processes"], made["machines"], made["micro_batches"], made["rows"]) == (16, 2, 1, 2)
     assert list(made["kinds"]) == ["replicate", "shard", "hybrid"]
     held = {kind: sum(one["memory"][part] for part in ("frozen", "trained", "optimizer")) for kind, one in made["kinds"].items()}
     assert held["replicate"] > held["hybrid"] > held["shard"]

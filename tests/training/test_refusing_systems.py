@@ -16,8 +16,8 @@ from isotype.errors import RunError, UsageError
 from isotype.runs.folder import RunFolder
 from isotype.runs.record import Metrics
 from isotype.tasks.choose import train
-from isotype.training.disk_errors import refused_by_disk
 from isotype.training.loop import Loop
+from isotype.training.run import refused_by_disk
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
@@ -27,6 +27,7 @@ def test_an_impossible_folder_is_a_usage_error(path, tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written(tmp_path):
     """Root may write anywhere but here: the attribute is the file system's."""
     if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
@@ -38,6 +39,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         subprocess.run(["chattr", "-i", tmp_path], check=True)
 
 
+@pytest.mark.full
 def test_a_killed_process_releases_its_lock(tmp_path):
     reader, writer = os.pipe()
     child = os.fork()
@@ -82,6 +84,7 @@ def test_a_disk_that_is_full_when_a_line_of_metrics_is_written(configured, tmp_p
     assert train(configured(), resume=tmp_path / "run") == 0
 
 
+@pytest.mark.full
 def test_a_folder_that_vanishes_in_mid_run(configured, tmp_path, monkeypatch):
     plain = Loop._step
 
@@ -119,6 +122,7 @@ def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeyp
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.full
 def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop, tmp_path):
     name = os.fsdecode(b"caf\xe9.jsonl")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from isotype.runs.folder import RunFolder
-from isotype.training.resume_record import Changed, had_other_rows, keep_changes, went_on
+from isotype.training.resume import Changed, had_other_rows, keep_changes, went_on
 
 RATE, ROWS = Changed("settings", "train.learning_rate: 0.002 -> 0.001"), Changed("rows", "the rows are others")
 
@@ -25,21 +25,6 @@ def test_changes_are_kept_with_the_step_after_which_they_hold(tmp_path):
     went_on(folder, None)
     assert not had_other_rows(folder)
     assert not (tmp_path / "resumes.json").exists()
-
-
-def test_a_change_that_is_taken_back_before_a_step_was_trained_has_not_been(tmp_path):
-    """The way back was kept as `adamw8bit -> adamw (what was trained so far had the old one)`."""
-    folder, why = RunFolder(tmp_path), "(what was trained so far had the old one)"
-    keep_changes(folder, [RATE, Changed("settings", f"train.optimizer: adamw -> adamw8bit {why}")])
-    went_on(folder, 4)
-    keep_changes(folder, [Changed("settings", f"train.optimizer: adamw8bit -> adamw {why}")])
-    went_on(folder, 4)
-    assert folder.read_json("resumes.json") == {"steps": [4, 4], "changes": [{"after_step": 4, "of": RATE.of, "what": RATE.what}]}
-    keep_changes(folder, [Changed("settings", f"train.beta2: 0.9 -> 0.99 {why}")])
-    went_on(folder, 4)
-    keep_changes(folder, [Changed("settings", f"train.beta2: 0.99 -> 0.9 {why}")])
-    went_on(folder, 6)  # two steps were trained with it
-    assert [change["after_step"] for change in folder.read_json("resumes.json")["changes"]] == [4, 4, 6]
 
 
 def test_a_damaged_record_is_begun_again(tmp_path):

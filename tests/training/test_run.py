@@ -26,10 +26,8 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
 from isotype.training import step as step_module
-from isotype.training.callbacks import Callback
 from isotype.training.console import RunConsole
-from isotype.training.loss_scale import LossScale
-from isotype.training.step import Stepper
+from isotype.training.step import LossScale, Stepper
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
@@ -141,6 +139,7 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     assert not (tmp_path / "whole/resumes.json").exists()
 
 
+@pytest.mark.full
 def test_an_fp16_run_tells_the_scale_of_each_step(configured, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(step_module, "LossScale", partial(LossScale, 2.0**24))
     assert train(configured(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"}, run={"report": True})) == 0
@@ -236,6 +235,7 @@ def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_reported
     assert result_of(tmp_path / "run")["steps"] == 8
 
 
+@pytest.mark.full
 def test_a_cpu_without_memory_ends_in_one_line_and_a_record(configured, tmp_path, monkeypatch):
     """PyTorch raises a plain RuntimeError there."""
     made = Stepper.accumulate
@@ -289,6 +289,7 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(conf
     assert f"{run / 'config.yaml'} has changed since the run was begun" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_resume_that_is_killed_while_it_writes_its_settings_changes_what_it_said(configured, tmp_path, monkeypatch, capsys):
     run, constant = tmp_path / "run", {"schedule": "constant"}
     assert train(configured(train=constant)) == 0
@@ -337,16 +338,6 @@ def test_a_copied_run_goes_on_in_its_own_folder_and_says_what_the_first_said(con
     assert f"folder: {tmp_path / 'run'} " in (tmp_path / "run/resolved.yaml").read_text()
 
 
-def test_metrics_that_are_removed_in_mid_run_are_told(configured, tmp_path, capsys):
-    class Removes(Callback):
-        def on_step(self, moment):
-            if moment.step == 3:
-                (tmp_path / "run/metrics.jsonl").unlink()
-
-    assert train(configured(), callbacks=[Removes()]) == 0
-    assert capsys.readouterr().out.count("metrics.jsonl was removed: it has the lines from step 4 on") == 1
-
-
 def test_one_folder_holds_one_run(configured, tmp_path):
     loaded = configured()
     assert train(loaded) == 0
@@ -354,6 +345,7 @@ def test_one_folder_holds_one_run(configured, tmp_path):
         train(loaded)
 
 
+@pytest.mark.full
 def test_two_runs_at_once_in_one_folder_are_refused(configured, tmp_path):
     import fcntl
 
@@ -431,16 +423,7 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-@pytest.mark.parametrize("checkpointing", ["none", "layers"])
-def test_settings_of_the_loop_run(configured, tmp_path, schedule, checkpointing):
-    train_section = {"schedule": schedule, "gradient_checkpointing": checkpointing, "accumulate": 2, "deterministic": True, "steps": 3}
-    try:
-        assert train(configured(train=train_section)) == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
+@pytest.mark.full
 def test_weights_that_an_update_made_non_finite_are_not_saved(configured, tmp_path, monkeypatch):
     """The loss and the gradient of the step were finite: without a look before saving, the newest checkpoint would be the bad one."""
     from isotype.training.step import Stepper
@@ -459,6 +442,7 @@ def test_weights_that_an_update_made_non_finite_are_not_saved(configured, tmp_pa
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [2]
 
 
+@pytest.mark.full
 def test_a_kill_between_a_checkpoint_and_its_mark_still_takes_the_best(configured, tmp_path):
     """best.json names an older step than the newest checkpoint remembers: the checkpoint is right."""
     sections = {"train": {"patience": 3, "eval_every": 2, "schedule": "constant"}}
@@ -473,6 +457,7 @@ def test_a_kill_between_a_checkpoint_and_its_mark_still_takes_the_best(configure
     assert not (run / "checkpoints/.step_5.partial").exists()
 
 
+@pytest.mark.full
 def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, tmp_path, capsys):
     assert train(configured(train={"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1, "patience": 3})) == 0
     run, best = tmp_path / "run", result_of(tmp_path / "run")["best_step"]
@@ -483,6 +468,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, t
     assert f"step_{best}, is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
 def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
     from isotype.runs.checkpoint.atomic_folder import seal
@@ -502,6 +488,7 @@ def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured,
         train(configured(), resume=tmp_path / "run")
 
 
+@pytest.mark.full
 def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_checkpoint(configured, tmp_path, workshop):
     """A stream meets it only when it gets there; mended, the run goes on."""
     good = workshop.chats.read_text().splitlines(keepends=True)
@@ -519,15 +506,7 @@ def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_che
     assert json.loads((tmp_path / "run" / "bad_rows.jsonl").read_text())["place"].endswith("stream.jsonl:45")
 
 
-def test_samples_can_be_switched_off(configured, tmp_path):
-    assert train(configured(run={"sample_every": 0, "samples": []})) == 0
-    assert not (tmp_path / "run" / "samples").exists()
-    seen = json.loads((tmp_path / "run" / "precision.json").read_text())["observed"]
-    assert "generate" not in seen
-    with pytest.raises(UsageError, match=r"run.samples has no effect: run.sample_every is 0"):
-        train(configured("other", run={"sample_every": 0}))
-
-
+@pytest.mark.full
 def test_samples_without_a_schedule_keep_to_a_tenth_of_the_training(configured, tmp_path, monkeypatch, capsys):
     from isotype.training import loop
 

@@ -34,9 +34,5 @@ def test_wsd_is_stable_then_decays():
     assert rates[76] < 1.0
 
 
-def test_warmup_below_one_is_a_share():
-    assert course(warmup=0.1) == course(warmup=10)
-
-
 def test_a_run_of_one_step_has_its_full_learning_rate():
     assert course(total=1, warmup=0.03) == [1.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.training.summary import say_result
+from isotype.training.finish import say_result
 
 
 class Console:

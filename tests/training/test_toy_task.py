@@ -69,6 +69,7 @@ def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
     assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
 
 
+@pytest.mark.full
 def test_a_killed_toy_task_resumes_bit_identical(toy, tmp_path):
     loaded, task = toy("whole")
     assert train(loaded, task) == 0

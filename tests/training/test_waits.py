@@ -10,12 +10,10 @@ import torch
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, tiny
 from tests.worlds import Two
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.config.schema import TrainSection
 from isotype.distributed.world import ALONE
 from isotype.environment.planned import planned_for
-from isotype.observe import share_changed
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
@@ -63,22 +61,3 @@ def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
     assert (result.loss, result.gradient_norm * scale) == pytest.approx(shares[processes])
     # weights before the forward, and everything that is known after the backward together
     assert world is ALONE or len(world.sums) == 2 * 2
-
-
-class Reads(TorchDispatchMode):
-    """Counts values read on the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-def test_the_share_of_changed_weights_is_one_read():
-    before = [torch.arange(4.0), torch.zeros(3), torch.ones(1)]
-    after = [torch.tensor([0.0, 1.0, 5.0, 6.0]), torch.zeros(3), torch.zeros(1)]
-    with Reads() as reads:
-        assert share_changed(before, after) == 3 / 8
-    assert reads.count == 1
-    assert share_changed([], []) == 0.0

@@ -19,9 +19,9 @@ from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
 from isotype.precision.parts import Part
 from isotype.precision.precision import Precision
+from isotype.training.eval_mode import eval_mode
 from isotype.training.feed import RowStream
 from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
-from isotype.training.undisturbed import evaluation_mode
 
 Row = tuple[float, float]
 DATA: list[Row] = [(i / 8, float(torch.sin(torch.tensor(i / 8)))) for i in range(48)]
@@ -129,7 +129,7 @@ class ToyTask:
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         batch = self.collate(DATA[self.rows :][:most]).to(device)
-        with evaluation_mode(model):
+        with eval_mode(model):
             return Evaluation(float(self.loss_sum(model, batch, dtype=dtype)) / batch.rows, batch.rows, {"last": 0.0})
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation:
@@ -138,7 +138,7 @@ class ToyTask:
     def sample(
         self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = 0.0, world: World = ALONE
     ) -> list[Guess]:
-        with evaluation_mode(model):
+        with eval_mode(model):
             return [Guess(1.0, float(model(torch.ones(1, 1, device=device))))]
 
     def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:

@@ -1,34 +1,58 @@
-"""`isotype`: finds the commands beside this file and maps errors to one line and an exit status.
+"""`isotype`: registers the commands and maps errors to one line and an exit status.
 
-A command is a module `cli/NAME.py` with `register(app)`. Exit statuses: 0 done, 1 the run failed (or findings), 2 bad configuration
-or usage, 3 refused by preflight, 130 interrupted and saved.
+A command is a module beside this file with `register(app)`; the doctor's commands lie under `isotype doctor`. Exit statuses: 0 done,
+1 the run failed (or findings), 2 bad configuration or usage, 3 refused by preflight, 130 interrupted and saved.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import pkgutil
 import sys
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from ..environment.waiting import wait_passively
+from ..environment.threads import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 
-ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
+ENGINE, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
+# the modules beside this file, in the order in which a person needs the commands
+_MODULES = ("quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "merge", "ls", "cache", "doctor")
+_ORDER = ("quickstart", "init", "import", "plan", "train", *_MODULES[4:])
+# what people type by habit -> what to type
+_INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
+    "lint": "isotype doctor check reads settings; conform, trace and kernels run the code",
+    "diff": "isotype ls --diff RUN RUN",
+    "schema": "isotype init --schema",
+    "finetune": "isotype train",
+    "version": "isotype --version",
+}
 # a package that an installation without extras lacks -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
-LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report", "trace", "conform", "kernels"))
+LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report")) | {
+    f"doctor {verb}" for verb in ("trace", "conform", "kernels")
+}
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
-_PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
+
+
+class _Commands(TyperGroup):
+    """In `_ORDER`; an old or habitual name is answered with the one to use."""
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=_ORDER.index)
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        if arguments and (instead := _INSTEAD.get(arguments[0])):
+            raise UsageError(f"{arguments[0]} is not a command of its own: {instead}")
+        return super().resolve_command(context, arguments)
 
 
 def _version(asked: bool) -> None:
@@ -40,6 +64,7 @@ def _version(asked: bool) -> None:
 def build_app() -> typer.Typer:
     app = typer.Typer(
         name="isotype",
+        cls=_Commands,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
@@ -53,29 +78,30 @@ def build_app() -> typer.Typer:
         context: typer.Context,
         version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
     ) -> None:
-        if context.invoked_subcommand in LINUX_ONLY and not sys.platform.startswith("linux"):
-            here = _SYSTEMS.get(sys.platform, sys.platform)
-            linux = "WSL 2, a container or a remote machine" if sys.platform == "win32" else "a container or a remote machine"
-            raise UsageError(
-                f"isotype {context.invoked_subcommand} runs on Linux only; this is {here}",
-                fix=f"{linux}; check, explain, doctor, import, init, schema and env run here",
-            )
+        prepare(context.invoked_subcommand or "")
 
-        if context.invoked_subcommand in LINUX_ONLY - {"trace"}:  # it runs another's program
-            wait_passively()
-
-    package = import_module(__package__)
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
-        command = import_module(f"{__package__}.{module}")
-        if hasattr(command, "register"):
-            command.register(app)
-    app.registered_commands.sort(key=lambda c: _PANEL_ORDER.index(c.rich_help_panel) if c.rich_help_panel in _PANEL_ORDER else 99)
+    for module in _MODULES:
+        import_module(f"{__package__}.{module}").register(app)
     return app
+
+
+def prepare(command: str) -> None:
+    """Before a command runs. Raises  UsageError where it does not run on this system."""
+    if command not in LINUX_ONLY:
+        return
+    if not sys.platform.startswith("linux"):
+        here = _SYSTEMS.get(sys.platform, sys.platform)
+        linux = "WSL 2, a container or a remote machine" if sys.platform == "win32" else "a container or a remote machine"
+        raise UsageError(
+            f"isotype {command} runs on Linux only; this is {here}",
+            fix=f"{linux}; init, import, doctor, doctor check, doctor explain and doctor env run here",
+        )
+    if command != "doctor trace":  # it runs another's program
+        wait_passively()
 
 
 def main() -> None:
     """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
-    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks must not end a run
             stream.reconfigure(errors="backslashreplace")
@@ -95,37 +121,6 @@ def main() -> None:
             f"isotype: this command needs {error.name}, which is not installed\n  fix       pip install 'isotype[{extra}]'", file=sys.stderr
         )
         sys.exit(2)
-    except BrokenPipeError:
-        _leave_out_output()
+    except BrokenPipeError:  # `isotype ls | head`: what is still buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or _can_write():
-            raise
-        _leave_out_output()
-        print(f"isotype: could not write the output: {error.strerror}\n  fix       send it to a file that has room", file=sys.stderr)
-        sys.exit(1)
-
-
-def _open_standard_streams() -> None:
-    """Opens what the shell closed (`2>&-`): else the next file that is opened gets its number, and what libraries print goes into it."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-def _can_write() -> bool:
-    try:
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError:
-        return False
-    return True
-
-
-def _leave_out_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

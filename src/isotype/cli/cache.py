@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .app import RUNS
 
 if TYPE_CHECKING:

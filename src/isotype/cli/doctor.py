@@ -1,84 +1,128 @@
-"""`isotype doctor PATH`: runs every part of the doctor that applies to the files there."""
+"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check` and the like are the parts."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from ..finding import Severity, exit_code, worst_first
-from .app import DOCTOR
-from .shared_options import refuse_two_forms, threshold
+from ..errors import UsageError
+from ..finding import Severity, worst_first
+from . import doctor_reads, doctor_runs
+from .app import DOCTOR, prepare
+from .doctor_reads import FailOn, Json, Sarif
 
-HELP = """Check a folder with every part of the doctor: configurations, logs, Triton kernels.
+_LOOK = "look"  # the command behind `isotype doctor PATH`
 
-Files with kernels are imported to compile them, each in a separate process with limits on time and memory; `--static` leaves them out.
+HELP = """Find dtype faults in any training code, configuration or log.
 
-Examples:
+`isotype doctor PATH_OR_LOG` looks at what it is given and runs what applies: check on configurations and programs, explain on logs (also
+from standard input), kernels on files with Triton kernels. It names the command for what only you can run: conform, trace.
 
     isotype doctor .
 
+    isotype doctor train.log
+
+    python train.py 2>&1 | isotype doctor
+
     isotype doctor my_trainer --static --fail-on warning
 
-    isotype doctor . --sarif > isotype.sarif
+    isotype doctor check configs/ --device t4
+
+    isotype doctor explain CF001
+
+Files with kernels are imported to compile them, each in a separate process with limits on time and memory; `--static` leaves them out.
 """
 
 
+class _Doctor(TyperGroup):
+    """A first word that is no command is something to look at; without any, standard input is, if it is not a terminal."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        asks_for_help = bool({"-h", "--help"} & set(arguments[:1]))
+        if not asks_for_help and (arguments or not sys.stdin.isatty()) and arguments[:1] not in [[name] for name in self.commands]:
+            arguments = [_LOOK, *arguments]
+        return super().parse_args(context, arguments)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("doctor", help=HELP, rich_help_panel=DOCTOR)(doctor)
+    doctor = typer.Typer(cls=_Doctor, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
+
+    @doctor.callback()
+    def part(context: typer.Context) -> None:
+        prepare(f"doctor {context.invoked_subcommand}")
+
+    doctor_reads.register(doctor)
+    doctor_runs.register(doctor)
+    doctor.command(_LOOK, help=HELP, hidden=True)(look)
+    app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 
 
-def doctor(
-    path: Annotated[Path, typer.Argument(help="A folder or a file.")] = Path("."),
+def look(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH_OR_LOG", help="A folder, a file, `-` (standard input), an error's text, a code.", show_default=False),
+    ] = None,
     static: Annotated[bool, typer.Option("--static", help="Import nothing: leave kernels out.")] = False,
     seconds: Annotated[
         float, typer.Option("--seconds", help="Time for compiling kernels; those that are not reached are counted.")
     ] = 120.0,
-    fail_on: Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")] = "error",
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0.")] = False,
+    fail_on: FailOn = "error",
+    json_output: Json = False,
+    sarif: Sarif = False,
 ) -> None:
-    from ..doctor.everything import count, visit
-    from ..doctor.output import answer
+    from ..doctor.front_door import Visit, count, visit, visit_log
+    from ..doctor.output import answer, refuse_two_forms, threshold
 
     least = threshold(fail_on)
     refuse_two_forms(json_output, sarif)
-    tell, wipe = _progress()
-    try:
-        visits = visit(path, static=static, seconds=seconds, tell=tell)
-    finally:
-        wipe()
+    subject = " ".join(what or ["-"])
+    visits: list[Visit]
+    if doctor_reads.CODE.match(subject) and not Path(subject).exists():
+        doctor_reads.show_page(subject.upper(), json_output)
+        return
+    if subject == "-":
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
+        subject, visits = "standard input", [visit_log(sys.stdin)]
+    elif " " in subject and not Path(subject[:200]).exists():
+        if what and len(what) > 1 and any(Path(one).exists() for one in what):
+            raise UsageError(f"one path at a time, got {len(what)}", fix="isotype doctor check PATH PATH, or the folder that holds them")
+        subject, visits = "the text", [visit_log(subject.splitlines())]
+    else:
+        tell, wipe = _progress()
+        try:
+            visits = visit(Path(subject), static=static, seconds=seconds, tell=tell)
+        finally:
+            wipe()
     findings = [finding for one in visits for finding in one.findings]
-    if sarif:
-        from ..doctor.sarif import as_sarif
-
-        print(json.dumps(as_sarif(worst_first(findings)), indent=1))
-        raise typer.Exit(exit_code(findings, least))
-    shown = findings if json_output else [f for f in findings if f.severity > Severity.NOTE]
+    shown = findings if json_output or sarif else [f for f in findings if f.severity > Severity.NOTE]
+    if not json_output and not sarif:
+        for table in filter(None, (one.shown for one in visits)):
+            print(table + "\n")
     parts = [{"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits]
-    status = answer(shown, subject=str(path), json_output=json_output, fail_on=least, parts=parts)
-    if not json_output:
+    status = answer(shown, subject=subject, json_output=json_output, sarif=sarif, fail_on=least, parts=parts)
+    if not json_output and not sarif:
         for one in visits:
             left_out = [f for f in one.findings if f.code == "KN000"]
             notes = sum(f.severity == Severity.NOTE for f in one.findings) - len(left_out)
             told = count(len(one.findings) - notes - len(left_out), "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
             told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {count(notes, 'note')} (isotype {one.part} shows them)" if notes else ""
+            told += f", {count(notes, 'note')} (isotype doctor {one.part} shows them)" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
             for finding in left_out[:5]:
                 print(f"           {finding.place}: {finding.message}")
             if len(left_out) > 5:
                 print(f"           and {len(left_out) - 5} more (--json)")
         if not any(one.looked_at for one in visits):
-            print("  nothing here is a configuration, a Python file, a log (*.log, *.err, *.out) or a Triton kernel")
+            print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")
     raise typer.Exit(status)
 
 

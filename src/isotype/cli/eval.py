@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..counted import counted
+from ..wording import counted
 from .app import RUNS
 
 

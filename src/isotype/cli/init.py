@@ -1,4 +1,4 @@
-"""`isotype init`: writes a commented configuration to start from."""
+"""`isotype init`: writes a commented configuration to start from, or the schema of all of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ Examples:
     isotype init --preset qlora --model Qwen/Qwen2.5-0.5B --data chats.jsonl qwen.yaml
 
     isotype init - --preset full                          # to the screen
+
+    isotype init --schema > isotype.schema.json           # completion and checks in editors: name it in the first line of a file,
+                                                          # "# yaml-language-server: $schema=isotype.schema.json"
+
+    isotype init --schema --markdown                      # every key, as a page to read
 """
 
 
@@ -29,8 +34,13 @@ def init(
     model: Annotated[str, typer.Option(help="Folder or hub id of the model.")] = "path/to/model",
     data: Annotated[str, typer.Option(help="Training data: a file, or stdlib.")] = "stdlib",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configurations instead.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --schema: every key as a table in Markdown.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    if schema or markdown:
+        _print_schema(markdown)
+        return
     from ..config.write import init_yaml
 
     text = init_yaml(preset, model=model, data=data)
@@ -48,6 +58,18 @@ def init(
         print(json.dumps({"file": str(file), "preset": preset, "text": text}))
     else:
         print(f"wrote {file}. See what it would do: isotype plan {file}")
+
+
+def _print_schema(markdown: bool) -> None:
+    if markdown:
+        from ..config.write import reference_markdown
+
+        print(reference_markdown(), end="")
+        return
+    from ..config.schema import RunConfig
+
+    content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(), "title": "Isotype run"}
+    print(json.dumps(content, indent=1))
 
 
 def register(app: typer.Typer) -> None:

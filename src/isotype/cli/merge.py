@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..counted import counted
-from ..interrupted import leaving
 from ..runs.checkpoint.atomic_folder import SEAL
+from ..wording import counted
 from .app import RUNS
 
 if TYPE_CHECKING:
@@ -54,8 +54,12 @@ def merge(
         if dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
     out = out or run / "merged"
-    with leaving(lambda: _left(out)):
+    try:
         merged = _merged(run, out, dtype)
+    except KeyboardInterrupt:
+        left = "was written" if (out / SEAL).is_file() else "was not written, and the same command starts again"
+        print(f"interrupted: {out} {left}", file=sys.stderr)
+        raise
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
@@ -64,11 +68,6 @@ def merge(
     print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
     rows = counted(merged.rows, "row")
     print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}, on {rows}")
-
-
-def _left(out: Path) -> str:
-    """What an interrupted merge leaves; `out` was empty before."""
-    return f"{out} {'was written' if (out / SEAL).is_file() else 'was not written, and the same command starts again'}"
 
 
 def _merged(run: Path, out: Path, dtype: str | None) -> Merged:

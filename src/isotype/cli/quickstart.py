@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..environment.waiting import wait_passively
-from ..interrupted import leaving
+from ..environment.threads import wait_passively
 from .app import ENGINE
 
 
@@ -36,13 +35,12 @@ def quickstart(
     """
     wait_passively(always=True)
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
-    with leaving(f"isotype quickstart{' --diffusion' if diffusion else ''} --folder {folder} goes on where it stopped"):
-        if diffusion:
-            from ..quickstart_pictures import quickstart_pictures
+    if diffusion:
+        from ..quickstart import quickstart_pictures
 
-            status = quickstart_pictures(folder, json_output=json_output)
-        else:
-            from ..quickstart import quickstart as start
+        status = quickstart_pictures(folder, json_output=json_output)
+    else:
+        from ..quickstart import quickstart as start
 
-            status = start(folder, json_output=json_output)
+        status = start(folder, json_output=json_output)
     raise typer.Exit(status)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..interrupted import leaving
 from .app import RUNS
 
 
@@ -34,8 +33,7 @@ def report(
     """
     from ..report import write_report
 
-    with leaving(f"the report of {run} may be the one from before, and the same command writes it"):
-        written = write_report(run, out)
+    written = write_report(run, out)
     if json_output:
         print(json.dumps({"report": str(written.page), "picture": str(written.picture) if written.picture else None}))
         return

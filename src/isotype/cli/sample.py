@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..counted import counted
 from ..errors import UsageError
-from ..interrupted import leaving
 from .app import RUNS
 
 
@@ -61,8 +59,8 @@ def sample(
     if kind_of_run(run) == DIFFUSION:
         _draw(run, texts, context=context, seed=seed, json_output=json_output)
         return
-    from ..printable import printable
     from ..training.quiet import quiet_libraries
+    from ..wording import printable
 
     quiet_libraries()
     import torch
@@ -109,8 +107,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
     taken, pictures = draw_with(run, texts, seed=seed)
     folder = run / "drawn"
     made: list[dict[str, str]] = []
-    with leaving(lambda: f"{counted(len(made), 'picture')} of {len(pictures)} are in {folder}"):
-        _write(pictures, folder, made)
+    _write(pictures, folder, made)
     if json_output:
         print(json.dumps({"run": str(run), "taken": taken, "samples": made}))
         return

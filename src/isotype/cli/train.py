@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from ..interrupted import leaving
 from .app import ENGINE
 
 if TYPE_CHECKING:
@@ -118,8 +117,7 @@ def train(
     from ..entry.start import start
     from ..training.console import RunConsole
 
-    with leaving("a run that was begun goes on with isotype train --resume FOLDER"):
-        raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
+    raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
 
 
 def plan(
@@ -162,18 +160,17 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
 
     Raises  UsageError, before anything is started, for a number that cannot share a step, or not the number that a launcher started
     """
-    from ..distributed.passes import Passes
-    from ..distributed.seat import find_seat
+    from ..distributed.rank import Batching, find_rank
 
     if processes and gpus:
         raise UsageError("--processes and --gpus say the same thing", fix="give one of them")
     asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
-    seat = find_seat()
+    seat = find_rank()
     if asked and seat.size not in (1, asked):
         raise UsageError(f"{option} {asked}, and {seat.launcher} has started {seat.size} processes", fix=f"leave {option} away")
     size = max(seat.size, asked or 1)
     if size > 1:
-        Passes.of(loaded.config.train, size=size)
+        Batching.of(loaded.config.train, size=size)
     if size == seat.size:
         return None
     from ..distributed.launch import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .expected import keys
+from .keys import keys
 from .schema import RunConfig
 from .yaml_text import write_value
 

@@ -16,12 +16,52 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from ..near_file import near_file
-from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED, WORDS
-from .expected import expected, keys, options, sections, takes
-from .recipes import STRONG, recipe
+from ..wording import near_file
+from .keys import ELSEWHERE, MEANT, NOT_OFFERED, WORDS, expected, keys, options, sections, takes
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
+
+STRONG = "precision.preset"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A name for settings that belong together."""
+
+    about: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+RECIPES = {
+    "lora": Recipe("LoRA adapter; precision from the device", {"precision.preset": "auto", "adapter.kind": "lora"}),
+    "qlora": Recipe("LoRA adapter on a 4-bit base", {"precision.preset": "nf4-lora", "adapter.kind": "lora"}),
+    "full": Recipe(
+        "every weight; precision from the device",
+        {"precision.preset": "auto", "adapter.kind": "none", "train.learning_rate": 2e-5},
+    ),
+    "full-bf16": Recipe(
+        "every weight, in bf16 with stochastic rounding: half the memory of full",
+        {"precision.preset": "bf16-pure", "adapter.kind": "none", "train.learning_rate": 2e-5},
+    ),
+}
+_WITHOUT_ADAPTER = ("bf16-mixed", "bf16-pure")  # the precisions of full fine-tuning
+
+
+def names() -> list[str]:
+    return [*RECIPES, *keys()[STRONG]["enum"]]
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe or precision of that name. Raises UsageError with the known names."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in keys()[STRONG]["enum"]:
+        settings: dict[str, Any] = {STRONG: name}
+        if name in _WITHOUT_ADAPTER:
+            settings |= {"adapter.kind": "none", "train.learning_rate": 2e-5}
+        return Recipe(f"precision {name}", settings)
+    raise UsageError(f"--preset {name}: unknown; one of {' '.join(names())}")
+
 
 # what a key also takes, and what it means: other tools' words, and those of runs from before the key had more than two values
 ALSO: Mapping[str, Mapping[Any, str]] = {"train.gradient_checkpointing": {True: "layers", False: "none"}}
@@ -77,7 +117,7 @@ def load(
     path       a YAML file, or None
     overrides  `section.key=value`, the value in YAML
     flags      `section.key` -> value from the command line's own options; None means not given
-    preset     a recipe or precision by name (`config.recipes`)
+    preset     a recipe or precision by name (`recipe`)
     consent    see LoadedConfig
     source     where the flags come from, as named in errors and in resolved.yaml
     resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume

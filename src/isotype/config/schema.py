@@ -1,15 +1,26 @@
 """The schema of a run: nine sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
 
-The sentences become `isotype schema`, the comments that `isotype init` writes, and the reference in the documentation.
+The sentences become `isotype init --schema`, the comments that `isotype init` writes, and the reference in the documentation.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .sizes import SIZE
+UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+SIZE = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
+
+
+def bytes_of(size: str) -> int:
+    """Of a text that matches SIZE."""
+    found = re.match(SIZE, size)
+    assert found is not None, size
+    unit = found.group(2)
+    return int(float(size.removesuffix(unit)) * UNITS[unit])
+
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

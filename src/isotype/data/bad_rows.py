@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error

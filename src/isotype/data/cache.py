@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,44 @@ import numpy as np
 
 from .cache_folder import bound, evict
 from .tokens import COLUMNS, TokenBlock, TokenWriter
+
+_NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL"}
+_MOST = 100 << 20  # bytes of a header; safetensors' own limit
+
+
+def header_bytes(order: Sequence[str], sizes: Mapping[str, int], facts: str, digest: str) -> bytes:
+    at = 0
+    header: dict[str, Any] = {"__metadata__": {"facts": facts, "sha256": digest}}
+    for name in order:
+        width = np.dtype(COLUMNS[name]).itemsize
+        header[name] = {"dtype": _NAMES[COLUMNS[name]], "shape": [sizes[name] // width], "data_offsets": [at, at + sizes[name]]}
+        at += sizes[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(file: IO[bytes], size: int) -> tuple[dict[str, tuple[int, int]], str, str, int]:
+    """Where each column lies, the facts, the checksum, and where the data begin. Raises ValueError where these cannot be."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(_MOST, size - 8):
+        raise ValueError("cut short, or no safetensors file")
+    header = json.loads(file.read(length))
+    begin = 8 + length
+    places = {}
+    for name, dtype in COLUMNS.items():
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        width = np.dtype(dtype).itemsize
+        whole = entry["dtype"] == _NAMES[dtype] and entry["shape"] == [(end - start) // width] and (end - start) % width == 0
+        if not (whole and 0 <= start <= end <= size - begin):
+            raise ValueError(f"cut short, or not as it was written ({name})")
+        places[name] = (start, end)
+    if max(end for _, end in places.values()) != size - begin:
+        raise ValueError("cut short, or longer than it was written")
+    metadata = header["__metadata__"]
+    return places, metadata["facts"], metadata["sha256"], begin
+
 
 VERSION = 13  # raise it whenever the same source gives other rows or other facts
 SMALLEST = 1_000_000  # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
@@ -113,7 +151,6 @@ class Cache:
 
 def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, Any]) -> None:
     """Columns as a safetensors file; `facts` and a checksum of everything are its metadata."""
-    from .cache_header import header_bytes
 
     sizes = {name: file.seek(0, os.SEEK_END) for name, file in files.items()}
     said = json.dumps(facts, sort_keys=True)
@@ -134,7 +171,6 @@ def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, 
 
 def read_entry(path: Path) -> TokenBlock:
     """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is none."""
-    from .cache_header import read_header
 
     with path.open("rb") as file:
         places, said, expected, begin = read_header(file, path.stat().st_size)

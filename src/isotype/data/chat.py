@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,173 @@ from typing import Any
 import jinja2
 
 from ..errors import UsageError
-from .bounded import bounded, refuse_no_text
 from .conversations import is_learnt
 from .formats import Example, Message
-from .named_templates import NAMED, named_template
 from .read import existing_file, read_text
+
+SECONDS = 10.0  # of processor time; stock templates take 0.1 ms a conversation
+MEMORY = 2 << 30  # bytes beyond what the process holds
+CHARACTERS = 1 << 26  # of a conversation's text
+_FIX = "data.chat_template: FILE.jinja names another template"
+
+
+class _OutOfTime(BaseException):
+    """The template took too long. Not an Exception, so that no code handles it as an error of the template itself."""
+
+
+@contextmanager
+def bounded(place: str) -> Iterator[None]:
+    """Runs a template under the limits within this block.
+
+    Time is bounded in the main thread of a POSIX system, memory on Linux; elsewhere neither is.
+    Raises  UsageError naming `place`
+    """
+    timed = _start_clock()
+    limits = _limit_memory()
+    try:
+        yield
+    except _OutOfTime:
+        raise UsageError(f"{place}: the chat template takes more than {SECONDS:g} s for it", fix=_FIX) from None
+    except MemoryError:
+        raise UsageError(f"{place}: the chat template takes more than {MEMORY >> 20} MiB for it", fix=_FIX) from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if limits is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def refuse_no_text(text: str, place: str) -> str:
+    """The text, unless it is one that no tokenizer takes: too long, or with half a surrogate pair, which a template's literals may hold."""
+    if len(text) > CHARACTERS:
+        raise UsageError(f"{place}: the chat template makes {len(text):,} characters of it", fix=_FIX)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text", fix=_FIX) from None
+    return text
+
+
+def _ring(*_: Any) -> None:
+    raise _OutOfTime
+
+
+def _start_clock() -> bool:
+    """Limits the CPU time of this process, not wall time, so that a busy machine does not refuse a good template."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGVTALRM) is not _ring:
+        signal.signal(signal.SIGVTALRM, _ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    return True
+
+
+def _limit_memory() -> tuple[int, int] | None:
+    """Lowers the soft limit on address space; returns what it was, None where it cannot be set."""
+    try:
+        import resource
+
+        held = _held()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if soft == resource.RLIM_INFINITY or soft > held + MEMORY:
+            resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
+            return soft, hard
+    except (ImportError, OSError, ValueError):
+        pass
+    return None
+
+
+def _held() -> int:
+    """The process's address space now: a model may have been loaded since the last conversation. 11 of the 16 microseconds of a block."""
+    import resource
+
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTemplate:
+    """`end`: the token after an answer, None for the tokenizer's own end token. `tokens`: all that must be one token each."""
+
+    text: str
+    end: str | None = None
+    tokens: tuple[str, ...] = ()
+
+
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+_LLAMA3 = """\
+{{- bos_token or '' }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# a system turn is put before the first question: Gemma knows no such role
+_GEMMA = """\
+{{- bos_token or '' }}
+{%- set state = namespace(system='') %}
+{%- for message in messages %}
+{%- if message.role in ('system', 'developer') %}{% set state.system = state.system + message.content | trim + '\\n\\n' %}
+{%- else %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}
+{{- ('' if message.role == 'assistant' else state.system) + message.content | trim + '<end_of_turn>\\n' }}
+{%- if message.role != 'assistant' %}{% set state.system = '' %}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+_MISTRAL = """\
+{{- bos_token or '' }}
+{%- set state = namespace(system='') %}
+{%- for message in messages %}
+{%- if message.role in ('system', 'developer') %}{% set state.system = state.system + message.content | trim + '\\n\\n' %}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
+{%- else %}{{ '[INST] ' + state.system + message.content | trim + ' [/INST]' }}{% set state.system = '' %}
+{%- endif %}
+{%- endfor %}"""
+
+_ZEPHYR = """\
+{%- for message in messages %}
+{{- '<|' + message.role + '|>\\n' + message.content + eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+NAMED: Mapping[str, NamedTemplate] = {
+    "chatml": NamedTemplate(_CHATML, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
+    "llama3": NamedTemplate(_LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "gemma": NamedTemplate(_GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
+    "mistral": NamedTemplate(_MISTRAL),
+    "zephyr": NamedTemplate(_ZEPHYR),
+}
+
+
+def named_template(name: str, tokenizer: Any) -> str:
+    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which generation stops.
+
+    Raises  UsageError where the tokenizer lacks one of its tokens
+    """
+    template = NAMED[name]
+    vocabulary = tokenizer.get_vocab()
+    absent = [token for token in template.tokens if token not in vocabulary]
+    if absent:
+        words = ", ".join(f'"{token}"' for token in absent)
+        raise UsageError(f"data.chat_template: {name}: the tokenizer has no token {words}", fix=f"model.add_tokens: [{words}]")
+    if template.end is not None:
+        tokenizer.eos_token = template.end
+    elif tokenizer.eos_token is None:
+        raise UsageError(f"data.chat_template: {name}: the tokenizer has no end-of-text token, which ends its answers", fix=_WITH_OWN_END)
+    return template.text
+
+
+_WITH_OWN_END = 'data.chat_template: chatml, with model.add_tokens: ["<|im_start|>", "<|im_end|>"]'
+
 
 # For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after every answer.
 DEFAULT_TEMPLATE = """\

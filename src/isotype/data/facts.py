@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..counted import counted
-from .bounded import bounded
+from ..wording import counted
+from .chat import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example

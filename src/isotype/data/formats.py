@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
-from .data_frames import refuse_data_frame
+from .other_shapes import refuse_data_frame, refuse_turn
 from .read import Record, column_name
-from .single_turns import refuse_turn
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Columns = Mapping[str, str] | None

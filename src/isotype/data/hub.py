@@ -12,11 +12,10 @@ from ..config.sources import HUB, SPLITS
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
 from .bad_rows import BadRow
+from .folder import TRAINED, is_saved
 from .formats import Example
-from .named_splits import TRAINED
 from .progress import Meter
 from .read import Record
-from .saved_folder import is_saved
 from .source import Source
 from .tables import without_nulls_inside
 

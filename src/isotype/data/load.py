@@ -24,14 +24,12 @@ from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .hub import note_unread_splits
-from .pack import pack
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
 from .source import Source
 from .sources import read_once, source
-from .split import held_out
-from .tokens import TokenBlock, TokenRows, TokenWriter
+from .tokens import TokenBlock, TokenRows, TokenWriter, held_out, pack
 
 _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"

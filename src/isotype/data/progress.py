@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from ..counted import counted
+from ..wording import counted
 
 T = TypeVar("T")
 _PATIENCE = 1.0  # seconds of silence before the live line appears

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..config.sources import SourceSpec
 from .bad_rows import BadRow, RowError
+from .folder import SPLITS, TRAINED
 from .formats import Example, FormatName, detect, example, ignored_keys
-from .named_splits import SPLITS, TRAINED
+from .other_shapes import refuse_parts
 from .progress import Meter
 from .read import NoRows, Record
-from .single_turns import refuse_parts
 
 NO_ROWS = "the file holds no rows"
 _SPLIT_KEYS = {"split", "subset", "partition", "fold", "set"}

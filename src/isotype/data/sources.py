@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
-from ..counted import counted
 from ..errors import UsageError
+from ..wording import counted
 from .bad_rows import BadRow, RowError
+from .folder import BESIDE_DATA, is_saved, note_splits, without_runs
 from .formats import Example
 from .json_rows import first_line, read_json
-from .named_splits import note_splits
 from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
-from .run_files import without_runs
-from .saved_folder import BESIDE_DATA, is_saved
 from .source import Source
 from .tables import read_csv, read_parquet
 
@@ -344,28 +342,22 @@ def _as_texts(folder: Path, files: Sequence[Path]) -> str | None:
 
 
 def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:
-    """The files among the names found, in their order, each under its shortest name, without those of runs, and notes on what is left out.
+    """The files among the names found, in their order, each once, without those of runs, and notes on what is left out.
     Raises UsageError for a link to a part of the data that is not there.
 
     below  where the search began
     """
     found, runs = without_runs(found, below)
-    files = [path for path in found if path.is_file() or (path.is_symlink() and not path.exists())]
-    real = {path.resolve() for path in files if not path.is_symlink()}
-    shortest: dict[Path, Path] = {}
-    for path in sorted(files, key=lambda p: (p.is_symlink(), len(p.parts), p)):
-        there = path.resolve() if path.is_file() else None  # one that leads to itself cannot be resolved
-        # a link to what is found itself is that; links to one file elsewhere, as in the hub's cache, are files of their own
-        shortest.setdefault(there if there in real else path.parent.resolve() / path.name, path)
-    kept = set(shortest.values())
-    for path in kept:
-        if not path.is_file() and ending(path) in ENDINGS:
-            raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
+    links = [path for path in found if path.is_symlink() and ending(path) in ENDINGS]
+    if broken := next((path for path in links if not (path.parent.resolve() / path.readlink()).exists()), None):
+        raise UsageError(f"{broken}: a link to {broken.readlink()}, which does not exist", fix="restore that file, or remove the link")
+    files = [path for path in found if path.is_file()]
+    kept = {path.resolve(): path for path in sorted(files, key=lambda path: (path.is_symlink(), len(path.parts), path), reverse=True)}
     again = len(files) - len(kept)
     notes = [f"{name}: links lead to {counted(again, 'file')} a second time; each is read once"] if again else []
     if runs:
         notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
-    return [path for path in files if path in kept and path.is_file()], notes
+    return [path for path in files if kept[path.resolve()] == path], notes
 
 
 def _folder(files: Sequence[File]) -> Path:

@@ -16,18 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..config.schema import DataSection
-from ..counted import counted
 from ..errors import RunError, UsageError
+from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
-from .pack import pack
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
 from .source import Source
-from .split import is_held_out
-from .tokens import TokenRows, TokenWriter, digest_of
+from .tokens import TokenRows, TokenWriter, digest_of, is_held_out, pack
 
 EVALUATED = 256  # held-out rows that an evaluation takes
 _SEARCHED = 20_000  # rows of the beginning in which they are looked for

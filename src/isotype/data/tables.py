@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import re
 import shlex
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,15 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a record that says so."""
     at = 0
     wrong: str | None = None  # of the bytes of the row being read
-    file = raw_lines(path, name, meter)
-    held: list[tuple[int, str, str | None]] = []  # lines of the row being read: number, text, what is wrong with the bytes
-    again: deque[tuple[int, str, str | None]] = deque()  # lines to be read a second time
 
     def lines() -> Iterator[str]:
         nonlocal at, wrong
-        while True:
-            if again:
-                number, line, bad = again.popleft()
-            elif (found := next(file, None)) is not None:
-                number, offset, raw = found
-                line, bad = decoded_line(raw, file=name, line=number, offset=offset)
-            else:
-                return
+        for number, offset, raw in raw_lines(path, name, meter):
+            line, bad = decoded_line(raw, file=name, line=number, offset=offset)
             at = number
             if bad and number == 1:
                 raise UsageError(f"{name}:1: {bad}")
             wrong = wrong or bad
-            held.append((number, line, bad))
             yield line
 
     csv.field_size_limit(_FIELD)
@@ -59,11 +50,10 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     first = next(source, "")
     begins = 1
     if told := _SEP_LINE.fullmatch(first):
-        held.clear()
         first = next(source, "")
         begins = 2
     delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
-    rows = csv.reader(_again(first, source), delimiter=delimiter, strict=True)
+    rows = csv.reader(chain([first] if first else [], source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     header_at = 0
     while True:
@@ -77,12 +67,9 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 raise UsageError(f"{name}:{begins}: the line ends are a lone carriage return", fix=_with_line_ends(name)) from None
             if header is None:
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
+            if at > begins or "unexpected end of data" in str(error):  # its cell ran on into the rows below
+                raise UsageError(f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled inside it") from None
             wrong = wrong or f"broken CSV: {error}{_QUOTES if ' expected after ' in str(error) else ''}"
-            if len(held) > 1 or "unexpected end of data" in str(error):  # its cell ran on into the rows below, which are read by themselves
-                wrong = held[0][2] or "a quote opens a cell and is not closed, or not doubled inside it"
-                at = begins
-                again.extendleft(reversed(held[1:]))
-                rows = csv.reader(lines(), delimiter=delimiter, strict=True)
         ruled = any("---" in cell for cell in cells) and all(_RULE.fullmatch(cell) for cell in cells)
         if ruled and (header is None or begins == header_at + 1):
             raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=AS_CSV)
@@ -98,7 +85,6 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
                 yield Record(name, begins, None if wrong else row, wrong=wrong, remark=_remark(cells, header, delimiter))
         begins, wrong = at + 1, None
-        held.clear()
     if header is None:
         raise NoRows(f"{name}: the file holds no header")
 
@@ -163,36 +149,23 @@ def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = 
 
 
 def _objects(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a batch. A date that Python cannot hold, or of an unknown time zone, is a number: most such columns are never read."""
+    """The rows of a batch. A date that Python cannot hold, or of an unknown time zone, is None: most such columns are never read."""
     columns = [_values(column) for column in batch.columns]
     return [dict(zip(batch.schema.names, row)) for row in zip(*columns)]
 
 
 def _values(column: Any) -> list[Any]:
+    def value(scalar: Any) -> Any:
+        try:
+            return scalar.as_py()
+        except (OverflowError, ValueError):
+            return None
+
     try:
         found: list[Any] = column.to_pylist()
     except (OverflowError, ValueError):
-        if len(column) == 1:
-            found = column.cast(_dates_as_numbers(column.type)).to_pylist()
-        else:  # each row by itself: what a row holds does not depend on those read with it
-            found = [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
+        found = [value(scalar) for scalar in column]
     return found
-
-
-def _dates_as_numbers(kind: Any) -> Any:
-    """An Arrow type with integers of the same size for its dates and times, at any depth."""
-    import pyarrow as pa
-
-    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
-        return pa.int32() if kind.bit_width == 32 else pa.int64()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_dates_as_numbers(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_dates_as_numbers(kind.key_type), _dates_as_numbers(kind.item_type))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        list_of = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return list_of(kind.value_field.with_type(_dates_as_numbers(kind.value_type)))
-    return kind
 
 
 def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
@@ -204,12 +177,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-        yield from rest
 
 
 def _delimiter(header: str) -> str:

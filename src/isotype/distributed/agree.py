@@ -25,7 +25,7 @@ LOOKED_AT = 64  # elements of each tensor
 SEEN_WITHIN = 10.0  # seconds in which a file of the first process must be seen by the others: network folders are late
 
 _FIXES = {
-    "versions": "install the same versions on every machine: isotype env shows them",
+    "versions": "install the same versions on every machine: isotype doctor env shows them",
     "configuration": "give every process the same file and settings",
     "data": "the same files on every machine: compare their checksums",
     "weights": "the same model folder on every machine, or model.revision: COMMIT",

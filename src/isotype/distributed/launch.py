@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from .seat import LAUNCHED_BY
+from .rank import LAUNCHED_BY
 
 LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
 FAREWELL = 20.0  # seconds that the others have to end by themselves after one has failed: longer than the search for a lost one

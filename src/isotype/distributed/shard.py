@@ -37,7 +37,7 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
-        """All processes call it together, with the units that `keep_own_part` has cut."""
+        """All processes call it together, with the units that `keep_part` has cut."""
         self.mesh = mesh
         self.parts, self.replicas = world.size // replicas, replicas
         _gather_once(model, units)
@@ -100,7 +100,7 @@ def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
     return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
 
 
-def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
+def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
     """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops, precision and recomputation.
 
     Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are read. Each unit's part goes to the mesh's

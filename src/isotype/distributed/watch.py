@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import errors
+from ..errors import IsotypeError, RunError
+
 BEAT = 0.5  # seconds between signs of life
 SILENT = 8.0  # seconds without a sign of life after which a process counts as dead; a busy machine delays them
 
@@ -122,3 +125,19 @@ def _ended(sign: Sign, host: str) -> str | None:
         state = Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"Z": "died", "X": "died", "T": "was stopped by a signal"}.get(state)
     return "died"
+
+
+def error_as_json(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, IsotypeError):
+        return {"kind": type(error).__name__, "message": error.message, "code": error.code, "fix": error.fix}
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return {"kind": type(error).__name__, "message": f"{type(error).__name__}: {first}" if first else type(error).__name__}
+
+
+def error_from_json(told: dict[str, Any], *, of: str | None = None) -> BaseException:
+    """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that raised it, for the message."""
+    if told["kind"] == "KeyboardInterrupt":
+        return KeyboardInterrupt()
+    kind = getattr(errors, told["kind"], RunError)
+    message = f"{of}: {told['message']}" if of else told["message"]
+    return kind(message, code=told.get("code"), fix=told.get("fix"))

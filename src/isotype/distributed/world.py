@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import IsotypeError, RunError, UsageError
-from . import told
 from .launch import LISTENS_AT, watch_lifeline
-from .seat import Seat, find_seat
-from .watch import Lost, Watch, find_lost, read_failure
+from .rank import Rank, find_rank
+from .watch import Lost, Watch, error_as_json, error_from_json, find_lost, read_failure
 
 Made = TypeVar("Made")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
@@ -114,7 +113,7 @@ class JoinedWorld(World):
     Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what another process raised
     """
 
-    def __init__(self, seat: Seat, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
+    def __init__(self, seat: Rank, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
         """owned  the process group was made here and ends with the run, else it belongs to who made it"""
         self.rank, self.size, self.local_rank, self.local_size = seat.rank, seat.size, seat.local_rank, seat.local_size
         self.nodes, self.launcher, self.backend = max(1, seat.size // max(1, seat.local_size)), seat.launcher, backend
@@ -231,7 +230,7 @@ class JoinedWorld(World):
             return  # it is another one's failure
         self._failed = True
         with suppress(Exception):  # the store may have ended, and the original error matters more
-            self._store.set(f"failed/{self.rank}", json.dumps(told.as_json(error)))
+            self._store.set(f"failed/{self.rank}", json.dumps(error_as_json(error)))
 
     def close(self) -> None:
         """All processes leave together: a closed connection would end an exchange in which another process still is."""
@@ -313,7 +312,7 @@ class JoinedWorld(World):
             return self._remember(RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME))
         if failure is not None:
             rank, what = failure
-            made = told.from_json(what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}")
+            made = error_from_json(what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}")
             if isinstance(made, IsotypeError):
                 self._remember(made)
             return made
@@ -357,7 +356,7 @@ def join(device: str, *, timeout: float) -> World:
 
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return _world_of_group(device, timeout)
-    seat = find_seat()
+    seat = find_rank()
     if seat.size == 1:
         return ALONE
     import torch.distributed as dist
@@ -382,7 +381,7 @@ def join(device: str, *, timeout: float) -> World:
 _SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
 
 
-def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> RunError:
+def _not_all_came(seat: Rank, store: Any, timeout: float, error: Exception) -> RunError:
     """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
     if store is None and seat.rank == 0:  # it is made once all processes have come
         came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
@@ -399,7 +398,7 @@ def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> R
     return RunError(f"the {seat.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
 
 
-def _store(seat: Seat, wait: timedelta) -> Any:
+def _store(seat: Rank, wait: timedelta) -> Any:
     """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
     import torch.distributed as dist
 
@@ -419,12 +418,12 @@ def _world_of_group(device: str, timeout: float) -> World:
     environ = os.environ
     local_rank, local_size = (int(environ[name]) if environ.get(name, "").isdigit() else least
                               for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
-    seat = Seat(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
+    seat = Rank(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
     store = dist.PrefixStore(f"isotype {next(_RUNS)}", _get_default_store())
     return JoinedWorld(seat, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
 
 
-def _take_gpu(device: str, seat: Seat) -> bool:
+def _take_gpu(device: str, seat: Rank) -> bool:
     """Whether this run is on GPUs; each process takes the one with its number."""
     if device == "cpu" or not torch.cuda.is_available():
         return False

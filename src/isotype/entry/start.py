@@ -9,9 +9,8 @@ from pathlib import Path
 from ..config.load import LoadedConfig
 from ..runs.folder import RunFolder
 from ..tasks.choose import train
-from ..training.callbacks import Callback
+from ..training.callbacks import Callback, Objective
 from ..training.console import RunConsole
-from ..training.own_code import Objective
 
 
 @dataclass(frozen=True)

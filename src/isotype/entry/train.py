@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..config.schema import RunConfig, Section
 from ..errors import UsageError
-from .run import Run
+from ..report.record import RunRecord, read_run
 from .settings import load_settings, of_this_start
 
 if TYPE_CHECKING:
+    import pandas
     from torch import Tensor, nn
 
+    from ..inference.loaded import Conversation, LoadedRun
     from ..training.callbacks import Callback
+
 
 Given: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
@@ -105,10 +113,9 @@ def train(
         file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE, consent=accept_changes
     )
     loaded, before = of_this_start(loaded, before)
-    from .process_state import own_process_state
     from .start import start
 
-    with own_process_state():
+    with process_state_restored():
         ended = start(loaded, resume=before, skips=skip, callbacks=callbacks, objective=objective)
     if not ended.begun:
         raise KeyboardInterrupt("before step 1: there is no run")
@@ -134,3 +141,153 @@ def _flags(name: str, value: Any) -> dict[str, Any]:
 def _set_keys(section: Section) -> dict[str, Any]:
     """The keys that were set, not those that have their defaults."""
     return {key: getattr(section, key) for key in section.model_fields_set}
+
+
+class Run:
+    """A finished or unfinished run. Each access reads the files again. A notebook displays it as the picture of its report.
+
+    Raises  UsageError when the folder holds nothing of a run
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._loaded: LoadedRun | None = None
+        self._conversation: Conversation | None = None
+        read_run(self.folder)
+
+    def __repr__(self) -> str:
+        loss = self.record.best_evaluation
+        return f"<isotype.Run {self.folder}: {self.status}" + (f", best evaluation loss {loss:.4f}>" if loss is not None else ">")
+
+    @property
+    def record(self) -> RunRecord:
+        """Everything in the run folder, as the report reads it."""
+        return read_run(self.folder)
+
+    @property
+    def status(self) -> str:
+        """done, running, failed, interrupted or stopped."""
+        return self.record.status
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """result.json: steps, losses, the check of the saved result."""
+        return self.record.result
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """metrics.jsonl as a table: a row a step and a row an evaluation, one column a key."""
+        import pandas
+
+        return pandas.DataFrame(self.record.metrics)
+
+    @property
+    def adapter(self) -> Path:
+        """The PEFT folder that the run saved. Raises UsageError when there is none."""
+        return self._saved("adapter")
+
+    @property
+    def model(self) -> Path:
+        """The model's folder that a run of every weight saved. Raises UsageError when there is none."""
+        return self._saved("model")
+
+    def _saved(self, what: str) -> Path:
+        folder = self.folder / what
+        if not folder.is_dir():
+            other = {"adapter": "model", "model": "adapter"}[what]
+            hint = f"run.{other} is what it saved" if (self.folder / other).is_dir() else f"its status is {self.status}"
+            raise UsageError(f"{self.folder}: no {what} there: {hint}")
+        return folder
+
+    def load(self) -> LoadedRun:
+        """Model, tokenizer, precision and device, as trained; loaded once."""
+        if self._loaded is None:
+            from ..inference.loaded import load_run
+
+            self._loaded = load_run(self.folder)
+        return self._loaded
+
+    def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0) -> str:
+        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply."""
+        if self._conversation is None:
+            from ..inference.loaded import Conversation
+
+            self._conversation = Conversation(
+                self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False
+            )
+        return self._conversation.say(text)
+
+    def forget(self) -> None:
+        """The next `chat` begins a new conversation."""
+        self._conversation = None
+
+    @property
+    def report(self) -> Path:
+        """report.html, made anew; report.png lies beside it."""
+        from ..report import write_report
+
+        return write_report(self.folder).page
+
+    def _repr_png_(self) -> bytes | None:
+        from ..report import write_report
+
+        drawn = write_report(self.folder).picture
+        return drawn.read_bytes() if drawn is not None else None
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # set by `train.deterministic`
+LIBRARIES = ("peft", "bitsandbytes")
+
+
+@contextmanager
+def process_state_restored() -> Iterator[None]:
+    """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores everything on exit."""
+    import numpy as np
+    import torch
+    import transformers
+
+    levels = {name: logging.getLogger(name).level for name in LIBRARIES}
+    said, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    dtype, workspace = torch.get_default_dtype(), os.environ.get(WORKSPACE)
+    strict, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    python, numpy = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(callers_autocast_left())
+        try:
+            torch.set_default_dtype(torch.float32)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+            random.setstate(python)
+            np.random.set_state(numpy)
+            _set_or_remove(WORKSPACE, workspace)
+            transformers.utils.logging.set_verbosity(said)
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _set_or_remove(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+@contextmanager
+def callers_autocast_left() -> Iterator[None]:
+    """Switches the caller's autocast off. In its block PyTorch would keep each weight as it was first cast, and every step would compute
+    with the first step's weights: there nothing is kept."""
+    import torch
+
+    if not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        yield
+        return
+    with torch.autocast("cpu", enabled=False, cache_enabled=False), torch.autocast("cuda", enabled=False, cache_enabled=False):
+        yield

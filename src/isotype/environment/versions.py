@@ -10,11 +10,14 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ..errors import IsotypeError, UsageError
+from ..finding import Finding, Place, Severity
 from ..version import __version__
 from .hardware import detect
 
@@ -148,3 +151,189 @@ def requirements(run: Path) -> str:
         else:
             lines.append(f"{name} @ {source}")
     return "\n".join(lines) + "\n"
+
+
+_EXTRAS = ("", "train", "quant", "kernels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFault:
+    """A dtype fault of released versions. `applies` sees the whole environment, since most need a device or a setting too."""
+
+    package: str
+    versions: str
+    severity: Severity
+    message: str
+    cause: str
+    fix: str
+    applies: Callable[[Mapping[str, Any]], bool] = lambda environment: True
+
+    def holds_for(self, version: str) -> bool:
+        """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a word that is no version has none."""
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion
+
+        try:
+            return SpecifierSet(self.versions).contains(version.partition("+")[0], prereleases=True)
+        except InvalidVersion:
+            return False
+
+
+def _cpu_has_bf16(environment: Mapping[str, Any]) -> bool:
+    return any(d.get("generation", "").startswith(("cpu-avx512-bf16", "cpu-amx")) for d in environment["devices"])
+
+
+def _prefers_cudnn(environment: Mapping[str, Any]) -> bool:
+    return any(d.get("generation") in ("hopper", "blackwell") for d in environment["devices"])
+
+
+# Each was reproduced in a version named, is there in the source of the others, is stated by the project's own fix, or is reported in the
+# project's own tracker with a program that shows it.
+KNOWN_FAULTS = (
+    KnownFault(
+        package="torch",
+        versions=">=2.11,<2.14",
+        severity=Severity.NOTE,
+        message="attention with a mask tensor can give NaN in the gradient of the query",
+        cause="cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below zero (pytorch issue 196678); and it "
+        "reads an fp32 mask beside bf16 or fp16 queries as if it were theirs (pull request 191612)",
+        fix="isotype train and optimize() keep cuDNN from masks; elsewhere torch.backends.cuda.enable_cudnn_sdp(False)",
+        applies=_prefers_cudnn,
+    ),
+    KnownFault(
+        package="bitsandbytes",
+        versions=">=0.49.0,<=0.50.2",
+        severity=Severity.NOTE,
+        message="a 4-bit layer is repacked in place by the first forward without gradients, and later gradients are wrong",
+        cause="on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference and never unpacks it (seen in 0.50.2)",
+        fix="isotype train switches it off; elsewhere set support_avx512bf16_for_cpu = False on every Linear4bit",
+        applies=_cpu_has_bf16,
+    ),
+    KnownFault(
+        package="triton",
+        versions="==3.9.*",
+        severity=Severity.WARNING,
+        message="the CPU interpreter is wrong for bf16",
+        cause="TRITON_INTERPRET is set: it truncates fp32 to bf16 and computes bf16 on raw bits (seen in 3.9)",
+        fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
+        applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
+    ),
+    KnownFault(
+        package="transformers",
+        versions=">=5.0",
+        severity=Severity.NOTE,
+        message="Trainer(bf16=True) trains the weights in the checkpoint's own dtype, often pure bf16",
+        cause="from_pretrained keeps the checkpoint's dtype since 5.0; at learning rate 2e-5 about 5% of bf16 weights ever change",
+        fix="isotype train is not concerned; with HF Trainer load with dtype=torch.float32",
+    ),
+    KnownFault(
+        package="trl",
+        versions="<0.7.9",
+        severity=Severity.WARNING,
+        message="DPO generates and evaluates outside autocast, and fails with mat1 and mat2",
+        cause="fixed in trl 0.7.9 (trl pull request 1203)",
+        fix="pip install 'trl>=0.7.9'",
+    ),
+)
+
+
+def known_fault(package: str, version: str) -> bool:
+    """Whether a version of a package has a fault of `KNOWN_FAULTS`, wherever that applies."""
+    return any(fault.package == package and fault.holds_for(version) for fault in KNOWN_FAULTS)
+
+
+def faults(environment: Mapping[str, Any]) -> list[Finding]:
+    """Every finding about an environment as `environment()` gives it."""
+    return [*mismatched_pairs(environment["distributions"]), *_known(environment), *_devices(environment), *_variables(environment)]
+
+
+def mismatched_pairs(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Key packages whose own requirements the installed versions break; Isotype's requirements among them."""
+    for name in ("isotype", *KEY_PACKAGES):
+        for requirement in _requirements(name):
+            version = installed.get(normalised(requirement.name))
+            if version is None or not requirement.specifier or requirement.specifier.contains(version, prereleases=True):
+                continue
+            yield Finding(
+                code="EV001",
+                severity=Severity.ERROR,
+                place=Place(symbol=requirement.name),
+                message=f"{name} {installed.get(name, '')} needs {requirement.name}{requirement.specifier}, {version} is installed",
+                cause=f"the requirement is {name}'s own; this pair was never tested together",
+                fix=f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+
+
+def _requirements(name: str) -> list[Any]:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        given = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+    extras = _EXTRAS if name == "isotype" else ("",)
+    found = []
+    for text in given:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # an old package's own mistake
+            continue
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            found.append(requirement)
+    return found
+
+
+def _known(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    for fault in KNOWN_FAULTS:
+        version = environment["distributions"].get(fault.package)
+        if version and fault.holds_for(version) and fault.applies(environment):
+            yield Finding(
+                code="EV002",
+                severity=fault.severity,
+                place=Place(symbol=f"{fault.package} {version}"),
+                message=fault.message,
+                cause=fault.cause,
+                fix=fault.fix,
+            )
+
+
+def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    torch = environment["torch"]
+    gpus = [d for d in environment["devices"] if d["kind"] != "cpu"]
+    if not torch:
+        yield Finding(
+            code="EV003", severity=Severity.ERROR, place=Place(symbol="torch"), message="torch is not installed, or does not load",
+            cause="training needs it; check, lint and explain do not", fix="pip install 'isotype[train]'",
+        )  # fmt: skip
+    elif (torch["cuda"] or torch["hip"]) and not gpus:
+        build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"
+        yield Finding(
+            code="EV003", severity=Severity.WARNING, place=Place(symbol=f"torch {torch['version']}"),
+            message=f"built for {build}, and sees no GPU",
+            cause="no driver, a driver older than the build, or a visibility variable that hides every device",
+            fix="nvidia-smi (or rocm-smi) shows the driver; or take the CPU build: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        )  # fmt: skip
+    for gpu in gpus:
+        if gpu["kind"] == "unknown":
+            yield Finding(
+                code="EV003", severity=Severity.WARNING, place=Place(symbol=gpu["name"]), message="not in the table of hardware",
+                cause=gpu["reason"], fix="model.device: cpu",
+            )  # fmt: skip
+
+
+def _variables(environment: Mapping[str, Any]) -> Iterator[Finding]:
+    given = environment["variables"]
+    effects = {
+        "ACCELERATE_MIXED_PRECISION": "overrides mixed_precision in scripts that use accelerate or HF Trainer, without a word",
+        "NVIDIA_TF32_OVERRIDE": "0 forbids and 1 forces TF32 in cuBLAS and cuDNN, over the program's own setting",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on for fp32 matrix products, over the program's own setting",
+        "XLA_USE_BF16": "makes every fp32 tensor bf16 under torch_xla",
+        "XLA_DOWNCAST_BF16": "makes every fp32 tensor bf16 under torch_xla",
+    }
+    for name, effect in effects.items():
+        if name in given:
+            yield Finding(
+                code="EV004", severity=Severity.WARNING, place=Place(symbol=f"{name}={given[name]}"), message=effect,
+                cause="set in the environment of this process", fix=f"unset {name}",
+            )  # fmt: skip

@@ -31,8 +31,8 @@ from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.sample import Sample
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
+from ..training.eval_mode import eval_mode
 from ..training.task import Evaluation
-from ..training.undisturbed import evaluation_mode
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
@@ -103,7 +103,7 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
 
 
 def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
-    with evaluation_mode(model):
+    with eval_mode(model):
         return float(task.loss_sum(model, batch, dtype=precision.loss)) / batch.weight
 
 

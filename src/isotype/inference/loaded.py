@@ -26,13 +26,13 @@ from ..optimize import optimize
 from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
-from ..printable import printable
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, without_run
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import Generates, generation_config
+from ..wording import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,12 +20,13 @@ from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..model.load import Source
+from ..model.tokens import align_special_tokens
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
 from ..tasks.language.result import evaluate, load_result
-from ..training.verify import ROWS
+from ..training.finish import ROWS
 from .loaded import LoadedRun
 
 TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
@@ -59,6 +60,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
     refuse_filled(out)
+    base: Any = run.model.get_base_model()
     state, noise, count = merged_state(run.model, to_torch(dtype))
     rows = _rows(run)
     adapter_loss = _loss(run.model, run, rows)
@@ -70,6 +72,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
             plain = AutoModelForCausalLM.from_config(config, dtype=to_torch(dtype), trust_remote_code=trust)
         if hasattr(plain.config, "quantization_config"):
             del plain.config.quantization_config
+        plain.generation_config.eos_token_id = base.generation_config.eos_token_id
+        align_special_tokens(plain, run.tokenizer)
         names = embedding_and_head(plain)
         tied = _tie(state, *names) if names else None
         # where the head is not the embedding nothing is tied again when the folder is loaded, not the head's bias either

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from ..errors import UsageError
 from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
-from .attachment import Attachment, Methods, models_of, overridden
+from .attachment import Attachment, Methods, is_running, models_of, overridden, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
 from .steps import Evaluation, Guards
@@ -53,7 +53,7 @@ def attach(
     _check_precision(trainer)
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
-    attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
+    attached = Attachment(trainer, resolved, claims(trainer, resolved.precision), optimizers=(trainer.optimizer, trainer.lr_scheduler))
     try:
         guards = _put_on(attached, reversible=reversible)
         if record:
@@ -77,8 +77,11 @@ def detach(trainer: Any) -> list[str]:
     attached = getattr(trainer, "__dict__", {}).get(ATTACHED)
     if attached is None:
         raise UsageError("this trainer is not attached", fix="attach(trainer) before")
-    if trainer.is_in_train:
+    if is_running(trainer):
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
+    if trainer.is_in_train:  # its train() raised: what that made goes too
+        trainer.optimizer, trainer.lr_scheduler = attached.optimizers
+    unprepare(trainer)
     del trainer.__dict__[ATTACHED]
     return _take_off(attached)
 
@@ -95,6 +98,7 @@ def _check_precision(trainer: Any) -> None:
 
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
+    unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
     evaluation = Evaluation(trainer)
     autocast = Autocast(trainer.accelerator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -38,9 +39,10 @@ class Attachment:
 
     claims     every owner of precision with its value and what became of it
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
-    notes further lines to print
-    undo functions that undo the changes, called in reverse order
+    notes      further lines to print
+    undo       functions that undo the changes, called in reverse order
     accumulator  where low-precision weights are trained: holds their gradients
+    optimizers   the trainer's optimizer and scheduler before
     """
 
     trainer: Any
@@ -50,6 +52,7 @@ class Attachment:
     notes: list[str] = field(default_factory=list)
     undo: list[Any] = field(default_factory=list)
     accumulator: GradientAccumulator | None = None
+    optimizers: tuple[Any, Any] = (None, None)
 
     @property
     def precision(self) -> Precision:
@@ -85,6 +88,34 @@ class Attachment:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def is_running(trainer: Any) -> bool:
+    """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays true after a `train` that raised."""
+    frame = sys._getframe(1) if trainer.is_in_train else None
+    while frame is not None:
+        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def unprepare(trainer: Any) -> None:
+    """Takes off the wrappers that accelerate put around the model in an earlier `train` or `evaluate`; the next one wraps it anew."""
+    accelerator, model = trainer.accelerator, trainer.model
+    accelerator._models[:] = [prepared for prepared in accelerator._models if accelerator.unwrap_model(prepared) is not model]
+    unwrap_forward(model)
+    trainer.model_wrapped, trainer.is_in_train = model, False
+
+
+def unwrap_forward(model: nn.Module) -> dict[str, Any]:
+    """Gives a model the forward from before accelerate's autocast; returns the attributes that bring it back."""
+    if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:
+        return {}
+    wrapped = {name: model.__dict__.pop(name) for name in ("_original_forward", "forward")}
+    if getattr(wrapped["_original_forward"], "__func__", None) is not type(model).forward:
+        model.__dict__["forward"] = wrapped["_original_forward"]
+    return wrapped
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:

@@ -24,8 +24,8 @@ from ..precision.presets import PRESETS
 from ..precision.quantised_base import check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
-from ..training.preflight.updates import TYPICAL, stuck_share
-from .attachment import Claim
+from ..training.preflight.static import TYPICAL, stuck_share
+from .attachment import Claim, is_running
 from .weights import check_pure
 
 _WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
@@ -198,7 +198,7 @@ def check_trainer(trainer: Any) -> None:
         raise UsageError(f"attach() takes a trainer: {type(trainer).__name__} {what}", fix=fix)
     if ATTACHED in trainer.__dict__:
         raise UsageError("this trainer is attached already", fix="detach(trainer) first")
-    if trainer.is_in_train:
+    if is_running(trainer):
         raise UsageError("this trainer is training: its optimizer and wrappers exist", fix="attach(trainer) before trainer.train()")
     _check_versions(trainer)
     _check_model(trainer)
@@ -234,11 +234,9 @@ def _check_model(trainer: Any) -> None:
         raise UsageError(
             f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
         )
-    # accelerate wraps a model once, and its wrapper would stay around Isotype's precision
-    if trainer.model_wrapped is not model or any(m is model for m in trainer.accelerator._models):
+    if trainer.optimizer is not None and trainer.optimizer.state:
         raise UsageError(
-            "accelerate has prepared this trainer's model already (evaluate() or train() ran)",
-            fix="attach(trainer) right after Trainer(...)",
+            "this trainer has trained already: its optimizer has states of the earlier precision", fix="attach(trainer) before train()"
         )
     if trainer.is_deepspeed_enabled:
         raise UsageError(

@@ -7,6 +7,7 @@ without.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
-from ..counted import counted
 from ..data.rows import IGNORED, LoadedData, Row, SamplePrompt
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
@@ -30,18 +31,17 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.resolve import Resolved
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
+from ..training.eval_mode import eval_mode, random_state_restored
 from ..training.finite import non_finite_error
-from ..training.loss_scale import LossScale
-from ..training.milestones import Milestones
-from ..training.own_state import own_state_restored
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
+from ..training.preflight.static import vanishing_updates
 from ..training.preflight.subject import Subject
-from ..training.preflight.updates import vanishing_updates
-from ..training.step import gradient_norm
+from ..training.schedule import Milestones
+from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation
-from ..training.undisturbed import evaluation_mode, random_state_restored
-from .attachment import Attachment, Methods, models_of
+from ..wording import counted
+from .attachment import Attachment, Methods
 
 _ARGUMENTS = {
     "run.sample_every: 0 trains without samples; ": "",
@@ -97,10 +97,6 @@ class TrainerRows:
             _largest(evaluated, args.per_device_eval_batch_size),
             why or "the rows are no plain tokens with labels",
         )
-
-    @classmethod
-    def unread(cls) -> TrainerRows:
-        return cls([], [], [], [], "the dataset, collator or loss holds an iterator, which reading rows would take from")
 
 
 def _first(dataset: Any) -> tuple[list[Any], str]:
@@ -242,7 +238,7 @@ class TrainerTask:
         if not self.rows_of.largest_eval:
             return None
         batch = self.collate(self.rows_of.largest_eval)
-        with evaluation_mode(model):
+        with eval_mode(model):
             loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
         return None if loss is None else Evaluation(float(loss.mean()), batch.weight)
 
@@ -253,7 +249,7 @@ class TrainerTask:
     def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
         row = self.rows_of.train[0]
         ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
-        with evaluation_mode(model), random_state_restored():
+        with eval_mode(model), random_state_restored():
             model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
 
@@ -310,8 +306,8 @@ _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
     """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
     trainer = attached.trainer
-    with _undisturbed(trainer) as readable:
-        return _run(attached, TrainerRows.of(trainer) if readable else TrainerRows.unread(), folder, skip, resuming=resuming)
+    with _trainer_restored(trainer):
+        return _run(attached, TrainerRows.of(trainer), folder, skip, resuming=resuming)
 
 
 def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
@@ -356,23 +352,41 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
 
 
 @contextmanager
-def _undisturbed(trainer: Any) -> Iterator[bool]:
-    """Restores on exit what the program's own code changes when the preflight calls it: random generators, counters, caches, metrics.
-    Nothing is logged.
-
-    Gives whether the rows can be read: an iterator that their dataset, collator or loss holds would go on.
-    """
-    evaluated = trainer.eval_dataset
-    evaluated = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
-    called = [trainer.train_dataset, *evaluated, trainer.data_collator, getattr(trainer, "compute_loss_func", None)]
-    modules = [module for model in models_of(trainer).values() for module in model.modules()]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
-    hooks = [hook for tensor in tensors for hook in (tensor._backward_hooks or {}).values()]
-    others = [trainer, trainer.state, trainer.control, *trainer.callback_handler.callbacks, *modules]
+def _trainer_restored(trainer: Any) -> Iterator[None]:
+    """Restores on exit random state, and what a trainer, its state and its collator count and draw: TRL's metrics, the generator of a
+    collator with a seed. Nothing is logged."""
+    owners = [vars(owner) for owner in (trainer, trainer.state, trainer.control, trainer.data_collator) if hasattr(owner, "__dict__")]
+    before = [(owner, {name: kept for name, value in owner.items() if (kept := _kept(value)) is not None}) for owner in owners]
     methods = Methods(trainer)
-    with random_state_restored(), own_state_restored(others, without=tensors), own_state_restored([*called, *hooks]) as state:
+    with random_state_restored():
         methods.wrap("log", lambda *_, **__: None)
         try:
-            yield not state.iterators
+            yield
         finally:
             methods.restore()
+            for owner, values in before:
+                for name, (value, state) in values.items():
+                    owner[name] = value
+                    if isinstance(value, torch.Generator):
+                        value.set_state(state)
+                    elif isinstance(value, np.random.Generator):
+                        value.bit_generator.state = state
+                    else:
+                        owner[name] = state
+
+
+def _kept(value: Any) -> tuple[Any, Any] | None:
+    """(value, a copy of its state) of a generator, and of numbers, text and containers of them; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value, value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value, value.bit_generator.state
+    return (value, copy.deepcopy(value)) if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(one) for one in (*value.keys(), *value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -24,7 +24,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import Precision
 from ..training.optimizer import MixedAdamW
-from .attachment import Methods
+from .attachment import Methods, overridden, unwrap_forward
 
 
 @dataclass
@@ -138,6 +138,16 @@ class PureWeights(TrainerCallback):
         self.methods.wrap("_get_grad_norm", self._get_grad_norm)
         trainer.add_callback(self)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises UsageError where the trainer runs another optimizer: it would find no gradient, and train nothing."""
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # accelerate wraps it
+        if not isinstance(optimizer, ResumableAdamW):
+            by = overridden(self.trainer, "create_optimizer") or type(self.trainer).__name__
+            raise UsageError(
+                f"bf16-pure trains with Isotype's AdamW, and {by} makes {type(optimizer).__name__}: it would find no gradient",
+                fix="leave out create_optimizer, or precision='bf16-mixed' (fp32 weights)",
+            )
+
     def remove(self) -> None:
         self.trainer.remove_callback(self)
         self.methods.restore()
@@ -174,7 +184,7 @@ class Autocast:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator, self.native_amp = accelerator, accelerator.native_amp
-        self.prepared: list[tuple[nn.Module, Any]] = []
+        self.prepared: list[tuple[nn.Module, dict[str, Any]]] = []
         self.hooks: list[Any] = []
 
     def take(self, models: list[nn.Module], precision: Precision) -> None:
@@ -182,13 +192,7 @@ class Autocast:
         if precision.loss_scaling == "none":
             self.accelerator.native_amp = False
         for model in models:
-            original = model.__dict__.get("_original_forward")
-            if original is not None and "forward" in model.__dict__:
-                self.prepared.append((model, model.__dict__["forward"]))
-                if getattr(original, "__func__", None) is type(model).forward:
-                    del model.__dict__["forward"]
-                else:
-                    model.__dict__["forward"] = original
+            self.prepared.append((model, unwrap_forward(model)))
             if precision.compute != "fp32":
                 self.hooks.append(inner_model(model).register_forward_hook(WideLogits()))
 
@@ -196,7 +200,7 @@ class Autocast:
         self.accelerator.native_amp = self.native_amp
         for hook in self.hooks:
             hook.remove()
-        for model, forward in self.prepared:
-            model.__dict__["forward"] = forward
+        for model, wrapped in self.prepared:
+            model.__dict__.update(wrapped)
         self.hooks.clear()
         self.prepared.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.embedding import is_kept_on_host
+from ..config.kind import is_kept_on_host
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..optimize import Manifest, optimize
@@ -21,6 +21,7 @@ from ..precision.resolve import Resolved, resolve
 from .adapter import attach_adapter, left_out, trained_in_full
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
+from .tokens import align_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +45,7 @@ def build_model(
         embedding=config.model.embedding, in_full=trained_in_full(config.adapter),
     )  # fmt: skip
     check_vocabulary(base, tokenizer)
+    align_special_tokens(base, tokenizer)
     base.config.use_cache = False
     model: nn.Module = base
     if not every_weight:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.embedding import NOT_ON_HOST
+from ..config.kind import NOT_ON_HOST
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
 

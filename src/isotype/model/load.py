@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import json_objects
-from ..config.embedding import is_kept_on_host
+from ..config.kind import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
-from ..counted import counted
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..environment.out_of_memory import out_of_memory
@@ -33,11 +32,12 @@ from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
+from ..wording import counted
 from .adapter import kept_whole
 from .architecture import AUTO, attention_options, explain_attention, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
-from .tokens import add_tokens, grow_embeddings, grown_config, weight_of
+from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,6 +116,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
                 fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
             )
         grow_embeddings(model, tokenizer, len(section.add_tokens))
+        align_special_tokens(model, tokenizer)
 
         def fill(aside: Path) -> None:
             model.save_pretrained(aside)

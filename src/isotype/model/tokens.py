@@ -1,4 +1,4 @@
-"""`model.add_tokens`: special tokens that a tokenizer did not have, and embeddings for them.
+"""Special tokens: the end, start and padding tokens of a model's configuration, and `model.add_tokens`, which a tokenizer did not have.
 
 A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever loads the base later, the check at the
 end of a run, `chat`, `merge` or PEFT alone, then finds the rows that the adapter was trained on. Embedding and head are trained in full.
@@ -28,6 +28,23 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
         if token in vocabulary or token in tokens[:i]:
             raise UsageError(f"model.add_tokens[{i}]: {token!r} is in the vocabulary already", fix="leave it out")
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+
+
+def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives the model's configurations the end, start and padding token of the tokenizer, as transformers' Trainer does.
+
+    `data.chat_template: chatml` and the like give the tokenizer another end token; with the model's own, `generate` of the saved model runs
+    to its limit. End tokens that the model names are kept beside it.
+    """
+    generation = getattr(model, "generation_config", None)
+    for config, several in ((model.config.get_text_config(), False), (generation, True)):
+        for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            token, named = getattr(tokenizer, role), getattr(config, role, None)
+            if config is None or token is None:
+                continue
+            others = [n for n in (named if isinstance(named, list) else [named]) if n not in (None, token)]
+            keeps = role == "eos_token_id" and others and (several or isinstance(named, list))
+            setattr(config, role, [token, *others] if keeps else token)
 
 
 def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -21,7 +21,7 @@ UNSEEN = {
 UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 _FP16_ZEROS = "values that fp16 rounds to zero"
 ROUNDED_TO_ZERO = "they are not counted: a product is rounded inside its kernel, and a zero does not tell what it was"
-FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
+FIX = "find the cast (isotype doctor trace shows it), or declare what you meant in the precision section"
 TABLES = "buffers and tables are fp32, whatever precision.compute is"
 # role -> what gives such a thing another dtype; parameters of any other role had the declared one at first
 CHANGED = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"

@@ -1,7 +1,7 @@
 """The tape: one dispatch mode and one function mode that show what runs to a reader, and the stack of modules that run.
 
-Readers: the contract of an observed step (`contract`), `isotype trace` and `isotype conform`. A reader gets each operator as a call that it
-has to make itself, so that it can look before, after and at an error, or compute otherwise.
+Readers: the contract of an observed step (`contract`), `isotype doctor trace` and `isotype doctor conform`. A reader gets each operator as
+a call that it has to make itself, so that it can look before, after and at an error, or compute otherwise.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ differentiated again (create_graph=True).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any, Literal
 
 import torch
@@ -18,13 +20,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
-Path = Literal["triton", "cpp", "plain"]
+# graph: plain PyTorch that is traced; reference: plain PyTorch that PyTorch differentiates
+Path = Literal["triton", "cpp", "plain", "graph", "reference"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
@@ -42,29 +45,60 @@ def using(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-@cache
+# what the probe found out about each device for good
+_answers: dict[torch.device, str] = {}
+
+
 def why_no_kernels(device: torch.device) -> str:
     """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question compiles and launches a tiny kernel: a Triton
-    that imports may lack a C compiler or a driver."""
+    that imports may lack a C compiler or a driver.
+
+    A failure is kept if it will come again: a missing package or compiler. Any other, such as a lack of memory, is of this moment.
+    """
+    if device in _answers:
+        return _answers[device]
     if find_spec("triton") is None:
-        return "Triton is not installed"
+        why, lasts = "Triton is not installed", True
+    elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        why, lasts = "a CUDA graph is captured, in which no kernel can be tried out", False
+    else:
+        why, lasts = _probed(device)
+    if why:
+        _say_once(f"{device}: {why}")
+    if lasts:
+        _answers[device] = why
+    return why
+
+
+def _probed(device: torch.device) -> tuple[str, bool]:
+    """(why no kernel runs or "", whether that is so for good)"""
     try:
         from .launch import probe
 
-        probe(device)
+        # a mode would be asked to run the probe: a fake one computes nothing
+        with _disable_current_modes():
+            probe(device)
     except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200]
-    return ""
+        lasts = isinstance(error, ImportError | OSError | SubprocessError) or type(error).__module__.startswith("triton")
+        return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200], lasts or "compiler" in first
+    return "", True
+
+
+@cache
+def _say_once(why: str) -> None:
+    print(f"isotype: ops run as plain PyTorch on {why}", file=sys.stderr, flush=True)
 
 
 def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None) -> Path:
-    """The path of an op on these tensors; `out_dtype` is its result's where it is another. Asked at every call: one function, no other.
+    """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once a call, also for its backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula.
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula, which is plain PyTorch too.
     """
     if torch.compiler.is_compiling():
-        return "cpp" if kernels.take(*tensors) else "plain"
+        return "graph"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "reference"
     x, forced = tensors[0], _forced.get()
     if forced is None and x.is_cpu:
         for t in tensors:
@@ -150,16 +184,16 @@ def applied(function: type[Function], *args: Any) -> Any:
     return direct.apply(*args)
 
 
-def call_op(function: type[Function], reference: Callable[..., Any], *args: Any) -> Any:
-    """The op: its autograd function, or where `reference_runs` its reference, which takes the same arguments."""
-    if torch.compiler.is_compiling():
-        return function.apply(*args)
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+def call_op(function: type[Function], reference: Callable[..., Any], path: Path, *args: Any) -> Any:
+    """`function.apply(*args, path)`, or under torch.func and forward-mode AD `reference(*args)`, of which PyTorch has every derivative."""
+    if path == "graph":
+        return function.apply(*args, path)
+    if path == "reference":
         return reference(*args)
     of_this: Any = function
     # as in `applied`
     direct: Any = super(Function, of_this)
-    return direct.apply(*args)
+    return direct.apply(*args, path)
 
 
 def reference_runs() -> bool:

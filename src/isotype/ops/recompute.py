@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # the layer that runs now, innermost last
-_running: list[RecomputedLayer] = []
+layers_running: list[RecomputedLayer] = []
 
 
 def _as_is(x: Any) -> Any:
@@ -43,11 +43,11 @@ class RecomputedLayer:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         self.recomputing, self.again, self.next, self.products = self.again, True, 0, 0
-        _running.append(self)
+        layers_running.append(self)
         try:
             output = function(*args)
         finally:
-            _running.pop()
+            layers_running.pop()
         if not self.recomputing:
             self._decide(output)
         return output
@@ -61,7 +61,7 @@ class RecomputedLayer:
 
 def _now() -> RecomputedLayer | None:
     """The layer that runs now; None outside recomputed layers and in a compiled graph."""
-    return None if torch.compiler.is_compiling() or not _running else _running[-1]
+    return None if torch.compiler.is_compiling() or not layers_running else layers_running[-1]
 
 
 def is_recomputed() -> bool:
@@ -129,6 +129,19 @@ def _last_term(output: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
+# one zero of each device and dtype
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares."""
-    return like.new_zeros((), dtype=dtype).expand(shape)
+    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares.
+
+    That element is made once: filling it is a launch, 416 in a step of 32 layers.
+    """
+    if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
+        # without data, or of a mode that keeps account of its tensors
+        return like.new_zeros((), dtype=dtype).expand(shape)
+    zero = _zeros.get((like.device, dtype))
+    if zero is None:
+        zero = _zeros[like.device, dtype] = like.new_zeros((), dtype=dtype)
+    return zero.expand(shape)

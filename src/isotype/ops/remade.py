@@ -54,7 +54,7 @@ def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Ten
     """
     if not made.requires_grad or torch.compiler.is_compiling():
         return made
-    ways = [way_of(t) for t in tensors]
+    ways = [None if (way := getattr(t, _WAY, None)) is None or way.version != t._version else way for t in tensors]
     if any(ways):
         make = _Chain(make, [(None, 1) if way is None else (way.make, len(way.tensors)) for way in ways])
         tensors = tuple(kept for t, way in zip(tensors, ways) for kept in ((t,) if way is None else way.tensors))
@@ -81,6 +81,22 @@ def kept_for(x: Tensor, saved: Tensor | None) -> tuple[Callable[..., Tensor] | N
     is made from. Nothing is made again where backward reads nothing (`saved` is None)."""
     way = None if saved is None else way_of(x)
     return (None, (saved,)) if way is None else (way.make, way.tensors)
+
+
+def kept_for_each(*tensors: Tensor) -> tuple[list[tuple[Callable[..., Tensor] | None, int]], list[Tensor]]:
+    """`kept_for` several tensors: for each (how it is made in backward or None, of how many saved tensors), and all saved tensors."""
+    ways: list[tuple[Callable[..., Tensor] | None, int]] = []
+    kept: list[Tensor] = []
+    graph = torch.compiler.is_compiling()
+    for t in tensors:
+        way: Way | None = None if graph else getattr(t, _WAY, None)
+        if way is None or way.version != t._version:
+            ways.append((None, 1))
+            kept.append(t)
+        else:
+            ways.append((way.make, len(way.tensors)))
+            kept.extend(way.tensors)
+    return ways, kept
 
 
 def made_again(make: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The page of a code: why it matters, an example, what to do instead. `isotype explain CODE` prints it.
+"""The page of a code: why it matters, an example, what to do instead. `isotype doctor explain CODE` prints it.
 
 A page is `pages/CODE.md` here, or, for families whose pages are the docstrings of their rules, what `page(code)` of the family's
 module answers. Imports no torch.
@@ -12,8 +12,8 @@ from importlib.util import find_spec
 # Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
 FAMILIES = {
     "PR": "isotype.precision.rules",
-    "CF": "isotype.doctor.check.pages",
-    "EX": "isotype.doctor.explain.pages",
+    "CF": "isotype.doctor.check.rules",
+    "EX": "isotype.doctor.explain.sheets",
 }
 
 

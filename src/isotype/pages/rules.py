@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..finding import Finding
+
+
+def docstring_page(code: str, rule: Callable[..., Any]) -> str:
+    title, _, rest = (inspect.getdoc(rule) or "").partition("\n")
+    return f"# {code}: {title}\n{rest}\n"
+
 
 Facts = TypeVar("Facts")
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from ..counted import counted
+from ..wording import counted
 from .plots import Guide, Plot, Point, Series, thinned
 from .words import plain
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.expected import default, keys
-from ..config.recipes import recipe
+from ..config.keys import default, keys
+from ..config.load import recipe
 from ..config.sources import short_names
 from ..config.yaml_text import write_value
-from ..counted import counted
 from ..precision.presets import PRESETS
+from ..wording import counted
 from .chart import length_chart, line_chart
 from .plots import MANY, length_bars, loss_plot, plots, smoothed
 from .record import RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of

@@ -8,9 +8,8 @@ from pathlib import Path
 from ..config.kind import DIFFUSION, kind_of
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
-from ..training.callbacks import Callback
+from ..training.callbacks import Callback, Objective
 from ..training.console import RunConsole
-from ..training.own_code import Objective
 from ..training.plan import Plan
 from ..training.plan import plan as plan_task
 from ..training.run import train as train_task

@@ -36,9 +36,8 @@ def compile_matrix(
     binary    also to machine code, with registers, spills and shared memory (seconds a target)
     Raises    DoesNotCompile (an AssertionError) naming kernel, line, variable and dtypes; AssertionError when nothing was launched
     """
-    from ..doctor.kernels.inputs import several
-    from ..doctor.kernels.unwrap import is_kernel
-    from ..doctor.kernels.wrapper import check_wrapper
+    from ..doctor.kernels.calls import check_wrapper, several
+    from ..doctor.kernels.signature import is_kernel
 
     wanted = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on
     name = getattr(function, "__name__", type(function).__name__)

@@ -1,24 +1,30 @@
-"""Calls a user's own code after a step, an evaluation, a save or a round of samples.
+"""A user's own code in a run: callbacks after a step, an evaluation, a save or a round of samples, and an objective.
 
 A callback may read everything, generate, log, write files and ask the run to stop. It must not change the weights, because the run folder
-would then no longer describe the run; such a change is an error. Random state, the modules' modes, gradients and the process's settings are
-restored after each call, so that the weights are bit-identical to those of a run without callbacks.
+would then no longer describe the run; such a change is an error. Random state, the modules' modes, gradients, gradient mode and default
+dtype are restored after each call, so that the weights are bit-identical to those of a run without callbacks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
-from .snapshot import Snapshot
-from .undisturbed import modes_restored, process_settings_restored, random_state_restored
+from ..precision.parts import local_part
+from .eval_mode import modes_restored, process_settings_restored, random_state_restored
+from .step import spread
+
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
+"""A user's own loss in place of the task's: the summed losses of a micro-batch."""
+# what PyTorch does not count as a write (`p.data`, NumPy) is found in a sample: a few tensors, some elements of each
+_SAMPLED_PARAMETERS, _SAMPLED_ELEMENTS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises UsageError for what `tell` could not call: a class, an object that is no Callback, a method that does not take one Moment."""
+    """Raises UsageError for what `call_back` could not call: a class, no Callback, a method that does not take one Moment."""
     for callback in callbacks:
         if isinstance(callback, type):
             raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
@@ -74,7 +80,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 ) from error
 
 
-def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:
+def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:
     """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a callback leaves are the caller's to free.
 
     Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the optimizer.
@@ -89,3 +95,68 @@ def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: to
                 fix="a callback may read weights, not change them: work on a copy (copy.deepcopy), or make it part of the objective",
             )  # fmt: skip
     return bool(moment._asked)
+
+
+class Snapshot:
+    """Of a model's parameters and an optimizer's states. `changed` names the first tensor that was written or exchanged since."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._versions, self._values = _versions(model, optimizer), _values(model, optimizer)
+
+    def changed(self) -> str | None:
+        """A parameter, whether it is trained, or a state of the optimizer; None where nothing changed."""
+        before, now = self._versions, _versions(self.model, self.optimizer)
+        found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
+        if found is None:
+            after = _values(self.model, self.optimizer)
+            found = next((key for key in self._values if self._values[key] != after[key]), None)
+        return found
+
+
+def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:
+    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among the optimizer's states; of parameters
+    whether they are trained too."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, tuple[int, ...]] = {name: (id(p), p._version, p.requires_grad) for name, p in model.named_parameters()}
+    for p, states in optimizer.state.items():
+        for key, state in states.items():
+            if isinstance(state, Tensor):
+                found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (id(state), state._version)
+    return found
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    """The bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them alone."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found: dict[str, Tensor] = {}
+    for name, p in spread(trained, _SAMPLED_PARAMETERS):
+        found[name] = _elements(p)
+        for key, state in optimizer.state.get(p, {}).items():
+            if isinstance(state, Tensor):
+                found[f"the optimizer's {key} of {name}"] = _elements(state)
+    return _on_the_host(found)
+
+
+def _on_the_host(elements: dict[str, Tensor]) -> dict[str, bytes]:
+    """Read in one transfer from each device: the host waits for a GPU once, not once a tensor."""
+    read: dict[str, bytes] = {}
+    for device in {t.device for t in elements.values()}:
+        here = {name: t for name, t in elements.items() if t.device == device}
+        together = torch.cat(list(here.values())).cpu().numpy().tobytes()
+        start = 0
+        for name, t in here.items():
+            read[name] = together[start : start + t.numel()]
+            start += t.numel()
+    return read
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """uint8[...]: their bytes."""
+    flat = local_part(tensor).detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].clone().view(torch.uint8)
+
+
+def objective_name(objective: Objective | None) -> str | None:
+    """Module and name of a user's objective; None where the task's own is used."""
+    return None if objective is None else f"{objective.__module__}.{getattr(objective, '__qualname__', type(objective).__qualname__)}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..printable import printable
+from ..wording import printable
 from .task import Sample, Words
 
 PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal

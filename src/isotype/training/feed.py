@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..data.rows import Share
+from .task import Feed
 
 RowType = TypeVar("RowType")
-Yielded = TypeVar("Yielded", covariant=True)
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -54,19 +54,6 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
     for k in sorted(range(len(shares)), key=lambda k: quotas[k] - exact[k])[: rows - sum(quotas)]:
         quotas[k] += 1
     return quotas
-
-
-class Feed(Protocol[Yielded]):
-    """An endless feed of training rows. `state` is all that is needed to continue at the same position."""
-
-    def take(self, count: int) -> Sequence[Yielded]: ...
-
-    @property
-    def epochs(self) -> float: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class RowStream(Feed[RowType]):

@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.shard import Sharding, keep_part, part_of, whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
-from ..dtypes import to_torch
-from ..model.export import Digests, digests, trained_tensors
+from ..dtypes import eps, to_torch
+from ..errors import RunError
+from ..model.export import Digests, digests, refuse_difference, trained_tensors
+from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model, rows_here
+from ..wording import counted
+from .console import RunConsole, duration
 from .ema import FOLDER_SUFFIX
+from .eval_mode import same_draws
 from .loop import Loop
 from .setup import Prepared
-from .task import Evaluation
-from .undisturbed import same_draws
-from .verify import ROWS, verify_result
+from .task import Evaluation, Task
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
@@ -139,3 +142,68 @@ def _free(loop: Loop, prepared: Prepared) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
+
+
+def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
+    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype."""
+    saved = precision.save_adapter if adapter else precision.save_model
+    return 1e-6 if saved in ("fp32", precision.trainable) else eps(saved)
+
+
+def verify_result(
+    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool,
+    world: World = ALONE, sharding: Sharding | None = None,
+) -> Evaluation:  # fmt: skip
+    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained `weights` differs.
+
+    sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
+    """
+    mesh = None if sharding is None else sharding.mesh
+
+    def compare(model: nn.Module) -> None:
+        if world.first:
+            refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+
+    def load() -> tuple[nn.Module, list[nn.Module]]:
+        if mesh is None:
+            model = task.reload(folder, precision, device)
+            compare(model)
+            return model, []
+        part = part_of(mesh, look=compare)
+        model = task.reload(folder, precision, device, part)
+        return model, keep_part(model, mesh, part, reduce=precision.reduce)
+
+    model, units = world.in_turn(load)
+    if sharding is not None:
+        Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
+    with same_draws():
+        reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
+    allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
+    if not abs(reloaded.loss - trained.loss) <= allowed:
+        raise RunError(
+            f"{folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained.loss:.6f}",
+            code="SV001", fix="the checkpoints are untouched; report this with env.json",
+        )  # fmt: skip
+    return reloaded
+
+
+def say_result(result: dict[str, Any], console: RunConsole) -> None:
+    where = result.get("adapter") or result.get("model")
+    console.say()
+    console.say(f"done      {counted(result['steps'], 'step')} in {duration(result['trained_seconds'])}" + _best(result))
+    console.say(f"saved     {where}")
+    check = result["check"]
+    losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
+    console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}")
+    if "report" in result:
+        console.say(f"report    {result['report']}")
+
+
+def _best(result: dict[str, Any]) -> str:
+    best, step = result.get("best_eval_loss"), result.get("best_step")
+    if best is None:
+        return ""
+    return f", best evaluation loss {best:.4f} at step {step}" if step else f", no evaluation lower than {best:.4f}, that before step 1"

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..distributed.passes import Passes
-from ..distributed.random_states import gathered_random_state, restore_own_random_state
+from ..distributed.rank import Batching
 from ..distributed.world import ALONE, World
 from ..errors import IsotypeError, RunError, UsageError
 from ..observe import Observation, Observer, is_observed
@@ -35,66 +34,18 @@ from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.record import PRECISION_FILE as PRECISION
 from ..runs.record import Metrics, PrecisionRecord
-from .callbacks import Callback, Moment, tell
+from .callbacks import Callback, Moment, call_back
+from .checkpoint import Progress, gathered_random_state, restore_random_state_of_rank
 from .console import RunConsole
 from .ema import Averaged, Ema
-from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
-from .loss_scale import LossScale
 from .memory.device import peak_memory
-from .milestones import Milestones
 from .optimizer import adopt_states
-from .own_passes import own_batches
-from .pace import Pace, sample_seconds
-from .schedule import learning_rate
-from .step import Stepper
-from .task import Batch, Sample, Task
-from .trackers.trackers import Trackers
-
-
-@dataclass
-class Progress:
-    """The part of a checkpoint that is not tensors."""
-
-    step: int = 0
-    position: int = 0
-    best_loss: float = math.inf
-    best_step: int | None = None
-    without_gain: int = 0
-    evaluated: str | None = None
-    """A hash of the evaluation rows that `best_loss` and `without_gain` are of."""
-    trained_seconds: float = 0.0
-    sampled_seconds: float = 0.0
-    units: int = 0
-    """Tokens or pictures seen."""
-
-    @classmethod
-    def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """Reads the values of a checkpoint. Older runs name `units` `tokens`."""
-        return cls(**{("units" if name == "tokens" else name): value for name, value in values.items()})
-
-    def __post_init__(self) -> None:
-        """Checks the values, which come from a file. Raises  TypeError for a value that no run writes."""
-        for name in ("step", "position", "without_gain", "units"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        for name in ("best_loss", "trained_seconds", "sampled_seconds"):
-            if not isinstance(getattr(self, name), float) and (name == "best_loss" or type(getattr(self, name)) is not int):
-                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        if self.best_step is not None and type(self.best_step) is not int:
-            raise TypeError(f"progress.best_step is {self.best_step!r}")
-        if self.evaluated is not None and type(self.evaluated) is not str:
-            raise TypeError(f"progress.evaluated is {self.evaluated!r}")
-
-    def evaluate_on(self, rows: str) -> None:
-        """Forgets the best evaluation where it was of other rows.
-
-        rows  a hash of the evaluation rows
-        """
-        if self.evaluated not in (None, rows):
-            self.best_loss, self.best_step, self.without_gain = math.inf, None, 0
-        self.evaluated = rows
+from .schedule import Milestones, Pace, learning_rate, sample_seconds
+from .step import LossScale, Stepper
+from .task import Batch, Feed, Sample, Task, batches_of_rank
+from .trackers import Trackers
 
 
 @dataclass
@@ -129,7 +80,7 @@ class Loop:
             self.folder, self.resolved, self.task.roles, lora_branch=self.config.model.lora_branch, writes=self.world.first
         )
         self.pace = Pace()
-        self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
+        self.batching = Batching.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
@@ -191,7 +142,7 @@ class Loop:
         self.pace.start()
         self.model.train()
         together = self.stepper.sharding is not None
-        batches = [batch.to(self.device) for batch in own_batches(self.task, self.stream, self.passes, together=together)]
+        batches = [batch.to(self.device) for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
@@ -203,7 +154,7 @@ class Loop:
             self.ema.update(step)
         seconds = self.pace.lap()
         self.progress.step = step
-        self.progress.position += self.passes.rows * self.passes.total
+        self.progress.position += self.batching.rows * self.batching.total
         self.progress.trained_seconds += seconds
         self.progress.units += result.units
         if not logging:
@@ -256,7 +207,7 @@ class Loop:
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
         if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
-            self.stop_asked |= tell(self.callbacks, name, moment, self.stepper.optimizer)
+            self.stop_asked |= call_back(self.callbacks, name, moment, self.stepper.optimizer)
             self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -415,7 +366,7 @@ class Loop:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             if not adopt_states(self.stepper.optimizer):
                 self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
-            processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
+            processes = restore_random_state_of_rank(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
             if self.task.eval_rows:
                 self.progress.evaluate_on(self._evaluation_rows)

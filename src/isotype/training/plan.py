@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config.compiled import wants_compiled
+from ..config.kind import wants_compiled
 from ..config.schema import RunConfig
-from ..counted import counted
+from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, by_name, detect
+from ..errors import UsageError
 from ..precision.resolve import Resolved
-from .attention_line import attention_line
-from .memory.advice import less_memory
+from ..wording import counted
+from .memory.auto import less_memory
 from .memory.device import peak_memory, shown
+from .memory.distributed_plan import Exchange, hybrid_exchange, replicated_exchange, sharded_exchange, unit_bytes
 from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
-from .milestones import Milestones
-from .processes_plan import ProcessesPlan, passes_of, plan_processes
 from .quiet import quiet_libraries
-from .schedule import learning_rate, repeats_in_a_step, warmup_steps
-from .setup import planned_checkpointing, settle
-from .task import Task, micro_batch
+from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
+from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
+from .start import attention_line
+from .task import Outline, Task, micro_batch
 
 KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back
 
@@ -122,11 +123,11 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
     device  plans for this one, as published, instead of the one that is here
     gpus    plans for a process on each of so many too
     """
-    passes = None
+    batching = None
     if gpus is not None:
-        passes = passes_of(task, gpus)
+        batching = batching_of(task, gpus)
         evaluated = micro_batch(task.config.train)
-        rows = {"batch_size": passes.rows, "accumulate": passes.total, "eval_batch_size": evaluated}
+        rows = {"batch_size": batching.rows, "accumulate": batching.total, "eval_batch_size": evaluated}
         task.config = task.config.model_copy(update={"train": task.config.train.model_copy(update=rows)})
     config = task.config
     quiet_libraries()
@@ -145,8 +146,8 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
     return Plan(
         processes=None
-        if gpus is None or passes is None
-        else plan_processes(task, basis, made, passes, gpus, whole=(checkpointing, memory)),
+        if gpus is None or batching is None
+        else plan_processes(task, basis, made, batching, gpus, whole=(checkpointing, memory)),
         config=config,
         hardware=hardware,
         resolved=basis.resolved,
@@ -187,3 +188,91 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> 
         "sample_every": when.sample_every,
         "note": None if stream else repeats_in_a_step(per_step, rows),
     }
+
+
+OF_A_MACHINE = 8  # GPUs
+
+
+@dataclass(frozen=True)
+class KindPlan:
+    """One way to share the work. `memory` and `exchange` are of one process and one step."""
+
+    kind: str
+    memory: MemoryPlan
+    checkpointing: Checkpointing
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class ProcessesPlan:
+    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows` rows;  taken  what `auto` takes"""
+
+    processes: int
+    nodes: int
+    micro_batches: int
+    rows: int
+    kinds: Sequence[KindPlan]
+    taken: Parallel
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "processes": self.processes,
+            "machines": self.nodes,
+            "micro_batches": self.micro_batches,
+            "rows": self.rows,
+            "kinds": {
+                one.kind: {"memory": one.memory.as_json(), "checkpointing": one.checkpointing.as_settings(), **asdict(one.exchange)}
+                for one in self.kinds
+            },
+            "auto": {"kind": self.taken.kind, "reason": self.taken.reason},
+        }
+
+    def lines(self) -> list[str]:
+        where = "one machine" if self.nodes == 1 else f"{self.nodes} machines of {self.processes // self.nodes}"
+        lines = [
+            f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows} rows of each step: {self.taken}",
+            f"  {'kind':<11}{'memory a process':>18}{'sent a process':>18}{'out of a machine':>18}   recomputed",
+        ]
+        for one in self.kinds:
+            sizes = (one.memory.peak, one.exchange.sent, one.exchange.between)
+            lines.append(f"  {one.kind:<11}" + "".join(f"{shown(size):>18}" for size in sizes) + f"   {one.checkpointing.kind}")
+        return lines
+
+
+def batching_of(task: Task, processes: int) -> Batching:
+    """Raises  UsageError for a number of processes that cannot share a step, or that fills no whole machines"""
+    if processes > OF_A_MACHINE and processes % OF_A_MACHINE:
+        raise UsageError(
+            f"--gpus {processes}: machines of {OF_A_MACHINE} are planned for, and the last one would not be full",
+            fix=f"--gpus {processes // OF_A_MACHINE * OF_A_MACHINE} or {(processes // OF_A_MACHINE + 1) * OF_A_MACHINE}",
+        )
+    return Batching.of(task.config.train, size=processes)
+
+
+def plan_processes(
+    task: Task, basis: Basis, made: Outline, batching: Batching, processes: int, *, whole: tuple[Checkpointing, MemoryPlan]
+) -> ProcessesPlan:
+    """task its configuration has `batching.rows` as `train.batch_size`
+    whole  the plan of a process that has the whole model
+    """
+    precision, has = basis.resolved.precision, basis.hardware.memory
+    nodes, n = max(1, processes // OF_A_MACHINE), len(batching.own)
+    whole_units, units = unit_bytes(made.model, 1), unit_bytes(made.model, processes)
+    exchanges = {
+        REPLICATE: replicated_exchange(whole_units, precision, processes=processes, nodes=nodes),
+        SHARD: sharded_exchange(units, precision, processes=processes, nodes=nodes, micro_batches=n),
+    }
+    if nodes > 1:
+        units = unit_bytes(made.model, processes // nodes)
+        exchanges[HYBRID] = hybrid_exchange(units, precision, processes=processes, nodes=nodes, micro_batches=n)
+    kinds = []
+    for kind, bytes_ in exchanges.items():
+        parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
+        shared = parts > 1
+        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts) if shared else whole
+        kinds.append(KindPlan(kind, memory, checkpointing, bytes_))
+    peak, config = whole[1].peak, task.config
+    taken = by_plan(peak, has, lambda: peak, config=config)
+    if config.parallel.kind != "auto":
+        taken = Parallel(config.parallel.kind, "parallel.kind")
+    return ProcessesPlan(processes, nodes, n, batching.rows, kinds, taken)

@@ -1,20 +1,50 @@
-"""Goes on with a run: compares its configuration with that of the run before, and restores the newest whole checkpoint."""
+"""Goes on with a run: compares settings, objective and rows with those of its last start, and restores the newest whole checkpoint.
+
+`plan.json` has what the run was last started with. `resumes.json` has the steps after which it was resumed, and what has been different
+since. The other files of a run folder describe the part that was started last; what a resume changes is written before they are replaced,
+so that a kill between the two loses nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
 from ..config.compare import compare
-from ..config.load import LoadedConfig
-from ..counted import counted
+from ..config.load import LoadedConfig, load
+from ..config.schema import RunConfig
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
 from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
+from ..wording import counted
 from .console import RunConsole
 from .loop import Loop
-from .resume_record import Changed, to_come, went_on
-from .same_settings import say_edited, settings_before
 from .task import Task
+
+RESUMES = "resumes.json"
+ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
+OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
+OBJECTIVE, SETTINGS, GIVEN, DATA, CHANGES = "objective", "settings", "given", "data", "changes"  # in plan.json
+_NEXT = "next"  # in resumes.json: changes of a resume that has not restored its checkpoint yet
+_KINDS = (
+    ("training", ROWS, "it goes on at the same place in them"),
+    ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
+)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """`of`: settings, rows, evaluation rows or objective."""
+
+    of: str
+    what: str
 
 
 def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
@@ -35,6 +65,181 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
         console.say(f"changed   {change}")
     say_edited(folder, console)
     return [Changed("settings", str(change)) for change in changes]
+
+
+def compare_objectives(loaded: LoadedConfig, now: str | None, folder: RunFolder, console: RunConsole) -> list[Changed]:
+    """The change of a user's objective, printed too; refuses another kind of loss. Only the objective's name is compared.
+
+    now  the objective's name; None for the task's own loss
+    """
+    try:
+        before = folder.read_json("plan.json")[OBJECTIVE]
+    except (OSError, ValueError, LookupError, TypeError):  # a run from before this was recorded
+        return []
+    if before == now:
+        return []
+    if (before is None or now is None) and not loaded.consent:
+        was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
+        raise UsageError(
+            f"resuming would be another run: it was trained with {was}, and would go on with {become}",
+            fix="isotype.train(resume=..., objective=...) with the same function"
+            if before
+            else "leave the objective out, or start a new run",
+        )
+    line = f"objective: {before} -> {now}"
+    console.say(f"changed   {line}")
+    return [Changed("objective", line)]
+
+
+def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[Changed] = ()) -> list[Changed]:
+    """What has changed since the run was last started, printed too. A run from before this was recorded is not compared.
+
+    settings  those that this start changes
+    """
+    try:
+        before = folder.read_json("plan.json")[DATA]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    try:
+        recorded = folder.read_json("data.json")
+    except (OSError, ValueError):
+        recorded = {}
+    facts, now = task.records().get("data.json", {}), task.fingerprints()
+    by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
+    found: list[Changed] = []
+    for kind, of, follows in _KINDS:
+        files = _changed_files(recorded, facts, evaluation=kind == "evaluation")
+        same = now[kind] == before.get(kind) if isinstance(before, dict) else not files  # a string: of an earlier version, of both kinds
+        streamed = bool(facts.get("stream")) and kind == "training"  # the rows that were compared are the first ones only
+        if same and not (streamed and files):
+            continue
+        if kind == "evaluation" and not files and found:  # held out of the training files
+            files = _changed_files(recorded, facts, evaluation=False)
+        what = ", ".join([*files[:5], *by_settings]) or "the files are the same: the tokenizer, its chat template or a library"
+        was, are = _rows(recorded), _rows(facts)
+        if kind == "training" and was != are and not streamed:
+            what += f"; training rows: {was} before, {are} now"
+        line = f"the {of} are not those of the run's last start ({what}): {follows}"
+        console.say(f"changed   {line}")
+        found.append(Changed(of, line))
+    return found
+
+
+def _changed_files(old: Any, new: Any, *, evaluation: bool) -> list[str]:
+    """The files of the evaluation, or the others, that data.json names with another checksum than before."""
+    before, after = (
+        dict(_checksums((facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}) or {}))
+        for facts in (old if isinstance(old, dict) else {}, new)
+    )
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def _rows(facts: Any) -> Any:
+    train = facts.get("train") if isinstance(facts, dict) else None
+    return train.get("rows") if isinstance(train, dict) else None
+
+
+def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
+    """(path, checksum) of each file that data.json names, wherever it does."""
+    if isinstance(facts, dict):
+        if isinstance(facts.get("path"), str) and isinstance(facts.get("sha256"), str):
+            yield facts["path"], facts["sha256"]
+        facts = list(facts.values())
+    if isinstance(facts, list):
+        for part in facts:
+            yield from _checksums(part)
+
+
+def given_files(loaded: LoadedConfig) -> dict[str, str]:
+    """The files that a new run's settings were given in, each with a checksum: the user's own, and its copy in the run folder."""
+    own = {str(loaded.path.absolute()): _checksum(loaded.path.read_bytes())} if loaded.path is not None else {}
+    return own | {"config.yaml": _checksum(loaded.text.encode())}
+
+
+def recorded(folder: RunFolder) -> dict[str, Any]:
+    """plan.json; empty where there is none that can be read."""
+    try:
+        found = folder.read_json("plan.json")
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def settings_before(folder: RunFolder) -> RunConfig:
+    """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
+    try:
+        return RunConfig.model_validate(recorded(folder)[SETTINGS])
+    except (KeyError, ValidationError):
+        return load(folder.path / RESOLVED, [], {}).config
+
+
+def say_edited(folder: RunFolder, console: RunConsole) -> None:
+    """Names the files of settings that were changed and that a resumed run does not read."""
+    for name, checksum in recorded(folder).get(GIVEN, {}).items():
+        path = folder.path / name  # an absolute name stays as it is
+        try:
+            changed = _checksum(Path(path).read_bytes()) != checksum
+        except OSError:
+            continue
+        if changed:
+            console.say(
+                f"note      {path} has changed since the run was begun; a resumed run does not read it: give changes as section.key=value"
+            )
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def to_come(folder: RunFolder) -> list[dict[str, Any]]:
+    """The changes of a resume that has not restored its checkpoint yet, or was killed before it did."""
+    found: list[dict[str, Any]] = _read(folder).get(_NEXT, [])
+    return found
+
+
+def keep_changes(folder: RunFolder, changed: Sequence[Changed]) -> None:
+    """Keeps what a resume changes, until `went_on` knows the step.
+
+    Of a resume that was killed before, a change counts where plan.json was written with it; else nothing of it has happened.
+    """
+    record, changes, begun = _read(folder), [asdict(one) for one in changed], recorded(folder).get(CHANGES, [])
+    kept = [change for change in record.get(_NEXT, []) if change not in changes and change in begun]
+    if kept or changes or _NEXT in record:
+        folder.write_json(RESUMES, record | {_NEXT: [*kept, *changes]})
+
+
+def went_on(folder: RunFolder, step: int | None) -> None:
+    """Records a resume after this step; None where the run began again, so that nothing before it counts."""
+    if step is None:
+        (folder.path / RESUMES).unlink(missing_ok=True)
+        return
+    record = _read(folder)
+    # steps that are done again, since their checkpoint was damaged, have the later settings
+    changes = [change | {"after_step": min(change["after_step"], step)} for change in record.get("changes", [])]
+    for change in record.get(_NEXT, []):
+        changes.append({"after_step": step, **change})
+    steps = [earlier for earlier in record["steps"] if earlier <= step] + [step]
+    folder.write_json(RESUMES, {"steps": steps} | ({"changes": changes} if changes else {}))
+
+
+def had_other_rows(folder: RunFolder) -> bool:
+    """Whether the rows changed in one of the run's resumes."""
+    record = _read(folder)
+    return any(change.get("of") == ROWS for change in [*record.get("changes", []), *record.get(_NEXT, [])])
+
+
+def _read(folder: RunFolder) -> dict[str, Any]:
+    """What the file has in the form that this module writes; the rest of a damaged one is left out."""
+    try:
+        found = folder.read_json(RESUMES)
+    except (OSError, ValueError):
+        found = {}
+    found = found if isinstance(found, dict) else {}
+    lists = {key: value for key in ("steps", "changes", _NEXT) if isinstance(value := found.get(key), list)}
+    record: dict[str, Any] = {"steps": [step for step in lists.get("steps", []) if type(step) is int]}
+    record["changes"] = [c for c in lists.get("changes", []) if isinstance(c, dict) and type(c.get("after_step")) is int]
+    record[_NEXT] = [change for change in lists.get(_NEXT, []) if isinstance(change, dict)]
+    return {key: value for key, value in record.items() if value or key == "steps"}
 
 
 def refuse_fewer_steps(loop: Loop) -> None:

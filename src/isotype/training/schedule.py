@@ -1,10 +1,21 @@
-"""The course of the learning rate: warm-up, then cosine, linear, constant or warmup-stable-decay. A function of the step, without state."""
+"""The course of a run: its learning rate, the steps at which it evaluates, saves and samples, and its pace (time left)."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
 
-from ..config.schema import TrainSection
+from ..config.schema import RunConfig, TrainSection
+
+PauseKind = Literal["evaluation", "samples", "checkpoint"]
+SHARE_OF_SAMPLES = 0.1  # of the time spent in steps, where run.sample_every is not given
+FREE_SAMPLE_SECONDS = 10.0  # samples may take this long in any run, however short
 
 
 def warmup_steps(train: TrainSection, total: int) -> int:
@@ -13,7 +24,7 @@ def warmup_steps(train: TrainSection, total: int) -> int:
 
 
 def learning_rate(train: TrainSection, step: int, total: int) -> float:
-    """The learning rate of step `step`, counted from 1, of `total`."""
+    """The learning rate of step `step`, counted from 1, of `total`: warm-up, then cosine, linear, constant or warmup-stable-decay."""
     warmup = warmup_steps(train, total)
     if step <= warmup:
         return train.learning_rate * step / (warmup + 1)
@@ -37,3 +48,97 @@ def repeats_in_a_step(rows_per_step: int, rows: int) -> str | None:
         return None
     there = "there is 1" if rows == 1 else f"there are {rows}"
     return f"a step takes {rows_per_step} rows and {there}: each comes {rows_per_step / rows:.3g} times in every step"
+
+
+@dataclass
+class Milestones:
+    """Total steps, and the steps between evaluations, samples and checkpoints (0: never)."""
+
+    total: int
+    eval_every: int
+    save_every: int
+    sample_every: int
+
+    @classmethod
+    def of(cls, config: RunConfig, *, rows: int, eval_rows: int) -> Milestones:
+        per_step = config.train.batch_size * config.train.accumulate
+        total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / per_step))
+        tenth = max(1, math.ceil(total / 10))
+        eval_every = (config.train.eval_every or tenth) if eval_rows else 0
+        often = eval_every or tenth
+        sample_every = often if config.run.sample_every is None else config.run.sample_every
+        return cls(total, eval_every, config.run.save_every or often, sample_every)
+
+    def due(self, every: int, step: int) -> bool:
+        return bool(every) and (step % every == 0 or step == self.total)
+
+
+class Pace:
+    """Median seconds of a step (of the last WINDOW; the first warms up and does not count), and mean seconds of each kind of pause."""
+
+    WINDOW = 50
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._laps: deque[float] = deque(maxlen=self.WINDOW)
+        self._warm = False
+        self._at = clock()
+        self._paused: dict[PauseKind, list[float]] = defaultdict(list)
+
+    def start(self) -> None:
+        self._at = self._clock()
+
+    def lap(self) -> float:
+        """Seconds since `start`."""
+        seconds = self._clock() - self._at
+        if self._warm:
+            self._laps.append(seconds)
+        self._warm = True
+        return seconds
+
+    @contextmanager
+    def pause(self, kind: PauseKind) -> Iterator[None]:
+        """Measures what is done between steps."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused[kind].append(self._clock() - begin)
+
+    def mean(self, kind: PauseKind) -> float:
+        """Seconds of one such pause, 0 before the first was measured."""
+        return fmean(self._paused[kind]) if self._paused[kind] else 0.0
+
+    def last(self, kind: PauseKind) -> float:
+        return self._paused[kind][-1] if self._paused[kind] else 0.0
+
+    def eta(self, plan: Milestones, step: int, *, sample_seconds_left: float = math.inf) -> float | None:
+        """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement.
+
+        sample_seconds_left  the most time that further samples may take
+        """
+        if not self._laps:
+            return None
+        samples = pauses_left(plan.total, plan.sample_every, step) * self.mean("samples")
+        return (
+            self.steps_seconds(plan.total - step)
+            + pauses_left(plan.total, plan.eval_every, step) * self.mean("evaluation")
+            + pauses_left(plan.total, plan.save_every, step) * self.mean("checkpoint")
+            + min(samples, max(0.0, sample_seconds_left))
+        )
+
+    def steps_seconds(self, steps: int) -> float:
+        """Expected seconds of so many steps, without pauses."""
+        return median(self._laps) * steps if self._laps else 0.0
+
+
+def pauses_left(total: int, every: int, step: int) -> int:
+    """Pauses at steps from `step` to `total`: at the multiples of `every`, and at the last step."""
+    if not every:
+        return 0
+    return total // every - (step - 1) // every + (total % every != 0)
+
+
+def sample_seconds(trained_seconds: float) -> float:
+    """The most that all samples of a run may have taken after so many seconds in its steps, where run.sample_every is not given."""
+    return max(FREE_SAMPLE_SECONDS, SHARE_OF_SAMPLES * trained_seconds)

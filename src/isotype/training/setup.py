@@ -1,4 +1,4 @@
-"""Prepares a run from its configuration: device, precision, data, model, recomputation, optimizer.
+"""Prepares a run from its configuration: device, precision, data, how processes share the work, model, recomputation, optimizer.
 
 `settle` is the part that needs no weights; `run` and `plan` both begin with it.
 """
@@ -9,18 +9,18 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..config.compiled import check_compile, wants_compiled
-from ..config.embedding import check_embedding
-from ..config.sizes import bytes_of
+from ..config.kind import check_compile, check_embedding, wants_compiled, wants_embedding_on_host
+from ..config.schema import RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
-from ..distributed.passes import Passes
-from ..distributed.random_states import seed_of_rank
-from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
+from ..distributed.rank import Batching
+from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
@@ -29,19 +29,45 @@ from ..optimize import Manifest
 from ..optimize.compile_layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved
-from .memory.auto_recomputation import auto_checkpointing
+from .checkpoint import seed_of_rank
+from .memory.auto import WITHIN, auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
-from .parallel import ALONE as ONE_PROCESS
-from .parallel import Parallel, by_plan
-from .parallel import as_configured as parallel_as_configured
 from .step import Stepper
-from .task import Batch, Outline, Task
+from .task import Outline, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 _CHECKPOINTING = "train.gradient_checkpointing"
+REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the processes of one share it."""
+
+    kind: str
+    reason: str = ""
+    nodes: int = 1
+
+    @property
+    def shares(self) -> bool:
+        return self.kind != REPLICATE
+
+    def parts(self, size: int) -> int:
+        """How many of `size` processes share a model."""
+        return size // self.nodes if self.shares else 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind
+
+
+ONE_PROCESS = Parallel(REPLICATE)
 
 
 @dataclass
@@ -61,7 +87,7 @@ class Prepared(Basis):
     manifest: Manifest
     stepper: Stepper
     checkpointing: Checkpointing
-    passes: Passes
+    batching: Batching
     sharding: Sharding | None = None
     fingerprint: str = ""  # of the weights, where there are several processes
     parallel: Parallel = ONE_PROCESS
@@ -91,7 +117,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
     """folder  where the task keeps a base model that it makes itself. Raises UsageError."""
     config = task.config
-    passes = Passes.of(config.train, rank=world.rank, size=world.size)
+    batching = Batching.of(config.train, rank=world.rank, size=world.size)
     basis = settle(task, sources, world=world)
     precision = basis.resolved.precision
     parallel = choose_parallel(task, basis, world)
@@ -118,7 +144,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         apply_checkpointing(model, checkpointing)
         if wants_compiled(config):
             manifest.notes.append(compile_layers_of(model))
-        units = [] if part is None else keep_own_part(model, mesh, part, reduce=precision.reduce)
+        units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
 
     # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a machine's memory once
@@ -136,12 +162,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     if not world.first:
         seed_of_rank(config.train.seed, 0, world.rank)
 
-    def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-        return task.loss_sum(model, batch, dtype=precision.loss)
-
+    loss_sum = partial(task.loss_sum, dtype=precision.loss)
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
     return Prepared(
-        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes, sharding, fingerprint, parallel
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprint, parallel
     )  # fmt: skip
 
 
@@ -155,6 +179,41 @@ def compile_layers_of(model: nn.Module) -> str:
         f"{len(layers)} layers of {type(layers[0]).__name__} run as compiled graphs in training steps; observed steps, evaluation and "
         "samples run uncompiled"
     )
+
+
+def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
+    """What the configuration says, or None where it leaves that to the plan.
+
+    Raises  UsageError for a kind that this run or this number of machines cannot have
+    """
+    kind = config.parallel.kind
+    if world.size == 1:
+        return ONE_PROCESS
+    if kind in (AUTO, REPLICATE):
+        return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
+    if why := why_not_shared(config):
+        raise UsageError(f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate")
+    if kind == SHARD:
+        return Parallel(SHARD, "parallel.kind")
+    if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
+        why = "one machine" if world.nodes == 1 else f"{world.nodes} machines with {world.size} processes"
+        raise UsageError(
+            f"parallel.kind: hybrid shares the model between the processes of each of several machines, and this run has {why}",
+            fix="parallel.kind: shard",
+        )
+    return Parallel(HYBRID, "parallel.kind", world.nodes)
+
+
+def why_not_shared(config: RunConfig) -> str | None:
+    """The setting with which a model cannot be shared, and why; or None."""
+    train = config.train
+    if train.optimizer == "adamw8bit":
+        return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
+    if train.ema is not None:
+        return "train.ema: averages of shared weights are not offered yet"
+    if wants_embedding_on_host(config):
+        return "model.embedding: host: rows are looked up in a weight that a process has whole"
+    return None
 
 
 def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
@@ -178,6 +237,25 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
 
     kind, reason = world.first_does(decide)
     return Parallel(kind, reason)
+
+
+def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) -> Parallel:
+    """What `auto` takes: the whole model in each process where it fits, since a step then exchanges least.
+
+    most  an upper bound of a process's bytes
+    peak  the planned bytes, asked for only where the bound is near what the device `has`
+    """
+    if not has:
+        return Parallel(REPLICATE, "auto: the device's memory is unknown")
+    if most <= has // 2:
+        return Parallel(REPLICATE, f"auto: a process cannot take more than {shown(most)} of {shown(has)}")
+    needs = peak()
+    if needs <= has * (1 - WITHIN):
+        return Parallel(REPLICATE, f"auto: a process takes {shown(needs)} of {shown(has)}")
+    why = f"auto: the whole model would take {shown(needs)} of {shown(has)}"
+    if cannot := why_not_shared(config):
+        return Parallel(REPLICATE, f"{why}, and is not shared because of {cannot}")
+    return Parallel(SHARD, why)
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1, source: str = "") -> Checkpointing:

@@ -4,11 +4,12 @@ of weights that changed."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error
-from .loss_scale import LossScale
-from .own_passes import Idle
-from .spread import spread
-from .task import Batch
+from .task import Batch, Idle
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
+# of dynamic loss scaling
+INITIAL = 2.0**16
+GROWTH_INTERVAL = 2000  # steps without overflow before the scale doubles; torch.amp.GradScaler's default
+SMALLEST = 1.0  # below this the gradients themselves do not fit fp16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,29 @@ class StepResult:
     share_changed: float | None
     overflow: bool = False
     loss_scale: float | None = None
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: `scale` multiplies the loss, doubles after `quiet` steps without overflow, halves on overflow."""
+
+    scale: float = INITIAL
+    quiet: int = 0
+
+    def update(self, *, overflow: bool, step: int) -> None:
+        """Raises  RunError FP001 when the scale has fallen below 1: halving will not help any more."""
+        if overflow:
+            self.scale, self.quiet = self.scale / 2, 0
+            if self.scale < SMALLEST:
+                raise RunError(
+                    f"step {step}: the loss scale collapsed to {self.scale:g}: gradients overflow fp16 at any scale",
+                    code="FP001",
+                    fix="precision.preset: bf16-mixed or bf16-lora where bf16 is native, else fp32",
+                )
+        else:
+            self.quiet += 1
+            if self.quiet >= GROWTH_INTERVAL:
+                self.scale, self.quiet = self.scale * 2, 0
 
 
 class Stepper:
@@ -194,3 +220,11 @@ def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parame
         for p in spread(parameters, SAMPLED_PARAMETERS)
         if (n := local_part(p).numel())
     ]
+
+
+def spread(things: Sequence[T], most: int) -> list[T]:
+    """At most `most` of them, in their order, drawn with a fixed seed.
+
+    Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance all of the sample can be of one kind.
+    """
+    return [things[i] for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))]

@@ -10,18 +10,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
+from ..distributed.rank import Batching
 from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
 from ..precision.parts import Part
 from ..precision.precision import Precision
-from .feed import Feed
+
+Yielded = TypeVar("Yielded", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,32 @@ class Batch(Protocol):
 
     def __str__(self) -> str:
         """Its size for people: `4 rows of 512 tokens`."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A batch that is computed since another process computes one now. It counts nothing."""
+
+    batch: Batch
+    rows: int = field(init=False, default=0)
+    weight: int = field(init=False, default=0)
+    units: int = field(init=False, default=0)
+
+    def to(self, device: torch.device) -> Idle:
+        return Idle(self.batch.to(device))
+
+
+class Feed(Protocol[Yielded]):
+    """An endless feed of training rows. `state` is all that is needed to continue at the same position."""
+
+    def take(self, count: int) -> Sequence[Yielded]: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Sample(Protocol):
@@ -262,3 +290,18 @@ class Task(Protocol):
 def micro_batch(train: TrainSection) -> int:
     """Rows in one evaluation pass."""
     return train.eval_batch_size or train.batch_size
+
+
+def batches_of_rank(task: Task, stream: Feed[object], batching: Batching, *, together: bool) -> list[Batch]:
+    """Takes the rows of a step and collates those of this process; those of others are skipped.
+
+    together  the processes share a model, whose forward is one of all: each makes as many passes as the one that has most
+    """
+    taken: list[Sequence[Sequence[object]]] = [task.one_shape_each(stream.take(batching.rows)) for _ in range(batching.total)]
+    own = [rows for number in batching.own for rows in taken[number]]
+    batches = [task.collate(rows) for rows in own]
+    if not together:
+        return batches
+    each = len(batching.own)
+    most = max(sum(map(len, taken[first : first + each])) for first in range(0, batching.total, each))
+    return batches + [Idle(task.collate(own[0][:1])) for _ in range(most - len(own))]

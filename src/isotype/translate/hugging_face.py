@@ -48,7 +48,7 @@ def refusal(source: Source) -> str | None:
         if found := _METHOD.match(name):
             return f"{found[1]} is not offered: Isotype trains causal language models on given answers (SFT) and on text"
         if name.endswith("Trainer") and name not in ("Trainer", "SFTTrainer", "UnslothTrainer", "Seq2SeqTrainer"):
-            return f"{name} is a trainer of its own: isotype.optimize(model) and `isotype trace` work with it as it is"
+            return f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor trace` work with it as it is"
         if name in _VISION:
             return f"{name}: models with pictures are not offered"
         if name.endswith("ForConditionalGeneration"):

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..doctor.check.readers import json_lines, shell, yaml_lines
-from ..doctor.check.readers.tree import Tree
+from ..doctor.check import shell
+from ..doctor.check.text_files import Tree, Unreadable, read_json, scalar
 from ..errors import UsageError
 from ..finding import Finding
 from .draft import Given
@@ -108,8 +108,8 @@ def keys_of_datasets(config: Path, named: object, secrets: Secrets) -> tuple[Pat
     if file is None:
         return None, []
     try:
-        tree = json_lines.read(file.read_text(encoding="utf-8-sig"))
-    except json_lines.BadJson as error:
+        tree = read_json(file.read_text(encoding="utf-8-sig"))
+    except Unreadable as error:
         raise UsageError(f"{file}:{error.line}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: {error}") from None
@@ -129,4 +129,4 @@ def _argument(name: str) -> str:
 
 
 def _scalar(value: str | bool) -> Any:
-    return yaml_lines.scalar(value) if isinstance(value, str) else value
+    return scalar(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Another tool's file: its keys with their lines, and the tool that they belong to. Read as `isotype check` reads it, never run."""
+"""Another tool's file: its keys with their lines, and the tool that they belong to. Read as `isotype doctor check` reads it, never run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..doctor.check import python_calls, shell
 from ..doctor.check.identify import identify
-from ..doctor.check.readers import json_lines, notebook, python_calls, shell, toml_lines, yaml_lines
-from ..doctor.check.readers.python_calls import Call, Unknown
-from ..doctor.check.readers.tree import Tree
-from ..doctor.check.simpletuner_env import is_config_env
+from ..doctor.check.programs import is_config_env
+from ..doctor.check.python_calls import Call, Unknown, read_notebook
+from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
 from ..errors import UsageError
 from .draft import Computed, Given
 from .simpletuner_files import Secrets, keys_of_datasets, keys_of_env, keys_of_tree
@@ -90,7 +90,7 @@ def read(path: Path, asked: str | None = None) -> Source:
         if suffix == ".py":
             return _program(text, path, lambda line: line)
         if suffix == ".ipynb":
-            code, line_of = notebook.read(text)
+            code, line_of = read_notebook(text)
             return _program(code, path, line_of)
         if suffix == ".env" and is_config_env(set(shell.read(text).variables)):
             return _simpletuner(path, keys_of_env(text, secrets := Secrets()), secrets)
@@ -98,8 +98,8 @@ def read(path: Path, asked: str | None = None) -> Source:
             return _commands(text, path)
         if suffix not in (".yaml", ".yml", ".json", ".toml"):
             raise UsageError(f"{path}: isotype import reads YAML, JSON, TOML, Python, notebooks and shell scripts")
-        tree = {".toml": toml_lines.read, ".json": json_lines.read}.get(suffix, yaml_lines.read)(text)
-    except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
+        tree = {".toml": read_toml, ".json": read_json}.get(suffix, read_yaml)(text)
+    except Unreadable as error:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify(tree.data, path.name)
     if "simpletuner" in (asked, tool):
@@ -162,11 +162,11 @@ def _commands(text: str, path: Path) -> Source:
         given = shell.arguments(words[start:])
         if first == "tune":
             pairs = [m for word in words[start:] if (m := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word))]
-            given = {m[1]: yaml_lines.scalar(m[2]) for m in pairs}
+            given = {m[1]: scalar(m[2]) for m in pairs}
         if not given:
             continue
         keys = [
-            Given(key, yaml_lines.scalar(value) if isinstance(value, str) else value, line, f"--{key}" if first != "tune" else key)
+            Given(key, scalar(value) if isinstance(value, str) else value, line, f"--{key}" if first != "tune" else key)
             for key, value in given.items()
         ]
         tool = {"trl": "hf", "llamafactory-cli": "llamafactory", "axolotl": "axolotl", "tune": "torchtune"}.get(first) or identify(given)

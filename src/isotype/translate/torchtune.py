@@ -202,7 +202,7 @@ KEYS: dict[str, Handler] = {
     "metric_logger._component_": _logger,
     "metric_logger.log_dir": no_effect("everything lies in run.folder"),
     "log_peak_memory_stats": no_effect("memory is always shown"),
-    "profiler": no_effect("not a part of the training; isotype trace and benchmarks/ look at programs"),
+    "profiler": no_effect("not a part of the training; isotype doctor trace and benchmarks/ look at programs"),
     "recipe": no_effect("the model's component says what is trained"),
     **each(no_effect(IRRELEVANT), "name log_level"),
 }

@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config.expected import keys, sections
+from ..config.keys import keys, sections
 from ..config.load import load
 from ..config.yaml_text import write_value
 from ..doctor.check import check
-from ..doctor.check.record import Record
+from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune
@@ -49,7 +49,7 @@ class Translation:
 
     text      the configuration, each setting with the key that it came from
     outcomes  what became of each key, in the order of the file
-    findings  contradictions in the source, as `isotype check` tells them
+    findings  contradictions in the source, as `isotype doctor check` tells them
     notes     what no single key says
     """
 
@@ -154,7 +154,7 @@ def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 
 
 def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
-    """The findings of `isotype check` for the file, without notes, and its record of the precision."""
+    """The findings of `isotype doctor check` for the file, without notes, and its record of the precision."""
     checked = check([str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
@@ -164,17 +164,17 @@ def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Fin
 
 
 def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
-    """Raises UsageError for what `isotype check` calls an error: such a file means two things, and a translation would choose one."""
+    """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a translation would take one."""
     wrong = [f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS]
     if wrong:
         raise UsageError(
             "\n".join(f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}" for f in wrong),
-            fix=f"mend these, then import again; isotype check {path} explains them",
+            fix=f"mend these, then import again; isotype doctor check {path} explains them",
         )
 
 
 def _decide(draft: Draft, record: Record | None) -> None:
-    """The preset that does what the other tool's flags do, by `isotype check`'s record; accounts for each key that had a part in it."""
+    """The preset that does what the other tool's flags do, by the record of `isotype doctor check`; accounts for each key of it."""
     chosen, note = _chosen(draft, record)
     draft.settings.update(chosen)
     if chosen.get("precision.preset") == "bf16-pure" and draft.settings.get("train.optimizer") == "adamw8bit":

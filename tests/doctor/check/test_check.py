@@ -137,4 +137,4 @@ def test_files_of_unknown_tools_are_reported(tmp_path: Path, name: str, text: st
     (tmp_path / name).write_text(text)
     (finding,) = check([str(tmp_path)]).findings
     assert (finding.code, finding.severity) == ("CF099", Severity.NOTE)
-    assert finding.message == f"{tool} is not known to isotype check: nothing in this file was judged"
+    assert finding.message == f"{tool} is not known to isotype doctor check: nothing in this file was judged"

@@ -9,9 +9,9 @@ import pytest
 
 import isotype.doctor.check as check_package
 import isotype.doctor.explain as explain_package
-from isotype.doctor.check import pages as check_pages
+from isotype.doctor.check import rules as check_pages
 from isotype.doctor.check.rules import RULES
-from isotype.doctor.explain import pages as explain_pages
+from isotype.doctor.explain import sheets as explain_pages
 
 
 def emitted(package: object, prefix: str) -> set[str]:

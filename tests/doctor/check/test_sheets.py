@@ -8,9 +8,9 @@ from string import Formatter
 
 import pytest
 
-from isotype.doctor.check.record import ROLES, Record
-from isotype.doctor.check.rules import RULES, sheets
-from isotype.doctor.check.settings import Document, Facts
+from isotype.doctor.check.rules import RULES
+from isotype.doctor.check.rules import base as sheets
+from isotype.doctor.check.settings import ROLES, Document, Facts, Record
 from isotype.doctor.sheets import Section, sections
 
 FOLDER = Path(sheets.__file__).parent

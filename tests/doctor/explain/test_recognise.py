@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.forms import FORMS
-from isotype.doctor.explain.recognise import _hinted, dtype_word, recognise
+from isotype.doctor.explain.recognise import FORMS, _hinted, dtype_word, recognise
 from isotype.doctor.explain.situation import Situation
 
 TEXTS = [
@@ -267,6 +266,7 @@ def test_a_dtype_in_any_spelling(word: str, canonical: str):
     assert dtype_word(word) == canonical
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("operator", "form"), FORMS)
 def test_every_form_matches_its_texts(operator: str, form: str):
     """The quick check before the forms lets every text of every form through."""

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from isotype.doctor.explain import families, sheets  # noqa: F401  the families register themselves
+from isotype.doctor.explain import sheets
 from isotype.doctor.explain.family import FAMILIES, Seen
-from isotype.doctor.explain.forms import FORMS
 from isotype.doctor.explain.log import Frame
+from isotype.doctor.explain.recognise import FORMS
 from isotype.doctor.explain.situation import read
 from isotype.finding import Severity
 

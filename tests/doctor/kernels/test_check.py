@@ -125,6 +125,7 @@ BINARY = [  # kernel, code, signature, constexprs, target, and constexprs and a 
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "code", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
 def test_machine_code(name, code, types, values, target, fine, there, capfd) -> None:
     kernel = getattr(kernels, name)

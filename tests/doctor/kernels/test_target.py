@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.doctor.kernels import check, targets
+from isotype.doctor.kernels import check, signature
 from isotype.doctor.kernels.infer import parameter_use
 from isotype.doctor.kernels.target import check_target
 from isotype.errors import UsageError
@@ -124,16 +124,16 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_architectures(tmp_path: Path) -> None:
-    assert targets.parse_target("90").arch == targets.parse_target("sm_90").arch == 90
-    assert targets.parse_target("gfx942").warp_size == 64
+    assert signature.parse_target("90").arch == signature.parse_target("sm_90").arch == 90
+    assert signature.parse_target("gfx942").warp_size == 64
     for wrong in ("sm_9", "turing", "sm_13", "gfx"):
         with pytest.raises(UsageError, match="architecture"):
-            targets.parse_target(wrong)
+            signature.parse_target(wrong)
 
 
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "version", lambda name: "3.2.0")
-    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype kernels reads Triton 3\.4 to 3\.9"):
+    monkeypatch.setattr(signature, "version", lambda name: "3.2.0")
+    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype doctor kernels reads Triton 3\.4 to 3\.9"):
         check(fault_kernels.ternary)
 
 
@@ -147,13 +147,13 @@ def test_signatures_that_do_not_fit_the_kernel() -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
+    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
     assert run.exit_code == 1
     answer = json.loads(run.stdout)
     assert answer["findings"][0]["code"] == "KN001"
     assert answer["kernels"] == ["row_lse"]
     assert page("KN001")
-    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
+    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
     assert run.exit_code == 0
     assert "no findings" in run.stdout
 
@@ -161,7 +161,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_every_code_has_a_page() -> None:
     import re
 
-    folder = Path(targets.__file__).parent
+    folder = Path(signature.__file__).parent
     codes = {c for f in folder.glob("*.py") for c in re.findall(r'"(KN\d{3})"', f.read_text())}
     assert len(codes) > 10
     assert [c for c in sorted(codes) if page(c) is None] == []
@@ -169,7 +169,7 @@ def test_every_code_has_a_page() -> None:
 
 @pytest.mark.slow
 def test_recorded_tests_and_machine_code(tmp_path: Path) -> None:
-    from isotype.doctor.kernels.recorder import check_pytest
+    from isotype.doctor.kernels.target import check_pytest
 
     file = written(tmp_path, RIGHT + "def test_lse():\n    lse(torch.randn(4, 64, device='cuda'), torch.zeros(4, dtype=torch.int64, device='cuda'))\n", "test_rows.py")  # fmt: skip  # noqa: E501
     report = check_pytest([file], ["sm_90", "gfx942"], binary=True)

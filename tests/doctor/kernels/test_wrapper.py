@@ -9,9 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 from isotype.doctor.kernels.calls import call_trapped
-from isotype.doctor.kernels.pretend import pretend_gpu
-from isotype.doctor.kernels.targets import parse_target
-from isotype.doctor.kernels.trap import trap_launches
+from isotype.doctor.kernels.signature import parse_target
 from isotype.testing import compile_matrix
 
 from . import fault_kernels, wrapped
@@ -71,38 +69,3 @@ def test_every_autotuning_configuration_and_heuristic_is_recorded() -> None:
     assert [c.constexprs[(3,)] for c in given] == [64, 128]
     assert all(c.constexprs[(4,)] is True for c in given)
     assert given[1].options["num_stages"] == 3
-
-
-def test_an_integer_one_is_specialised_away_as_by_tritons_launcher() -> None:
-    with trap_launches() as trap:
-        x = torch.randn(64)
-        fault_kernels.low_block_sum[(1,)](x, x, 1, BLOCK=64)
-        fault_kernels.low_block_sum[(1,)](x, x, 32, BLOCK=64)
-        fault_kernels.low_block_sum[(1,)](x, x, 7, BLOCK=64)
-    one, even, odd = (launch.combination(SM90, "x") for launch in trap.launches)
-    assert one.types["n"] == "constexpr"
-    assert one.constexprs[(2,)] == 1
-    assert even.types["n"] == odd.types["n"] == "i32"
-    assert even.attributes[(2,)]
-    assert not odd.attributes.get((2,))
-
-
-def test_the_simulated_gpu_is_removed_afterwards() -> None:
-    before = torch.cuda.is_available()
-    with pretend_gpu(SM90):
-        x = torch.ones(3, device="cuda")
-        assert x.is_cuda
-        assert x.device.type == "cuda"
-        assert torch.empty(4, device=x.device).abs().sum() == 0
-        assert torch.cuda.get_device_capability() == (9, 0)
-    assert torch.cuda.is_available() == before
-    assert not torch.ones(3).is_cuda
-    assert torch.ones(3).device.type == "cpu"
-
-
-def test_values_outside_the_kernels_are_computed() -> None:
-    with pretend_gpu(SM90):
-        x = torch.arange(6.0, device="cuda", requires_grad=True)
-        (x * x).sum().backward()
-        assert x.grad is not None
-        assert x.grad.tolist() == [0, 2, 4, 6, 8, 10]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isotype.doctor.trace.operands import fix_of
-from isotype.doctor.trace.operands import Operand
+from isotype.doctor.trace.operands import Operand, fix_of
 from isotype.doctor.trace.origin import Origin
 from isotype.observe.origin import Site
 

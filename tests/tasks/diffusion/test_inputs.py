@@ -28,15 +28,6 @@ def test_keys_of_diffusion_runs_are_refused(configured):
     assert "precision.vae: does not apply to a language run" in refused(configured(precision={"preset": "fp32", "vae": "fp32"}))
 
 
-def test_a_resolved_file_has_the_keys_of_its_kind_only(drawn, configured):
-    from isotype.config.write import resolved_yaml
-
-    assert "images:" not in resolved_yaml(configured(), {})
-    assert "vae:" not in resolved_yaml(configured(), {})
-    assert "data:" not in resolved_yaml(drawn(), {})
-    assert "vae:" in resolved_yaml(drawn(), {})
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

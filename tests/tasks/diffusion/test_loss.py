@@ -11,7 +11,7 @@ from diffusers.training_utils import compute_snr
 from isotype.precision import Precision
 from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.batches import generator_of
-from isotype.tasks.diffusion.loss import NoiseLevels, fixed_levels, part_name, shift_of
+from isotype.tasks.diffusion.loss import fixed_levels, part_name, shift_of
 from isotype.training.setup import settle
 
 
@@ -133,15 +133,6 @@ def test_latents_are_the_vaes_shifted_and_scaled(drawn):
     batch = task._fixed([(0, task.train_rows[0], 0.5)])
     entry = task.encoder.store.get(task.train_rows[0].latents[0])
     torch.testing.assert_close(batch.latents[0], (entry["mean"] - 0.1) * 1.5)
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_a_static_shift_is_the_schedulers(shift):
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    levels = NoiseLevels("uniform", shift)
-    t = torch.linspace(1, 1000, 1000).flip(0) / 1000
-    ours = levels.shift * t / (1 + (levels.shift - 1) * t)
-    torch.testing.assert_close(ours, scheduler.sigmas, rtol=1e-6, atol=1e-7)
 
 
 def test_a_shift_by_resolution_is_the_pipelines(drawn):

@@ -54,11 +54,6 @@ def test_pictures_without_captions_and_captions_without_pictures_are_all_named(t
     assert len(said.splitlines()) == 4
 
 
-def test_no_pictures_are_one_line(tmp_path):
-    (tmp_path / "notes.md").write_text("nothing")
-    assert refusal(train=str(tmp_path)).startswith(f"images.train: {tmp_path}: no pictures there")
-
-
 TABLE = [("a.png", "a red circle"), ("a.png", "a disc"), ("b.png", "a green square")]
 
 
@@ -123,28 +118,6 @@ def test_two_files_that_disagree_about_a_picture_are_named(tmp_path):
     assert "metadata.jsonl and a.txt disagree" in refusal(train=str(tmp_path))
     (tmp_path / "a.txt").unlink()
     assert gathered(train=str(tmp_path)).train[0].captions == ("a green square",)
-
-
-def test_a_few_bad_ones_may_be_left_out(tmp_path):
-    for i in range(19):
-        picture(tmp_path / f"{i}.png", "a red circle")
-    picture(tmp_path / "bad.png")
-    assert "bad.png" in refusal(train=str(tmp_path))
-    found = gathered(train=str(tmp_path), on_bad_row="skip")
-    assert (len(found.train), list(found.bad.rows)) == (19, [str(tmp_path / "bad.png")])
-    (tmp_path / "0.txt").unlink()
-    assert "at most 5% of the pictures, and these are 10%" in refusal(train=str(tmp_path), on_bad_row="skip")
-
-
-def test_leaving_them_out_is_offered_where_it_would_help(tmp_path):
-    for i in range(19):
-        picture(tmp_path / f"{i}.png", "a red circle")
-    picture(tmp_path / "bad.png")
-    with pytest.raises(UsageError, match=r"fix +images.on_bad_row: skip"):
-        gathered(train=str(tmp_path))
-    (tmp_path / "0.txt").unlink()
-    with pytest.raises(UsageError, match=r"fix +mend or remove these"):
-        gathered(train=str(tmp_path))
 
 
 def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):

@@ -11,6 +11,7 @@ from isotype.tasks.diffusion.pipeline import PipelineFolder
 KNOWN = {"FLUX.1-dev": 11_901_408_320, "stable-diffusion-3.5-large": 8_056_627_520, "Qwen-Image": 20_430_401_088}
 
 
+@pytest.mark.full
 @pytest.mark.slow  # ten seconds each: PEFT puts an adapter on every linear layer
 @pytest.mark.parametrize("name", list(KNOWN))
 def test_held_bytes_are_those_of_the_checkpoint(name):

@@ -119,6 +119,7 @@ def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio,
     assert torch.equal(task.folder.denoiser(torch.float32).x_embedder.weight, again["x_embedder.weight"]), "what is there is kept"
 
 
+@pytest.mark.full
 def test_an_adapter_on_a_denoiser_of_fresh_weights_can_be_merged(drawn, studio, tmp_path):
     assert train(drawn(model={"name": str(studio.sd3), "init": "random"}, train={"steps": 2, "eval_every": 2, "seed": 3})) == 0
     merged = merge_denoiser(tmp_path / "run", tmp_path / "merged")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,8 @@ from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 
 FAMILIES_AND_PRESETS = [
-    ("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora"), ("pixart", "bf16-lora"), ("sdxl", "bf16-lora"),
-    ("flux", "nf4-lora"), ("sdxl", "nf4-lora"),
+    ("sd3", "fp32"), ("flux", "bf16-lora"), ("pixart", "bf16-lora"), ("sdxl", "nf4-lora"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("sd3", "bf16-lora"), ("sdxl", "bf16-lora"), ("flux", "nf4-lora"))),
 ]  # fmt: skip
 
 
@@ -48,6 +49,8 @@ def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     for role, dtype in {"vae": "fp32", "text_encoder": text, "timesteps": "fp32", "latents": "fp32"}.items():
         assert precision["declared"][role]["value"] == dtype
         assert set(precision["observed"][role]) == {dtype}
+    card = ModelCard.load(tmp_path / "run/adapter/README.md")
+    assert card.data.base_model == str(getattr(studio, family) / ("unet" if family == "sdxl" else "transformer"))
     lora = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
     if family == "pixart":  # its pipeline has no load_lora_weights
         assert not lora.exists()

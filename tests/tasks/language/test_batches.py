@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from isotype.training.feed import RowStream, epoch_order, mixed_order
 from tests.models import rows
 
 
+@pytest.mark.full
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
 def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
     order = epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
@@ -15,6 +17,7 @@ def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
     assert order == epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
 
 
+@pytest.mark.full
 @given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=12), st.integers(0, 30))
 def test_a_stream_resumes_at_its_position(count, takes, start):
     every = rows(count)
@@ -36,6 +39,7 @@ def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():
 shares = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 10.0)), min_size=2, max_size=4).map(lambda pairs: [Share(*p) for p in pairs])
 
 
+@pytest.mark.full
 @given(shares, st.integers(0, 4), st.booleans())
 def test_an_epoch_of_weighted_sources_has_their_shares(mix, epoch, shuffle):
     order = mixed_order(mix, seed=3, epoch=epoch, shuffle=shuffle)
@@ -59,6 +63,7 @@ def test_without_shuffling_weighted_sources_alternate_evenly():
     assert mixed_order([Share(6, 2.0), Share(3, 1.0)], seed=0, epoch=0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
 
 
+@pytest.mark.full
 @given(st.integers(0, 60))
 def test_a_weighted_stream_resumes_at_its_position(start):
     every, mix = rows(20), [Share(5, 2.0), Share(15, 1.0)]
@@ -67,14 +72,6 @@ def test_a_weighted_stream_resumes_at_its_position(start):
     resumed = RowStream(every, seed=3, shuffle=True, shares=mix)
     resumed.restore(whole.state())
     assert resumed.take(25) == whole.take(25)
-
-
-def test_counted_rows_are_where_a_next_token_is_supervised() -> None:
-    batch = collate([Row((1, 2, 3, 4), (IGNORED, 2, IGNORED, 4), 0), Row((5, 6), (5, 6), 1)], pad_id=0)
-    assert batch.input_ids.shape == (2, 8)
-    assert batch.counted is not None
-    assert batch.counted.tolist() == [0, 2, 8]
-    assert batch.supervised == 3
 
 
 def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:

@@ -14,7 +14,7 @@ from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
 from isotype.tasks.language.result import evaluate
-from isotype.tasks.language.sample import Sample, sample
+from isotype.tasks.language.sample import sample
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
@@ -72,20 +72,16 @@ def trained(preset, folder, *, interludes, checkpointing=False):
     return losses, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("preset", "checkpointing"),
+    [("bf16-mixed", False), ("bf16-lora", False), ("nf4-lora", True), ("fp16-mixed", False)]
+    + [pytest.param(preset, True, marks=pytest.mark.full) for preset in PRESETS],
+)
 def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_path):
     plain = trained(preset, tmp_path, interludes=False, checkpointing=checkpointing)
     with_interludes = trained(preset, tmp_path, interludes=True, checkpointing=checkpointing)
     assert plain[0] == with_interludes[0]
     assert all(torch.equal(plain[1][name], tensor) for name, tensor in with_interludes[1].items())
-
-
-def test_samples_in_a_runs_own_lines_move_no_cursor(capsys):
-    from isotype.training.console import RunConsole
-
-    RunConsole(json_output=False).samples(1, [Sample("one?\x1b[1A", "a\x1b[2Jb\x9b", None)])
-    assert capsys.readouterr().out.splitlines()[1:] == ["    > one?�[1A", "    a�[2Jb�"]
 
 
 def test_no_prompt_is_begun_after_the_time_given():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.config.load import load
-from isotype.training.memory.advice import less_memory
+from isotype.training.memory.auto import less_memory
 
 
 @pytest.mark.parametrize(

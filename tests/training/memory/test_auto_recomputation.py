@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.tasks.choose import train
-from isotype.training.memory.auto_recomputation import WITHIN, auto_checkpointing
+from isotype.training.memory.auto import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
 
 LAYERS, MiB = 16, 1 << 20

@@ -20,6 +20,8 @@ from isotype.tasks.diffusion.families.sd3 import SD3
 from isotype.tasks.diffusion.families.sdxl import SDXL
 from isotype.training.memory.recomputation import LAYERS, NONE, Checkpointing, apply_checkpointing, checkpointable
 
+pytestmark = pytest.mark.full
+
 MODELS = {
     "sd3": (sd3_transformer, SD3(), 2), "flux": (flux_transformer, Flux(), 2), "pixart": (pixart_transformer, PixArtAlpha(), 2),
     "sdxl": (sdxl_unet, SDXL(), 12),

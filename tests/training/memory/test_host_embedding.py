@@ -14,7 +14,7 @@ from tests.training.interrupted import interrupted_after
 from tests.training.test_run import same_result
 from transformers import AutoConfig
 
-from isotype.config.embedding import check_embedding
+from isotype.config.kind import check_embedding
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
@@ -23,7 +23,6 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.memory.advice import less_memory
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 
@@ -114,6 +113,7 @@ def pretended(monkeypatch):
     return moved
 
 
+@pytest.mark.full
 def test_a_run_and_its_resumption_are_those_of_an_embedding_on_the_device(configured, pretended, tmp_path, monkeypatch):
     assert train(configured("device")) == 0
     assert not pretended
@@ -131,24 +131,3 @@ def test_a_run_and_its_resumption_are_those_of_an_embedding_on_the_device(config
     monkeypatch.undo()
     weight = inner_model(load_run(tmp_path / "host").model).get_input_embeddings().weight
     assert torch.equal(weight, pretended[0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "device_type", "tied", "told"),
-    [
-        ([], "cuda", False, True),
-        ([], "cuda", True, False),
-        ([], "cpu", False, False),
-        (["model.embedding=host"], "cuda", False, False),
-        (["adapter.modules_to_save=[embed_tokens]"], "cuda", False, False),
-        (["parallel.kind=shard"], "cuda", False, False),
-    ],
-)
-def test_it_is_advised_where_it_would_help(settings, device_type, tied, told):
-    config, made = outlined(*settings, device_type=device_type, tie_word_embeddings=tied)
-    said = less_memory(config, "layers", device_type=device_type, model=made.model)
-    assert ("model.embedding: host" in said) is told
-    # without the model: under the condition that it has
-    assert ("model.embedding: host (if" in less_memory(config, "layers", device_type=device_type)) is (
-        told or tied or "modules" in str(settings)
-    )

@@ -71,13 +71,6 @@ def test_nothing_is_held_after_the_step():
     assert len(memory.leaving) <= BUFFERS
 
 
-def test_small_and_integer_tensors_stay():
-    memory = HostMemory()
-    small, ids = torch.randn(4), torch.zeros(1 << 16, dtype=torch.long)
-    assert memory.pack(small) is small
-    assert memory.pack(ids) is ids
-
-
 def test_another_dtype_on_the_way_back_is_an_error():
     memory = HostMemory()
     away = memory.pack(torch.randn(1 << 14, dtype=torch.bfloat16))
@@ -152,25 +145,6 @@ def test_copies_that_are_made_as_late_as_a_stream_may():
     assert late.begun == 6 + (6 - BUFFERS)
 
 
-def test_one_input_comes_back_ahead_of_its_layer():
-    late = Late()
-    memory = HostMemory(late)
-    y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
-    (away,) = memory.leaving[-1]
-    out = late.begun
-    memory.unpack(away)
-    # the input before it is still here; the one before that is fetched when that one is unpacked
-    assert late.begun == out
-    (before,) = away.call.before.alive()
-    memory.unpack(before)
-    assert late.begun == out + 1
-    (ahead,) = before.call.before.alive()
-    assert ahead.here is not None
-    assert ahead.here.isnan().all(), "fetched, and nobody has waited for it"
-    assert torch.equal(memory.unpack(ahead), ahead.host)
-    assert y.shape == (64, 128)
-
-
 def test_all_that_one_call_keeps_comes_back_while_the_call_after_it_is_worked_on():
     late = Late()
     memory, calls = HostMemory(late), []
@@ -184,47 +158,7 @@ def test_all_that_one_call_keeps_comes_back_while_the_call_after_it_is_worked_on
     assert [float(memory.unpack(away)[0, 0]) for away in (*calls[2][1:], *calls[1])] == [21.0, 22.0, 10.0, 11.0, 12.0]
 
 
-def test_a_transposed_tensor_comes_back_in_its_order():
-    memory = HostMemory()
-    x = torch.randn(2, 64, 4, 64).transpose(1, 2)
-    away = memory.pack(x)
-    away.here = None
-    back = memory.unpack(away)
-    assert back.stride() == x.stride()
-    assert torch.equal(back, x)
-    # one that takes more memory than its elements, and one whose elements repeat
-    for other in (torch.randn(128, 256)[:, ::2], torch.randn(128, 1).expand(128, 128)):
-        assert memory.pack(other).host.is_contiguous()
-
-
-@pytest.mark.parametrize("forgotten", ["the way out", "the way back"])
-def test_a_wait_that_is_left_out_is_seen(forgotten, monkeypatch):
-    # the measurement itself: without a wait, late copies must show
-    late = Late()
-    memory = HostMemory(late)
-    original = Copy.wait
-
-    def wait(copy: Copy) -> None:
-        going_out = any(copy.to is away.host for away in every if isinstance(away, Away))
-        if going_out != (forgotten == "the way out"):
-            original(copy)
-
-    every: list[Away] = []
-    packed = memory.pack
-
-    def pack(tensor):
-        made_ = packed(tensor)
-        every.append(made_)
-        return made_
-
-    monkeypatch.setattr(Copy, "wait", wait)
-    memory.pack = pack
-    found = gradients_with(memory)
-    wrong = not all(torch.equal(a, b) for a, b in zip(found, gradients_with(plainly), strict=True))
-    gc.collect()
-    assert late.too_early if forgotten == "the way out" else wrong
-
-
+@pytest.mark.full
 def test_each_device_copies_on_its_own_stream_and_waits_on_its_own(monkeypatch):
     """A model spread over two GPUs, played by stand-ins that write down who waits for whom."""
     log = []

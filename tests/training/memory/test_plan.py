@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from isotype.config.load import load
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.memory.live_bytes import LiveBytes
-from isotype.training.memory.plan import optimizer_bytes, plan_memory
+from isotype.training.memory.plan import LiveBytes, optimizer_bytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, as_configured
 
 from .measured_memory import built
@@ -66,12 +65,6 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
 
 
-def test_tied_weights_are_counted_once():
-    tied, _ = planned(QWEN, ["precision.preset=fp32", "adapter.kind=none"], 8)
-    untied, _ = planned({**QWEN, "tie_word_embeddings": False}, ["precision.preset=fp32", "adapter.kind=none"], 8)
-    assert untied.total - tied.total == 4000 * 256
-
-
 def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -85,19 +78,6 @@ def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
     assert again.trainable == new.trainable > 0
     assert continued.not_simulated is None
     assert continued.peak == memory.peak
-
-
-def test_an_earlier_plans_evaluation_and_sample_are_those_that_would_be_simulated():
-    config = load(None, ["precision.preset=bf16-lora", "train.batch_size=1"]).config
-    precision = Precision.preset("bf16-lora")
-    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cpu")
-    largest = step_outline(config, precision, length=64, eval_rows=64, eval_length=512, sample_length=32)
-
-    def plan(kind: str, earlier=None):
-        checkpointing = Checkpointing(kind, tuple(range(4)) if kind == "layers" else (), 4)
-        return plan_memory(made, config.train, precision, largest, checkpointing=checkpointing, earlier=earlier)
-
-    assert plan("layers", earlier=plan("none")) == plan("layers")
 
 
 def test_more_rows_take_more_and_checkpointing_takes_less():
@@ -136,6 +116,7 @@ def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypa
     assert memory.peak == memory.held > 0
 
 
+@pytest.mark.full
 def test_evaluations_and_samples_are_planned_and_may_be_what_is_largest():
     config = load(None, ["precision.preset=bf16-lora", "train.batch_size=1"]).config
     precision = Precision.preset("bf16-lora")
@@ -176,6 +157,7 @@ def test_freed_blocks_are_given_back_when_asked():
     assert int(done.stdout) < 8 << 20
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(

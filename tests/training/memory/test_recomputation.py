@@ -12,14 +12,7 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.training.memory.recomputation import (
-    Checkpointing,
-    apply_checkpointing,
-    as_configured,
-    check_settings,
-    checkpointable,
-    chosen,
-)
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable, chosen
 
 
 def train_section(*settings):
@@ -59,20 +52,6 @@ def test_invalid_layers_are_refused_with_the_expected_form(text):
 def test_settings_without_effect_are_refused(settings, message):
     with pytest.raises(UsageError, match=message):
         check_settings(train_section(*settings), device_type="cpu")
-
-
-def test_recomputation_describes_itself_and_can_be_reconfigured():
-    for what, text in (
-        (Checkpointing("none", reason="auto: fits"), "none (auto: fits)"),
-        (Checkpointing("layers", (0, 1, 2), 3, "a"), "layers: all of 3 (a)"),
-        (Checkpointing("layers", (0, 1), 3, "a"), "layers: the first 2 of 3 (a)"),
-        (Checkpointing("layers+offload", (0, 2), 3, "a"), "layers+offload: 0 2 of 3 (a)"),
-    ):
-        assert str(what) == text
-        settings = what.as_settings()
-        if what.kind != "none":
-            assert chosen(settings["train.checkpointed_layers"], 3) == what.layers
-        assert settings["train.gradient_checkpointing"] == what.kind
 
 
 def step(model, ids):

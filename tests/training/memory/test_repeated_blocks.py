@@ -19,11 +19,13 @@ from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory import plan
+from isotype.training.memory.outline import runs_of, shortened
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import LAYERS, NONE, Checkpointing, apply_checkpointing
-from isotype.training.memory.repeated_blocks import runs_of, shortened
 from isotype.training.setup import resolve_precision
 from isotype.training.task import Outline, StepOutline
+
+pytestmark = pytest.mark.full
 
 
 def made(**blocks):

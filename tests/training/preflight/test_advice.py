@@ -6,13 +6,8 @@ import re
 
 import pytest
 
-from isotype.config.load import load
-from isotype.errors import UsageError
 from isotype.training.finite import calmer_steps
-from isotype.training.memory.advice import less_memory
-from isotype.training.memory.recomputation import check_settings
-from isotype.training.preflight.schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
-from isotype.training.preflight.updates import vanishing_updates
+from isotype.training.preflight.static import more_rows_in_a_step_than_there_are, never_leaves_warmup, vanishing_updates
 
 FULL = {"kind": "none"}
 NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}
@@ -65,35 +60,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("settings", REFUSED, ids=" ".join)
-def test_what_is_advised_for_recomputation_is_accepted(settings):
-    with pytest.raises(UsageError) as refused:
-        check_settings(load(None, settings).config.train, device_type="cpu")
-    advised = re.findall(r"(train\.[a-z_]+): ([a-z+]+)", refused.value.fix)
-    assert advised
-    for key, value in advised:
-        assert f"{key}={value}" not in settings
-        check_settings(load(None, [*settings, f"{key}={value}"]).config.train, device_type="cpu")
-    if left := re.search(r"leave (train\.[a-z_]+) to auto", refused.value.fix):
-        check_settings(load(None, [s for s in settings if not s.startswith(left[1])]).config.train, device_type="cpu")
-
-
 @pytest.mark.parametrize("clip", [None, 0.0, 1.0])
 def test_clipping_is_advised_where_nothing_clips(clip):
     said = calmer_steps(1e-3, clip)
     assert ("train.clip" in said) is not bool(clip)
     assert "0.001" in said
-
-
-@pytest.mark.parametrize("preset", ["lora", "qlora", "full", "full-bf16"])
-@pytest.mark.parametrize("settings", [[], ["train.batch_size=1"], ["train.gradient_checkpointing=layers"]], ids=" ".join)
-def test_each_way_to_less_memory_is_another_setting(preset, settings):
-    config = load(None, settings, preset=preset).config
-    said = less_memory(config, config.train.gradient_checkpointing)
-    for key, value in re.findall(r"(train\.[a-z_]+): ([a-z+]+)", said):
-        assert getattr(config.train, key.removeprefix("train.")) != value
-        check_settings(load(None, [*settings, f"{key}={value}"], preset=preset).config.train, device_type="cuda")
-    if "--preset qlora" in said:
-        assert (config.adapter.kind, config.precision.base) != ("lora", "nf4")
-        load(None, settings, preset="qlora")
-    assert ("a smaller train.batch_size" in said) is (config.train.batch_size > 1)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import sys
 
 import pytest
-import torch
 from tests.models import FAMILIES, SIZES
 from tests.training.test_run import same_result
-from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from isotype import pages
@@ -19,7 +15,6 @@ from isotype.cli.app import build_app
 from isotype.errors import PreflightError
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
-from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training import run
 from isotype.training.preflight.check import CHECKS, PHASES, Outcome, preflight
 from isotype.training.preflight.codes import CODES
@@ -51,59 +46,6 @@ def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_pa
     same_result(tmp_path / "with", tmp_path / "without")
 
 
-COUNTS = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-calls = []
-
-class CountingConfig(LlamaConfig):
-    model_type = "counting_llama"
-
-class Counting(LlamaForCausalLM):
-    config_class = CountingConfig
-    steps = 0
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        if not self.training:
-            return output
-        calls.append(len(calls))
-        Counting.steps += 1
-        self.own = getattr(self, "own", 0) + 1
-        output.logits = output.logits * (1 + 0.1 * self.own + 0.01 * len(calls) + 0.001 * Counting.steps)
-        return output
-"""
-
-
-def test_what_a_models_own_code_counts_is_as_without_preflight(configured, workshop, tmp_path, monkeypatch):
-    """In an attribute, a list of its module and its class; and an objective's own counter."""
-    base = tmp_path / "counting"
-    shutil.copytree(workshop.base, base)
-    (base / "modeling_counting.py").write_text(COUNTS)
-    names = {"AutoConfig": "modeling_counting.CountingConfig", "AutoModelForCausalLM": "modeling_counting.Counting"}
-    settings = json.loads((base / "config.json").read_text()) | {"model_type": "counting_llama", "auto_map": names}
-    (base / "config.json").write_text(json.dumps(settings))
-
-    class Weighted:
-        calls = 0
-
-        def __call__(self, model, batch):
-            self.calls += 1
-            return batch_loss_sum(model, batch, dtype="fp32") * (1 + 0.1 * self.calls)
-
-    before = run.preflight
-    for name, check in (("with", before), ("without", lambda subject, skips, *, world: Outcome())):
-        monkeypatch.setattr(run, "preflight", check)
-        # a fresh copy of the code's module: what it counts is of this run alone
-        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / f"modules_{name}"))
-        monkeypatch.syspath_prepend(str(tmp_path / f"modules_{name}"))
-        for loaded in [name for name in sys.modules if name.startswith("transformers_modules")]:
-            monkeypatch.delitem(sys.modules, loaded)
-        model = {"name": str(base), "trust_remote_code": True}
-        assert train(configured(name, model=model, adapter={"kind": "none"}), objective=Weighted()) == 0
-    same_result(tmp_path / "with", tmp_path / "without")
-
-
 @pytest.mark.parametrize(
     ("preset", "adapter"),
     [
@@ -118,6 +60,7 @@ def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
     assert set(outcome.ran) == set(CODES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("preset", ["fp32", "bf16-pure", "fp16-mixed"])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "mixtral", "qwen3_moe"])
 def test_no_false_alarm_in_any_family(subject, workshop, family, preset):
@@ -166,11 +109,6 @@ def test_a_resumed_run_repeats_the_static_checks_and_keeps_its_skips(configured,
     assert [set(again["seconds"]) for again in record["resumed"]] == [{"static"}]
 
 
-def test_warnings_are_in_the_header(configured, capsys):
-    assert train(configured(train={"warmup": 50})) == 0
-    assert "PF002 50 steps of warm-up in a run of 6" in capsys.readouterr().out
-
-
 def test_on_the_command_line(configured, tmp_path):
     configured(**TINY_RATE)
     runner = CliRunner()
@@ -181,14 +119,3 @@ def test_on_the_command_line(configured, tmp_path):
     assert "no effect with --dry-run" in str(result.exception)
     result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--skip", "PF003", "--why", "a test"])
     assert result.exit_code == 0, result.output
-
-
-def test_preflight_runs_the_model_for_one_step_one_evaluation_a_short_sample_and_a_padded_row(subject):
-    """It is cheap whatever the machine: calls are counted, not seconds."""
-    one, calls = subject(), []
-    one.prepared.model.get_base_model().register_forward_pre_hook(lambda module, args: calls.append(module.training))
-    outcome = preflight(one, {})
-    assert calls.count(True) == 1
-    assert len(calls) <= 10
-    assert set(outcome.seconds) == set(PHASES)
-    assert torch.is_grad_enabled()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.training.preflight import device
-from isotype.training.preflight.device import installed_gpu, unexpected_device
+from isotype.training.preflight import static as device
+from isotype.training.preflight.static import unexpected_device
 
 
 @pytest.fixture
@@ -41,10 +41,3 @@ def test_a_cpu_that_was_chosen_or_is_the_only_device_is_accepted(subject, smi, m
     assert list(unexpected_device(subject(model={"device": "cpu"}))) == []
     monkeypatch.setattr(device, "installed_gpu", lambda: None)
     assert list(unexpected_device(subject("other"))) == []
-
-
-@pytest.mark.parametrize(("text", "status"), [("No devices found.", 0), ("NVIDIA-SMI has failed", 9)])
-def test_a_tool_without_a_gpu_is_no_gpu(smi, monkeypatch, tmp_path, text, status):
-    smi(text, status)
-    monkeypatch.setattr(device, "Path", lambda name: tmp_path / "none" / name.lstrip("/"))
-    assert installed_gpu() is None

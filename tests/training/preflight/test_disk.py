@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from isotype.tasks.choose import train
-from isotype.training.preflight import disk
-from isotype.training.preflight.disk import checkpoint_bytes, disk_too_small, result_bytes
+from isotype.training.preflight import static as disk
+from isotype.training.preflight.static import checkpoint_bytes, disk_too_small, result_bytes
 
 
 def files(folder):

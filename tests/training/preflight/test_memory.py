@@ -12,12 +12,11 @@ from isotype.config.schema import TrainSection
 from isotype.finding import Severity
 from isotype.precision import PRESETS
 from isotype.tasks.language.outline import step_outline
-from isotype.training.memory.bound import most_bytes
 from isotype.training.memory.device import other_memory
-from isotype.training.memory.plan import plan_memory
+from isotype.training.memory.plan import most_bytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing
-from isotype.training.preflight import memory
-from isotype.training.preflight.memory import out_of_memory
+from isotype.training.preflight import static as memory
+from isotype.training.preflight.static import memory_too_small
 
 
 def planned(one):
@@ -60,20 +59,20 @@ def test_the_bound_is_above_the_plan(subject, settings):
 
 def test_a_run_far_below_the_memory_limit_is_not_simulated(subject, monkeypatch):
     monkeypatch.setattr(memory, "plan_part", lambda *a, **k: pytest.fail("simulated"))
-    assert list(out_of_memory(subject())) == []
+    assert list(memory_too_small(subject())) == []
 
 
 def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
     one = subject(train={"batch_size": 16})
     needs = planned(one).peak + besides(one)
     for share, severities in ((2.0, []), (1.25, []), (1.0, [Severity.WARNING]), (0.8, [Severity.ERROR])):
-        assert [f.severity for f in out_of_memory(with_memory(one, needs * share))] == severities, share
-    (finding,) = out_of_memory(with_memory(one, needs / 2))
+        assert [f.severity for f in memory_too_small(with_memory(one, needs * share))] == severities, share
+    (finding,) = memory_too_small(with_memory(one, needs / 2))
     assert "gradient_checkpointing" in str(finding.fix)
     assert "train.batch_size" in str(finding.fix)
-    (finding,) = out_of_memory(with_memory(subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}), needs / 9))
+    (finding,) = memory_too_small(with_memory(subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}), needs / 9))
     assert finding.fix == "a smaller data.max_length, or --preset qlora"
 
 
 def test_unknown_memory_is_no_finding(subject):
-    assert list(out_of_memory(with_memory(subject(), 0))) == []
+    assert list(memory_too_small(with_memory(subject(), 0))) == []

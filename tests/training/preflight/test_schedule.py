@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotype.training.preflight.schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
+from isotype.training.preflight.static import more_rows_in_a_step_than_there_are, never_leaves_warmup
 
 
 def test_a_warmup_as_long_as_the_run(subject):

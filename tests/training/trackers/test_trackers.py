@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from isotype.entry import settings
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from isotype.training.trackers import available
-from isotype.training.trackers.trackers import Trackers
+from isotype.training.trackers import Trackers
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -105,6 +105,7 @@ def test_tensorboard_has_the_metrics_and_the_numbers_are_those_of_a_run_without_
     assert "| train.steps | 6 |" in said["settings/text_summary"][0]
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_one_curve(configured, tmp_path) -> None:
     pytest.importorskip("tensorboard")
     loaded = configured(run={"trackers": ["tensorboard"], "keep": 9}, train={"steps": 4})
@@ -119,6 +120,7 @@ def test_a_resumed_run_has_one_curve(configured, tmp_path) -> None:
     assert [step for step, _ in curves(tmp_path / "run")["train/loss"]] == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_wandb_works_without_a_network_or_a_key(configured, tmp_path, offline, capsys) -> None:
     pytest.importorskip("wandb")
     assert train(configured(run={"trackers": ["wandb"]})) == 0
@@ -134,9 +136,9 @@ def test_wandb_works_without_a_network_or_a_key(configured, tmp_path, offline, c
 
 
 def test_a_missing_package_is_reported_before_loading(configured, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(available, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"run.trackers: wandb is not installed: pip install 'isotype\[wandb\]'"):
-        train(configured(run={"trackers": ["wandb", "tensorboard"]}))
+        settings.refuse_incomplete(configured(run={"trackers": ["wandb", "tensorboard"]}))
     assert not (tmp_path / "run").exists()
 
 

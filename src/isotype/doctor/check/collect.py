@@ -12,13 +12,13 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .identify import identify
+from .binary_files import read_pickle, read_safetensors_header
+from .identify import identify, unknown_tool
 from .programs import from_environment, from_python, from_recipe, from_script
-from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
-from .readers.tree import Tree
+from .python_calls import read_notebook
 from .rules.autocast_regions import autocast_around_backward
 from .settings import Document, truth
-from .unknown_tools import unknown_tool
+from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
@@ -32,7 +32,7 @@ MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
 _RECIPE = re.compile(r"^(?:Dockerfile|Containerfile)(?:\.\w+)?$|^\w+\.(?:D|d)ockerfile$|^(?:GNU)?[Mm]akefile$|^[Jj]ustfile$")
 _SUFFIXES = {
-    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors", ".txt",
+    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors",
     ".lock", ".cfg", ".jsonc",
 }  # fmt: skip
 
@@ -74,9 +74,13 @@ def _walk(folder: Path) -> Iterator[Path]:
             files = [name for name in files if name in _ITS_CONFIGURATION]
         for name in sorted(files):
             path = Path(here, name)
-            wanted = path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name)
-            if wanted and path.is_file():  # no pipe, no link to nowhere
+            if may_be_configuration(name) and path.is_file():  # no pipe, no link to nowhere
                 yield path
+
+
+def may_be_configuration(name: str) -> bool:
+    """By the name of the file alone."""
+    return Path(name).suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or bool(_RECIPE.match(name))
 
 
 def _shown(path: Path) -> str:
@@ -98,7 +102,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         if suffix == ".bin":
             if name == "training_args.bin" or (explicit and path.stat().st_size < LARGEST):
                 document = Document("hf", shown, attributes={"reader": "pickle"})
-                for key, value in pickled.read(path.read_bytes()).items():
+                for key, value in read_pickle(path.read_bytes()).items():
                     document.add(key, value, None)
                 keep(document)
             return
@@ -114,7 +118,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             for made in from_python(text, shown):
                 keep(made)
         elif suffix == ".ipynb":
-            code, line_of = notebook.read(text)
+            code, line_of = read_notebook(text)
             for made in from_python(code, shown):
                 made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
                 keep(made)
@@ -128,27 +132,26 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             for made in from_environment(text, shown):
                 keep(made)
         elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
-            tree = {".toml": toml_lines.read, ".yaml": yaml_lines.read, ".yml": yaml_lines.read}.get(suffix, json_lines.read)(text)
+            tree = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml}.get(suffix, read_json)(text)
             other = unknown_tool(tree.data)
             if other is not None:
-                why = f"{other} is not known to isotype check: nothing in this file was judged"
+                why = f"{other} is not known to isotype doctor check: nothing in this file was judged"
                 found.trouble.append(_trouble(shown, None, why, Severity.NOTE))
                 return
             read = _document(tree, name, shown)
             if read is None and explicit:
-                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype check knows", Severity.NOTE))
+                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
             if read is not None and read.tool == "isotype":
                 found.trees[shown] = tree
             keep(read)
         elif explicit:
             raise UsageError(
-                f"{shown}: isotype check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
+                f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
             )
-    except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
-        if explicit or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):  # a template of something else is nobody's fault
+    except Unreadable as error:
+        # a text that says nothing of training (a template of something else) is nobody's fault
+        if explicit or error.line is None or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):
             found.trouble.append(_trouble(shown, error.line, str(error)))
-    except (pickled.BadPickle, safetensors_header.BadHeader) as error:
-        found.trouble.append(_trouble(shown, None, str(error)))
     except OSError as error:
         found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
     except UsageError:
@@ -237,7 +240,7 @@ def _both_halves_within(data: Any) -> bool:
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:
-    count = safetensors_header.read(path)
+    count = read_safetensors_header(path)
     floats = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
     held = {floats[word]: n for word, n in count.items() if word in floats}
     if not held or path.name.startswith(("adapter", "optimizer")):

@@ -13,9 +13,8 @@ from ...precision.resolve import resolve
 from ...precision.rules import Facts as PrecisionFacts
 from ...precision.rules import Setting as PrecisionSetting
 from ...precision.rules import check as check_precision
-from .devices import Device, find
-from .readers.tree import Tree
-from .settings import Document, Facts
+from .settings import Device, Document, Facts, find_device
+from .text_files import Tree
 
 
 class _Named:
@@ -39,7 +38,7 @@ def check_run(document: Document, tree: Tree, facts: Facts) -> Iterator[Finding]
         return
     sources = {".".join(map(str, path)): f"{document.file}:{line}" for path, line in tree.lines.items() if len(path) == 2}
     given = {k: v for k, v in config.precision.model_dump().items() if v is not None}
-    device = _Named(find(facts.device) if facts.device else None)
+    device = _Named(find_device(facts.device) if facts.device else None)
     yield from _contradictions(config, given, sources, device)
 
 

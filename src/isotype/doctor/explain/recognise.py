@@ -1,19 +1,26 @@
 """From an error's text to the operator that refused and the dtypes it met. Imports no torch.
 
-Each form is a template: `<name>` stands for a dtype in any of the spellings below. What no form fits, but which names two dtypes and a
-disagreement, is still recognised, with the operator taken from the traceback.
+Each form is a template of `forms.tsv`: `<name>` stands for a dtype in any of the spellings below. What no form fits, but which names two
+dtypes and a disagreement, is still recognised, with the operator taken from the traceback.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 from ...dtypes import parse
 from .family import FAMILIES, Seen
-from .forms import FORMS
-from .situation import Situation
-from .source_line import failing_call
+from .situation import Situation, failing_call
+
+_TABLE = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
+
+# operator, template. `<x>` is a dtype named x; everything else is a regular expression.
+FORMS: tuple[tuple[str, str], ...] = tuple(
+    (operator, form) for operator, _, form in (line.partition("\t") for line in _TABLE.splitlines() if not line.startswith("#"))
+)
+
 
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor, CUDABFloat16Type, BFloat16, float, long int, bf16,
 # bf16[constexpr[64]], <['64'], fp32>, triton.language.float32

@@ -1,4 +1,4 @@
-"""Families of errors as sheets (`families/*.txt`, read by `doctor.sheets`).
+"""The families of errors: sheets (`families/*.txt`, read by `doctor.sheets`), and their pages.
 
 A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
 `why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes that several families share, their scores moved so.
@@ -14,12 +14,12 @@ from typing import Any
 
 from ...dtypes import torch_word
 from ...finding import Severity
+from ...pages.rules import docstring_page
 from ..sheets import Entry, sections
 from ..sheets import Facts as Known
-from .family import Cause, Explained, Seen, family
+from .family import FAMILIES, Cause, Explained, Seen, custom_backward, family, is_floating, outside_autocast, wider
 from .recognise import dtype_word
-from .shared_causes import custom_backward, is_floating, outside_autocast, wider
-from .source_line import failing_call
+from .situation import failing_call
 
 _SHARED: dict[str, Callable[[Seen, float], Iterator[Cause]]] = {
     "outside autocast": outside_autocast,
@@ -27,6 +27,7 @@ _SHARED: dict[str, Callable[[Seen, float], Iterator[Cause]]] = {
 }
 _READINGS: dict[str, Callable[[str], Any]] = {
     " as dtype": dtype_word,
+    " as dtypes": lambda words: ", ".join(dtype_word(word) for word in words.split(",") if word.strip()),
     " as torch": torch_word,
     " as mixed": lambda word: word.replace("-true", "-mixed"),
     " without spaces": str.strip,
@@ -126,3 +127,26 @@ def register(path: Path) -> None:
 
         explained.__doc__ = section.page
         family(section.code, *section.name.split("; "))(explained)
+
+
+_NOT_DTYPE = """# EX000: not a dtype error
+
+The text holds an error (or none), and nothing in it speaks of a disagreement between dtypes. Shapes, devices, memory and missing keys are
+other matters; isotype says so rather than guess.
+
+If you think it is one after all: paste the whole traceback, from its first line, or run the program under `isotype doctor trace`.
+"""
+
+
+def codes() -> list[str]:
+    return sorted({"EX000", *(code for code, _ in FAMILIES.values())})
+
+
+def page(code: str) -> str | None:
+    if code == "EX000":
+        return _NOT_DTYPE
+    return next((docstring_page(code, function) for known, function in FAMILIES.values() if known == code), None)
+
+
+for _sheet in sorted((Path(__file__).parent / "families").glob("*.txt")):
+    register(_sheet)

@@ -1,4 +1,4 @@
-"""`isotype kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and what fails in it explained."""
+"""`isotype doctor kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and what fails in it explained."""
 
 from .check import check
 

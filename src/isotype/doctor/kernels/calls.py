@@ -1,14 +1,136 @@
-"""A wrapper called for every input dtype while its launches are trapped: the kernels it reaches, with the signatures it gives them."""
+"""A wrapper called with CPU tensors of every input dtype: the kernels it reaches, with the signatures that Triton's launcher would compile.
+
+Launches are caught instead of run (`trap_launches`). Where no inputs are given, a few usual shapes are tried until a call reaches a launch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from .signature import Combination, Reach
+from ...finding import Finding
+from .check import check_combinations
+from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, parse_target, require_triton
+
+MOST_CONFIGURATIONS = 8  # of one autotuned kernel: the first configurations differ as much as the last
+
+
+@dataclass
+class Launch:
+    """One `kernel[grid](...)`: the function, its arguments as given, and the configuration chosen by autotuning."""
+
+    function: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def combination(self, target: Any, label: str, reach: Reach = Reach.GIVEN) -> Combination:
+        """What Triton's launcher makes of the arguments: types, constexprs (also an integer 1 and None), divisibility."""
+        from triton._utils import find_paths_if, get_iterable_path
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        backend = make_backend(target)
+        names = list(self.function.arg_names)
+        bind = create_function_from_signature(self.function.signature, self.function.params, backend)
+        options = {k: v for k, v in self.kwargs.items() if k in OPTION_NAMES and k not in names}
+        kwargs = {k: _stand_in(v) for k, v in self.kwargs.items() if k in names}
+        bound, specialization, _ = bind(*(_stand_in(a) for a in self.args), **kwargs)
+        types = [kind for kind, _ in specialization]
+        constant = find_paths_if(types, lambda _, kind: kind == "constexpr")
+        values = list(bound.values())
+        known = ["" if kind == "constexpr" else value for kind, value in specialization]
+        described = find_paths_if(known, lambda _, value: isinstance(value, str))
+        return Combination(
+            label,
+            dict(zip(names, types)),
+            {path: get_iterable_path(values, path) for path in constant},
+            {path: backend.parse_attr(get_iterable_path(known, path)) for path in described},
+            options,
+            reach,
+        )
+
+
+def _stand_in(value: Any) -> Any:
+    """A tensor as Triton's launcher sees it: a dtype and an aligned pointer."""
+    import torch
+    from triton.runtime.jit import MockTensor
+
+    if isinstance(value, torch.Tensor):
+        return MockTensor(value.dtype)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_stand_in(v) for v in value)
+    return value
+
+
+class _NotRun:
+    """What a trapped launch returns: code that reads a compiled kernel's figures gets modest ones."""
+
+    n_regs, n_spills, n_max_threads = 32, 0, 1024
+
+    def __init__(self) -> None:
+        from types import SimpleNamespace
+
+        self.metadata = SimpleNamespace(shared=0, num_warps=4, num_stages=2, num_ctas=1)
+        self.asm: dict[str, str] = {}
+
+    def _init_handles(self) -> None:
+        pass
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self
+
+
+@dataclass
+class Trap:
+    """The launches caught so far, and notes on what could not be followed."""
+
+    launches: list[Launch] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def trap_launches() -> Iterator[Trap]:
+    """No kernel runs inside; every launch, for every autotuning configuration, is kept."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    trap = Trap()
+    run, tuned_run = JITFunction.run, Autotuner.run
+
+    def trapped(function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        trap.launches.append(Launch(function, args, kwargs))
+        return _NotRun()
+
+    def trapped_tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        tuner.nargs = dict(zip(tuner.arg_names, args))
+        try:
+            configs = list(tuner.prune_configs(kwargs))
+        except Exception as error:
+            trap.remarks.append(
+                f"{getattr(tuner.base_fn, '__name__', 'a kernel')}: its pruning of configurations failed ({error}); the first ones are used"
+            )
+            configs = list(tuner.configs)
+        result: Any = None
+        for config in configs[:MOST_CONFIGURATIONS]:
+            result = tuner.fn.run(*args, **{**kwargs, **_all_kwargs(config)})
+        tuner.nargs = None
+        return result
+
+    JITFunction.run, Autotuner.run = trapped, trapped_tuned
+    try:
+        yield trap
+    finally:
+        JITFunction.run, Autotuner.run = run, tuned_run
+
+
+def _all_kwargs(config: Any) -> Mapping[str, Any]:
+    return {**config.kwargs, **{n: getattr(config, n, None) for n in OPTION_NAMES if getattr(config, n, None) is not None}}
+
 
 WORDS = ("fp32", "bf16", "fp16")
 
@@ -133,7 +255,6 @@ class Recording:
         import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
 
         from .pretend import pretend_gpu
-        from .trap import trap_launches
 
         self.trap = self._stack.enter_context(trap_launches())
         self._stack.enter_context(pretend_gpu(self.target))
@@ -161,3 +282,101 @@ def _backward(result: Any) -> None:
     outputs = [t for t in _leaves(result) if t.requires_grad and t.is_floating_point()]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+_ROWS, _COLUMNS = 16, 64
+_INDEX = ("label", "target", "idx", "index", "ids", "positions")
+_VECTOR = ("weight", "bias", "gamma", "beta", "scale", "w", "b")
+_SHAPES = ((_ROWS, _COLUMNS), (2, _ROWS, _COLUMNS), (2, 4, _ROWS, _COLUMNS), (_COLUMNS,), (_COLUMNS, _COLUMNS))
+
+
+def several(inputs: Any) -> list[Any]:
+    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several, anything else is one."""
+    import torch
+
+    if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
+        return inputs
+    if inputs is None:
+        return [()]
+    return [(inputs,)] if isinstance(inputs, torch.Tensor) else [inputs]
+
+
+def guessed_inputs(function: Callable[..., Any], target: Any) -> dict[str, Any] | tuple[Any, ...] | None:
+    """The first guess with which a call launches a kernel and raises nothing, else the first that launches one, else None."""
+    from .calls import call_trapped
+
+    fallback = None
+    for inputs in _guesses(function):
+        calls = call_trapped(function, inputs, target, mixed=False, backward=False)
+        if calls.launches and not calls.refused:
+            return inputs
+        if calls.launches and fallback is None:
+            fallback = inputs
+    return fallback
+
+
+def _guesses(function: Callable[..., Any]) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
+    forward = getattr(function, "forward", None) if isinstance(function, type) and hasattr(function, "apply") else None
+    positional = forward is not None
+    signature = inspect.signature(forward or function)
+    parameters = list(signature.parameters.values())[1 if positional else 0 :]
+    wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for shape in _SHAPES:
+        for vectors in (True, False):
+            made = {p.name: _value(p, shape, vectors, first=p is wanted[0]) for p in wanted}
+            yield tuple(made.values()) if positional else made
+
+
+def _value(parameter: Any, shape: tuple[int, ...], vectors: bool, *, first: bool) -> Any:
+    import torch
+
+    name, annotation = parameter.name.lower(), str(parameter.annotation)
+    if "Tensor" not in annotation:
+        if annotation.endswith("float'>") or annotation == "float" or "eps" in name:
+            return 1e-5 if "eps" in name else 1.0
+        if annotation.endswith("bool'>") or annotation == "bool":
+            return False
+        if annotation.endswith("int'>") or annotation == "int":
+            return _COLUMNS if any(w in name for w in ("dim", "size", "block")) else 1
+    if any(w in name for w in _INDEX):
+        return torch.zeros(shape[:-1] or (_ROWS,), dtype=torch.int64)
+    if vectors and not first and (name in _VECTOR or name.endswith(tuple(f"_{w}" for w in _VECTOR))):
+        return torch.randn(shape[-1])
+    return torch.randn(shape)
+
+
+@dataclass
+class WrapperResult:
+    findings: list[Finding] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    launches: int = 0
+    compiled: int = 0
+    failed: int = 0
+    usages: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def check_wrapper(
+    function: Callable[..., Any], inputs: Any, targets: Sequence[str | int] = (DEFAULT,), *, backward: bool = True, binary: bool = False
+) -> WrapperResult:
+    """Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own launches have them."""
+    require_triton()
+    return check_reached(call_trapped(function, inputs, parse_target(targets[0]), backward=backward), targets, binary=binary)
+
+
+def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = False) -> WrapperResult:
+    result = WrapperResult(launches=calls.launches, refused=calls.refused, remarks=calls.remarks)
+    for reached in calls.reached.values():
+        one = check_combinations(reached.function, reached.combinations, targets, binary=binary, extend=not _only_own(reached))
+        result.findings += one.findings
+        result.compiled += one.compiled
+        result.failed += one.failed
+        result.usages += one.usages
+        result.kernels.append(reached.function.__name__)
+    return result
+
+
+def _only_own(reached: Reached) -> bool:
+    """Triton's and torch's own kernels are compiled as launched, and not put in question further."""
+    return str(reached.function.__module__).split(".")[0] in ("triton", "torch")

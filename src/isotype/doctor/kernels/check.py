@@ -8,13 +8,21 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, listed
-from .diagnose import diagnose
-from .fault import Fault
+from .compiled import static_faults
+from .failures import diagnose
 from .observe import Observation, observe
-from .signature import Combination, Reach, distinct, float_pointer_matrix, scalar_variations
-from .static_checks import static_faults
-from .targets import DEFAULT, parse_target, require_triton
-from .unwrap import place_of
+from .provenance import Fault
+from .signature import (
+    DEFAULT,
+    Combination,
+    Reach,
+    distinct,
+    float_pointer_matrix,
+    parse_target,
+    place_of,
+    require_triton,
+    scalar_variations,
+)
 
 Signatures = Mapping[str, Mapping[str, str]] | Sequence[Mapping[str, str]]
 _SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING, Reach.LATENT: Severity.NOTE}
@@ -76,7 +84,7 @@ def check_kernel(
 ) -> Result:
     """`check` with counts and observations."""
     from .infer import inferred_combinations
-    from .unwrap import unwrap
+    from .signature import unwrap
 
     require_triton()
     whole = unwrap(kernel)
@@ -145,7 +153,7 @@ def check_combinations(
     findings = as_findings(function, observations)
     usages: list[str] = []
     if binary:
-        from .binary import binary_findings
+        from .compiled import binary_findings
 
         more, usages = binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
         findings += more

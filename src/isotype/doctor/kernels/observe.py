@@ -203,7 +203,7 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    from .targets import target_name
+    from .signature import target_name
 
     observation = Observation(combination, target_name(target))
     try:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .targets import limits
+from .signature import limits
 
 _CUDA = torch.device("cuda:0")
 _FRESH = {

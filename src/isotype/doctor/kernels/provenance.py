@@ -1,10 +1,16 @@
-"""Where a value's dtype came from, read off a typed syntax tree: a load through a pointer, a scalar that promoted it, a cast."""
+"""Where a value's dtype came from, read off a typed syntax tree: a load through a pointer, a scalar that promoted it, a cast.
+
+A failed compilation (`Scene`) and what is found wrong with it (`Fault`) are described in these words.
+"""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from typing import Any
 
+from ...finding import Severity
 from .observe import Frame
 
 LOW = ("bf16", "fp16")
@@ -162,3 +168,52 @@ def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origi
         if frame.dtypes.get(argument) == result and (found := origin(frame, argument, before=before, _depth=depth + 1)):
             return found
     return Origin("call", f"the result of `{source_text(node)}`", here, source_text(node))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What `check` turns into a Finding, once for all the combinations that show it."""
+
+    code: str
+    file: str
+    line: int
+    kernel: str
+    variable: str
+    message: str
+    cause: str
+    fix: str
+    dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
+    facts: tuple[tuple[str, str], ...] = field(default=())
+    is_dtype: bool = True  # whether the failure is about dtypes at all
+    statistic: bool = False  # whether the value at fault is one loaded number a program
+    severity: Severity | None = None  # None: decided by how reachable the combination is
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A failure as the recognisers see it: the innermost function of the user's, the node at which it stopped, the message."""
+
+    frame: Frame
+    node: ast.AST
+    message: str
+    kernel: str
+
+    def fault(self, code: str, variable: str, message: str, *, cause: str, fix: str, line: int | None = None, **more: Any) -> Fault:
+        place = self.frame.line(self.node) if line is None else line
+        return Fault(code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more)
+
+    def at(self, found: Origin | None) -> str:
+        """` (case.py:12)` of an origin."""
+        return f" ({self.frame.file.rsplit('/', 1)[-1]}:{found.line})" if found else ""
+
+
+def scalar_word(text: str) -> str:
+    """`fp32` of `fp32[constexpr[256]]` (Triton 3.9) and of `<[256], fp32>` (older)."""
+    text = text.strip()
+    if old := re.fullmatch(r"<\[.*\], *(.+)>", text):
+        return old[1]
+    return {"int1": "bool"}.get(word := re.split(r"\[", text, maxsplit=1)[0], word)
+
+
+def origin_facts(scene: Scene, *found: Origin | None) -> tuple[tuple[str, str], ...]:
+    return tuple(("comes from", f"{o.text}{scene.at(o)}") for o in found if o is not None)

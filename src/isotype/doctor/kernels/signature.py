@@ -1,11 +1,153 @@
-"""What one compilation is given: the type of every parameter, the constexprs, and how sure we are that a caller produces it."""
+"""What one compilation is given: a kernel out of its decorators, a target, each parameter's type, the constexprs, and how sure it is
+that a caller produces them.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UsageError
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+DEFAULT = "sm_90"
+SUPPORTED = ((3, 4), (3, 9))  # first and last minor version of Triton that was read and tried
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program (block) may use. Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA guide."""
+
+    shared_bytes: int
+    registers: int  # a thread
+
+
+# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share
+_SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+_LDS_KIB = {"gfx950": 160}
+
+
+def parse_target(text: str | int) -> GPUTarget:
+    """`sm_90`, `sm90`, `90` or `gfx942` as Triton's own target.
+
+    Raises  UsageError for anything else.
+    """
+    require_triton()
+    from triton.backends.compiler import GPUTarget
+
+    word = str(text).strip().lower()
+    if nvidia := re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", word):
+        arch = int(nvidia[1])
+        if arch < 70 or arch > 129:
+            raise UsageError(f"architecture {text!r}: NVIDIA architectures from sm_70 to sm_129 are compiled for")
+        return GPUTarget("cuda", arch, 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", word):
+        return GPUTarget("hip", word, 64 if word.startswith("gfx9") else 32)
+    raise UsageError(f"architecture {text!r}: expected something like sm_80, sm_90, sm_100 or gfx942")
+
+
+def target_name(target: GPUTarget) -> str:
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def limits(target: GPUTarget) -> Limits:
+    if target.backend == "cuda":
+        return Limits(shared_bytes=_SHARED_KIB.get(int(target.arch), 99) * 1024, registers=255)
+    return Limits(shared_bytes=_LDS_KIB.get(str(target.arch), 64) * 1024, registers=512)
+
+
+def require_triton() -> str:
+    """The installed Triton's version.
+
+    Raises  UsageError when there is none, or one that this has not been tried with.
+    """
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        raise UsageError("Triton is not installed; install it with: pip install 'triton>=3.4,<3.10' (no GPU is needed)") from None
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+    first, last = SUPPORTED
+    if not first <= numbers <= last:
+        span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        raise UsageError(f"Triton {found} is installed; isotype doctor kernels reads Triton {span}")
+    return found
+
+
+OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one `triton.Config` fixes."""
+
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    function: Any
+    configs: list[Configuration]
+    heuristics: dict[str, Any]
+
+    def with_defaults(self, constexprs: Mapping[str, Any]) -> dict[str, Any]:
+        """The given constexprs, and the defaults of `tl.constexpr` parameters that were left out."""
+        defaults = {p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default}
+        values = {**defaults, **self.configs[0].constexprs, **constexprs}
+        for name, decide in self.heuristics.items():
+            if name not in constexprs:
+                try:
+                    values[name] = decide(values)
+                except Exception:
+                    continue  # a heuristic that looks at tensors: without a launch there is nothing to look at
+        return values
+
+
+def is_kernel(value: Any) -> bool:
+    """Whether it is a `@triton.jit` function, also inside other decorators."""
+    from triton.runtime.jit import JITFunction, KernelInterface
+
+    while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):
+        value = getattr(value, "fn", None)
+    return isinstance(value, JITFunction)
+
+
+def configuration(config: Any) -> Configuration:
+    options = {n: getattr(config, n, None) for n in OPTION_NAMES}
+    return Configuration(dict(config.kwargs), {n: v for n, v in options.items() if v is not None})
+
+
+def unwrap(kernel: Any) -> Unwrapped:
+    """Raises  UsageError when it is no kernel, or Triton's interpreter has taken its place."""
+    from triton.runtime.jit import JITFunction, KernelInterface
+
+    configs: list[Configuration] = []
+    heuristics: dict[str, Any] = {}
+    one = kernel
+    while isinstance(one, KernelInterface) and not isinstance(one, JITFunction):
+        configs = configs or [configuration(c) for c in getattr(one, "configs", [])]
+        heuristics |= getattr(one, "values", {})
+        one = getattr(one, "fn", None)
+    if type(one).__name__ == "InterpretedFunction":
+        raise UsageError(f"{getattr(one, '__name__', kernel)} runs in Triton's interpreter: unset TRITON_INTERPRET to compile it")
+    if not isinstance(one, JITFunction):
+        raise UsageError(f"{getattr(kernel, '__name__', kernel)!r} is no @triton.jit kernel")
+    return Unwrapped(one, configs or [Configuration()], heuristics)
+
+
+def place_of(function: Any) -> tuple[str, int]:
+    """The file of a kernel and the line of its `def`, below the decorators."""
+    source, first = inspect.getsourcelines(function.fn)
+    below = next((i for i, text in enumerate(source) if text.lstrip().startswith("def ")), 0)
+    return function.fn.__code__.co_filename, first + below
+
 
 FLOAT_POINTERS = ("*fp32", "*bf16", "*fp16")
 _FLOATS = ("fp64", "fp32", "bf16", "fp16")

@@ -1,10 +1,16 @@
-"""TARGET of the command line: a file, a module, a kernel, a wrapper or a `build()`, loaded and checked."""
+"""TARGET of the command line: a file, a module, a kernel, a wrapper, a `build()`, or a repository's own tests; loaded and checked.
+
+Tests run under pytest with launches trapped on a pretended GPU. The kernels do not run, so assertions about values fail; the tests' results
+are not reported and do not count.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +21,11 @@ from typing import Any
 
 from ...errors import IsotypeError, UsageError
 from ...finding import Finding
+from .calls import Calls, Recording, WrapperResult, check_reached, check_wrapper, guessed_inputs, several
 from .check import Result, check_combinations, check_kernel, given
 from .infer import inferable
-from .inputs import guessed_inputs, several
-from .targets import DEFAULT, parse_target, require_triton
-from .unwrap import is_kernel, unwrap
-from .wrapper import WrapperResult, check_reached, check_wrapper
+from .pretend import pretend_gpu
+from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
 
 
 @dataclass
@@ -87,8 +92,8 @@ def load(place: str) -> list[ModuleType]:
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
+    from .calls import trap_launches
     from .pretend import pretend_gpu
-    from .trap import trap_launches
 
     try:
         with trap_launches():
@@ -260,3 +265,59 @@ def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) 
         except Exception as error:
             calls.refused["as called"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return result, calls
+
+
+class _Recorder:
+    """The pytest plugin: each test's call is recorded under the test's name."""
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.calls, self.tests = target, Calls(), 0
+
+    def hooks(self) -> dict[str, Any]:
+        import pytest
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_protocol(item: Any) -> Iterator[None]:
+            self.tests += 1
+            with Recording(self.calls, self.target, item.name):
+                return (yield)
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_collection(session: Any) -> Iterator[None]:
+            # `skipif(not torch.cuda.is_available())` is decided when a test file is imported
+            import torch._dynamo  # noqa: F401  its table of functions must hold the real ones
+
+            with pretend_gpu(self.target):
+                return (yield)
+
+        return {"pytest_runtest_protocol": staticmethod(pytest_runtest_protocol), "pytest_collection": staticmethod(pytest_collection)}
+
+
+def check_pytest(arguments: Sequence[str], targets: Sequence[str] | None = None, *, binary: bool = False) -> Report:
+    """Runs `pytest ARGUMENTS` in this process and checks every kernel that its tests launched.
+
+    Raises  UsageError when pytest finds no test, or none launched a kernel
+    """
+    import pytest
+
+    from .calls import trap_launches
+
+    require_triton()
+    chosen = list(targets or [DEFAULT])
+    recorder = _Recorder(parse_target(chosen[0]))
+    plugin = type("LaunchRecorder", (), recorder.hooks())()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), trap_launches():
+        status = int(pytest.main([*arguments, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"], plugins=[plugin]))
+    last = next((line for line in reversed(said.getvalue().splitlines()) if line.strip()), "no output")
+    if status in (4, 3) or not recorder.tests:
+        raise UsageError(f"pytest {' '.join(arguments)}: {last}")
+    result = check_reached(recorder.calls, chosen, binary=binary)
+    if not result.kernels:
+        raise UsageError(f"pytest {' '.join(arguments)}: {recorder.tests} tests ran and launched no Triton kernel ({last})")
+    report = Report()
+    report.add_wrapper(result)
+    report.remarks.insert(
+        0, f"{recorder.tests} tests, {result.launches} launches recorded; the tests' own results do not count: no kernel ran"
+    )
+    return report

@@ -105,7 +105,7 @@ class Target:
             head, _, function = text.rpartition(":")
             path = Path(head)
         if not path.is_file():
-            raise UsageError(f"{path}: no such file", fix="isotype trace SCRIPT.py [args], or isotype trace FILE.py:FUNCTION")
+            raise UsageError(f"{path}: no such file", fix="isotype doctor trace SCRIPT.py [args], or isotype doctor trace FILE.py:FUNCTION")
         if path.suffix not in (".py", ""):
             raise UsageError(f"{path}: not a Python file")
         if function is not None and not function.isidentifier():

@@ -21,13 +21,14 @@ _KEY_HEADS = 16
 
 
 def _adjacent(*tensors: Tensor) -> list[Tensor]:
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    made: list[Tensor] = []
+    for t in tensors:
+        made.append(t if t.stride(-1) == 1 else t.contiguous())
+    return made
 
 
-def _allowed(mask: Tensor | None, batch: int, queries: int, keys: int) -> Tensor | None:
+def _allowed(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """[B T S'] bytes, S' whole blocks: the queries of one key lie side by side, as the scores do."""
-    if mask is None:
-        return None
     turned = mask[:, 0].expand(mask.shape[0], queries, keys).transpose(1, 2).view(torch.uint8)
     return F.pad(turned, (0, -queries % BLOCK)).contiguous()
 
@@ -37,7 +38,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, allowed: Te
     batch, heads, queries, depth = q.shape
     masks = (0, 0) if allowed is None else (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(1))
     numbers = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *masks)
-    strides = [stride for t in (q, k, v, out, dy) for stride in t.stride()[:3]]
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dy.stride()[:3])
     return (ctypes.c_int64 * (len(numbers) + len(strides)))(*numbers, *strides)
 
 
@@ -58,7 +59,7 @@ def attention_forward(
     out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
     q, k, v = _adjacent(q_BNSD, k_BMTD, v_BMTD)
     batch, key_heads, keys, depth = k.shape
-    allowed = _allowed(mask, batch, q.shape[2], keys)
+    allowed = None if mask is None else _allowed(mask, batch, q.shape[2], keys)
     turned = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
     KERNELS("forward", _shape(q, k, v, out_BNSD, out_BNSD, allowed, causal), q, k, v, allowed, out_BNSD, lse_BNS, turned, scale)
     return out_BNSD, lse_BNS
@@ -67,8 +68,10 @@ def attention_forward(
 def _fake_backward(
     q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, dy: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_BNSD, k_BMTD, v_BMTD))
-    return dq, dk, dv
+    made: list[Tensor] = []
+    for t in (q_BNSD, k_BMTD, v_BMTD):
+        made.append(torch.empty(t.shape, dtype=t.dtype, device=t.device))
+    return made[0], made[1], made[2]
 
 
 @library_op(
@@ -82,11 +85,11 @@ def attention_backward(
     q, k, v, dy = _adjacent(q_BNSD, k_BMTD, v_BMTD, dy)
     dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
     batch, heads, queries, _ = q.shape
-    allowed = _allowed(mask, batch, queries, k.shape[2])
+    allowed = None if mask is None else _allowed(mask, batch, queries, k.shape[2])
     parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
     # of the query heads that read a key head, each has its own share of the gradients: summed here, in fp32, and narrowed once
-    shares = [torch.empty((*k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32) for _ in range(2)] if parts > 1 else [dk, dv]
+    shares = torch.empty((2, *k.shape[:2], parts, *k.shape[2:]), dtype=torch.float32).unbind() if parts > 1 else (dk, dv)
     KERNELS("backward", _shape(q, k, v, out, dy, allowed, causal), q, k, v, allowed, out, lse, dy, dq, *shares, parts, scale)
     if parts > 1:
-        dk, dv = (share.sum(2).to(k.dtype) for share in shares)
+        dk, dv = shares[0].sum(2).to(k.dtype), shares[1].sum(2).to(k.dtype)
     return dq, dk, dv

@@ -14,14 +14,13 @@ from ...dtypes import name
 from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import autocast_dtype, autocast_off, wide
-from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
+from ..backend import Path, call_op, cpp_runs, differentiated_again, path_for, reference_gradients
 from ..contract import OpContract
 from ..debug import checked_in_debug
-from ..recompute import attention_results
-from ..remade import kept_for, made_again
-from . import cpu, flex, gpu
-from .documents import Documents
-from .gpu import Backend, no_cudnn_for, on_a_gpu
+from ..recompute import attention_results, layers_running
+from ..remade import kept_for_each, made_again
+from . import cpu, gpu
+from .gpu import Backend, Documents, no_cudnn_for, on_a_gpu
 
 ATTENTION = OpContract(
     "query: F[B N S D], key: F[B M T D], value: F[B M T D] -> F[B N S D]",
@@ -80,6 +79,7 @@ class Attention(torch.autograd.Function):
         backend: Backend,
         documents: Documents | None,
         window: int | None,
+        path: Path,
     ) -> Tensor:
         def run() -> tuple[Tensor, ...]:
             if backend == "flash":
@@ -88,12 +88,10 @@ class Attention(torch.autograd.Function):
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
             return cpu.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
-        with autocast_off(q_BNSD):
-            out_BNSD, *saved = attention_results(run)
-        kept = [kept_for(t, t) for t in (q_BNSD, k_BMTD, v_BMTD)]
-        ctx.makes = [(make, len(tensors)) for make, tensors in kept]
-        ctx.save_for_backward(mask, out_BNSD, *(t for _, tensors in kept for t in tensors), *saved)
-        ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
+        out_BNSD, *made = run() if path == "graph" or not layers_running else attention_results(run)
+        makes, kept = kept_for_each(q_BNSD, k_BMTD, v_BMTD)
+        ctx.save_for_backward(mask, out_BNSD, *kept, *made)
+        ctx.makes, ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = makes, causal, scale, backend, documents, window
         return out_BNSD
 
     @staticmethod
@@ -104,19 +102,18 @@ class Attention(torch.autograd.Function):
             kept, saved = saved[:count], saved[count:]
             inputs.append(kept[0] if make is None else made_again(make, kept))
         q_BNSD, k_BMTD, v_BMTD = inputs
-        rest = (None,) * 6
+        rest = (None,) * 7
         if differentiated_again():
             if ctx.documents is not None:
                 mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
             again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
             return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
         given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
-        with autocast_off(q_BNSD):
-            if ctx.backend == "flash":
-                return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
-            if ctx.backend == "cudnn":
-                return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
-            grads = cpu.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
+        if ctx.backend == "flash":
+            return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
+        if ctx.backend == "cudnn":
+            return *gpu.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
+        grads = cpu.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
         return *grads, *rest
 
 
@@ -144,6 +141,10 @@ def backend_of(
 
 def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16, one mask of bools for all heads."""
+    return _fits(dtype, query, key, value, mask) and cpp_runs(cpu.KERNELS, query, key, value)
+
+
+def _fits(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     (batch, _, queries, depth), keys = query.shape, key.shape[2]
     return (
         dtype == torch.bfloat16
@@ -151,7 +152,6 @@ def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, 
         and depth % 16 == 0
         and min(batch, queries, keys, depth) > 0
         and (mask is None or (mask.dtype == torch.bool and mask.shape in ((batch, 1, queries, keys), (1, 1, queries, keys))))
-        and cpp_runs(cpu.KERNELS, query, key, value)
     )
 
 
@@ -192,26 +192,31 @@ def attention(
         raise UsageError(f"softcap is {softcap}: expected a positive number")
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
-        query, key, value = (t.to(cast) for t in (query, key, value))
+        query, key, value = query.to(cast), key.to(cast), value.to(cast)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
             f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and {name(value.dtype)}: expected one", code="DT001"
         )
     given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
-    if reference_runs():
+    path = path_for(cpu.KERNELS, query, key, value)
+    if path == "reference":
         mask = _with_documents(mask, documents, query)
         return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     packed = documents is not None
-    backend = backend_of(query.dtype, query, key, value, mask, causal=causal, window=window, softcap=softcap, packed=packed)
+    backend: Backend
+    if path == "cpp" and query.is_cpu and not packed and window is None and softcap is None and _fits(query.dtype, query, key, value, mask):
+        backend = "cpp"
+    else:
+        backend = backend_of(query.dtype, query, key, value, mask, causal=causal, window=window, softcap=softcap, packed=packed)
     if backend == "flex" and is_planned(query.device):
         # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
-        out: Tensor = Attention.apply(query, key, value, mask, causal, scale, backend, documents, window)
+        out: Tensor = call_op(Attention, attention_reference, path, query, key, value, mask, causal, scale, backend, documents, window)
         return out
     if backend == "flex":
         assert softcap is not None
-        return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)
+        return gpu.flex_attention_softcapped(query, key, value, mask, causal, scale, window, softcap, documents)
     mask = _with_documents(mask, documents, query)
     if backend == "plain":
         return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
@@ -235,10 +240,12 @@ def _with_documents(mask: Tensor | None, documents: Documents | None, query: Ten
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    if any(t.dim() != 4 for t in (query, key, value)) or key.shape != value.shape:
-        raise ShapeError(f"{shapes}: expected [B N S D], [B M T D] and [B M T D]", code="SH001")
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ShapeError(f"{shapes}: batch and head size must be the same", code="SH001")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ShapeError(f"{shapes}: {query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly", code="SH001")
+    fault = ""
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape != value.shape:
+        fault = "expected [B N S D], [B M T D] and [B M T D]"
+    elif query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        fault = "batch and head size must be the same"
+    elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        fault = f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly"
+    if fault:
+        raise ShapeError(f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {fault}", code="SH001")

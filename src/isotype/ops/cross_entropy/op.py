@@ -11,12 +11,12 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...environment.planned import is_planned, stands_for
 from ..autocast import autocast_off, wide
-from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..backend import applied, cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..library import library_op
 from . import cpu, eager
-from .eager import blocks
+from .eager import RowValues, Upstream, Wanted, blocks
 from .rule import (
     RULE,
     LossRule,
@@ -119,6 +119,42 @@ def weighted_losses(
     return weighed_losses(row_losses_T, lse_T, sum_of_logits, targets_T, logits_TV.shape[-1], rule, class_weights, token_weights_T)
 
 
+def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
+def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
+
+
+@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
+def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
+
+
+class Planned:
+    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
+
+    @staticmethod
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+        return _kernel_forward(logits_TV, targets_T)
+
+    @staticmethod
+    def cross_entropy_backward(
+        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    ) -> Tensor:
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return out_TV
+
+    @staticmethod
+    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return loss_T, lse_T
+
+
 class Paths(Protocol):
     """What each of the op's modules offers: `triton`, `cpu` and `eager`."""
 
@@ -137,19 +173,25 @@ class Paths(Protocol):
     def loss_and_gradient(
         self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
     ) -> tuple[Tensor, Tensor]: ...
+    def row_values(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
+    def row_value_gradients(
+        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    ) -> Tensor: ...
 
 
-def paths(x: Tensor) -> Paths:
-    """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
+def row_paths(x: Tensor) -> Paths:
+    """What computes on rows of logits: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import triton
 
         return triton
-    if is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64:
-        from . import planned
-
-        return planned
     return cpu if cpp_runs(cpu.KERNELS, x) else eager
+
+
+def loss_paths(x: Tensor) -> Paths | type[Planned]:
+    """`row_paths`, or for a plan of a GPU its kernels as operators."""
+    planned = is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
+    return Planned if planned and not triton_runs(x) else row_paths(x)
 
 
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -159,7 +201,7 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    return loss_paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -177,7 +219,7 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    return loss_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -189,8 +231,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: RuleArguments) -> Tensor:
-        with autocast_off(logits_TV):
-            loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
+        loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
         ctx.save_for_backward(logits_TV, targets_T, lse_T)
         ctx.rule = rule
         return loss_T
@@ -198,11 +239,11 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, lse_T = ctx.saved_tensors
-        with autocast_off(logits_TV):
-            if differentiated_again():
-                rule = LossRule.from_arguments(*ctx.rule)
+        if differentiated_again():
+            rule = LossRule.from_arguments(*ctx.rule)
+            with autocast_off(logits_TV):
                 return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
-            return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
+        return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
 @checked_in_debug(CROSS_ENTROPY)
@@ -250,7 +291,7 @@ def cross_entropy(
         return loss_by_rule(logits, targets, rule, reduction, num_items)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
-        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
+        loss_T = applied(CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 

@@ -1,4 +1,6 @@
-"""Cross-entropy kernels: one program a row, two passes over the vocabulary in blocks. V vocabulary, offsets in int64.
+"""Kernels of the cross-entropy and of per-token values: one program a row, two passes over the vocabulary in blocks.
+
+V vocabulary, offsets in int64.
 
 Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no value changes dtype inside a branch or a
 loop; that fault broke large-vocabulary kernels in other libraries. Scalars are pinned to fp32: a compiler may hand a Python float over as
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device, warps
+from .eager import RowValues, Upstream, Wanted, room
 from .rule import LossRule
 
 # 16 values a thread at 8 warps
@@ -32,6 +35,35 @@ def capped(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexp
 
 
 @triton.jit
+def block_of(start, v, stop, WHOLE: tl.constexpr):
+    """Logits in fp32; past `stop`, which no whole block reaches, zeros. A mask that ends at any number is one for every value: with it 8
+    values of bf16 are 8 loads, without it one."""
+    if WHOLE:
+        x_fp32 = tl.load(start + v).to(tl.float32)
+    else:
+        x_fp32 = tl.load(start + v, mask=v < stop, other=0.0).to(tl.float32)
+    return x_fp32
+
+
+@triton.jit
+def add_to_loss(
+    top, total, summed, start, v, classes, scale, softcap,
+    WHOLE: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """The lanes' maxima and sums with a block of logits added."""
+    z_fp32 = capped(block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    if HAS_SMOOTHING:
+        summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
+    if not WHOLE:
+        z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
+    higher = tl.maximum(top, tl.max(z_fp32, 1))
+    # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    total = total * tl.exp(top - shift) + tl.sum(tl.exp(z_fp32 - shift[:, None]), 1)
+    return higher, total, summed
+
+
+@triton.jit
 def cross_entropy_forward_kernel(
     logits, targets, loss, lse,
     row_stride, classes, ignore_index, smoothing, scale, softcap, z_loss,
@@ -47,19 +79,15 @@ def cross_entropy_forward_kernel(
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     summed = tl.zeros([LANES], tl.float32)
-    for first in range(0, classes, LANES * EACH):
-        v = first + lanes
-        inside = v < classes
-        x_fp32 = tl.load(start + v, mask=inside, other=0.0).to(tl.float32)  # [LANES, EACH]
-        z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
-        if HAS_SMOOTHING:
-            summed += tl.sum(tl.where(inside, z_fp32, 0.0), 1)
-        z_fp32 = tl.where(inside, z_fp32, float("-inf"))
-        higher = tl.maximum(top, tl.max(z_fp32, 1))
-        # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z_fp32 - shift[:, None]), 1)
-        top = higher
+    whole = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, whole, LANES * EACH):
+        top, total, summed = add_to_loss(
+            top, total, summed, start, first + lanes, classes, scale, softcap, True, HAS_SMOOTHING, HAS_SCALE, HAS_CAP
+        )  # fmt: skip
+    if whole < classes:
+        top, total, summed = add_to_loss(
+            top, total, summed, start, whole + lanes, classes, scale, softcap, False, HAS_SMOOTHING, HAS_SCALE, HAS_CAP
+        )  # fmt: skip
     row_top = tl.max(top, 0)
     row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     row_lse = tl.log(tl.sum(total * tl.exp(top - row_shift), 0)) + row_shift
@@ -82,14 +110,17 @@ def cross_entropy_backward_kernel(
     # the blocks of a row are neighbours in the grid: memory is swept in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = v < columns
+    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
     # a column of this block, or none of it: 32 bits hold any vocabulary
     column = tl.where(ignored, -1, target - first_class).to(tl.int32)
     row_lse = tl.load(lse + row).to(tl.float32)
     dloss_fp32 = tl.load(dloss + row).to(tl.float32)
-    x_fp32 = tl.load(logits + row * row_stride + v, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    if whole:
+        x_fp32 = block_of(logits + row * row_stride, v, columns, True)  # [BLOCK]
+    else:
+        x_fp32 = block_of(logits + row * row_stride, v, columns, False)  # [BLOCK]
     z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     smoothing_fp32 = smoothing.to(tl.float32)
     g_fp32 = tl.exp(z_fp32 - row_lse) * (1.0 + 2.0 * z_loss.to(tl.float32) * row_lse)
@@ -103,7 +134,10 @@ def cross_entropy_backward_kernel(
         g_fp32 *= scale.to(tl.float32)
     # a select, not a product: 0 times a non-finite logit's exp would be nan
     g_fp32 = tl.where(ignored, 0.0, g_fp32 * dloss_fp32)
-    tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=inside)
+    if whole:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
+    else:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < columns)
 
 
 def _flags(rule: LossRule) -> dict[str, bool]:
@@ -155,3 +189,170 @@ def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_
     loss_T, lse_T = cross_entropy_forward(logits_TV, targets_T, rule)
     cross_entropy_backward(logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, logits_TV.shape[-1])
     return loss_T, lse_T
+
+
+# --- per-token values
+
+
+@triton.jit
+def add_to_values(
+    top, total, weighted, squared, summed, best, start, v, classes, scale, softcap,
+    WHOLE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SUM_SQ: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_TOP1: tl.constexpr,
+):  # fmt: skip
+    """The lanes' maxima, sums and most likely classes with a block of logits added."""
+    z_fp32 = capped(block_of(start, v, classes, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    if HAS_MEAN:
+        summed += tl.sum(z_fp32 if WHOLE else tl.where(v < classes, z_fp32, 0.0), 1)
+    if not WHOLE:
+        z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
+    block_top = tl.max(z_fp32, 1)
+    if HAS_TOP1:
+        # the first of equal maxima
+        at = tl.min(tl.where(z_fp32 == block_top[:, None], v, 2147483647), 1).to(tl.int32)
+        best = tl.where(block_top > top, at, best)
+    higher = tl.maximum(top, block_top)
+    # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    before = tl.where(top == float("-inf"), shift, top)
+    decay = tl.exp(top - shift)
+    e_fp32 = tl.exp(z_fp32 - shift[:, None])
+    if HAS_ENTROPY:
+        # sum of e (z - shift), moved to the new shift: no cancellation for large logits
+        distance = tl.where(e_fp32 > 0.0, z_fp32 - shift[:, None], 0.0)
+        weighted = decay * (weighted + (before - shift) * total) + tl.sum(e_fp32 * distance, 1)
+    if HAS_SUM_SQ:
+        squared = squared * decay * decay + tl.sum(e_fp32 * e_fp32, 1)
+    total = total * decay + tl.sum(e_fp32, 1)
+    return higher, total, weighted, squared, summed, best
+
+
+@triton.jit
+def row_values_kernel(
+    logits, targets, log_probs, lse, entropy, log_sum_sq, mean, top1,
+    row_stride, classes, scale, softcap,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SUM_SQ: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_TOP1: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    # a lane is one load of 16 bytes of one thread: its maximum and its sums stay in that thread, and the loop has no barrier
+    lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    squared = tl.zeros([LANES], tl.float32)
+    summed = tl.zeros([LANES], tl.float32)
+    best = tl.zeros([LANES], tl.int32)
+    whole = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, whole, LANES * EACH):
+        top, total, weighted, squared, summed, best = add_to_values(
+            top, total, weighted, squared, summed, best, start, first + lanes, classes, scale, softcap, True, HAS_SCALE, HAS_CAP,
+            HAS_ENTROPY, HAS_SUM_SQ, HAS_MEAN, HAS_TOP1,
+        )  # fmt: skip
+    if whole < classes:
+        top, total, weighted, squared, summed, best = add_to_values(
+            top, total, weighted, squared, summed, best, start, whole + lanes, classes, scale, softcap, False, HAS_SCALE, HAS_CAP,
+            HAS_ENTROPY, HAS_SUM_SQ, HAS_MEAN, HAS_TOP1,
+        )  # fmt: skip
+    row_top = tl.max(top, 0)
+    row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
+    lane_shift = tl.where(top == float("-inf"), row_shift, top)
+    decay = tl.exp(top - row_shift)
+    row_total = tl.sum(total * decay, 0)
+    log_total = tl.log(row_total)
+    row_lse = log_total + row_shift
+    picked_fp32 = tl.load(start + tl.load(targets + row).to(tl.int64)).to(tl.float32)
+    tl.store(log_probs + row, capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse)
+    tl.store(lse + row, row_lse)
+    if HAS_ENTROPY:
+        tl.store(entropy + row, log_total - tl.sum(decay * (weighted + (lane_shift - row_shift) * total), 0) / row_total)
+    if HAS_SUM_SQ:
+        tl.store(log_sum_sq + row, tl.log(tl.sum(squared * decay * decay, 0)) - 2.0 * log_total)
+    if HAS_MEAN:
+        tl.store(mean + row, tl.sum(summed, 0) / classes)
+    if HAS_TOP1:
+        tl.store(top1 + row, tl.min(tl.where(top == row_top, best, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def row_value_gradients_kernel(
+    logits, targets, lse, dlog_probs, dlse, dentropy, entropy, out,
+    row_stride, out_stride, columns, first_class, blocks, scale, softcap,
+    HAS_DLOG_PROBS: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DENTROPY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # the blocks of a row are neighbours in the grid: memory is swept in order
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
+    if whole:
+        x_fp32 = block_of(logits + row * row_stride, v, columns, True)  # [BLOCK]
+    else:
+        x_fp32 = block_of(logits + row * row_stride, v, columns, False)  # [BLOCK]
+    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    row_lse = tl.load(lse + row).to(tl.float32)
+    log_p = z_fp32 - row_lse
+    factor = tl.zeros([BLOCK], tl.float32)
+    if HAS_DLSE:
+        factor += tl.load(dlse + row).to(tl.float32)
+    if HAS_DLOG_PROBS:
+        factor -= tl.load(dlog_probs + row).to(tl.float32)
+    p_fp32 = tl.exp(log_p)
+    if HAS_DENTROPY:
+        shifted = tl.where(p_fp32 > 0.0, log_p, 0.0) + tl.load(entropy + row).to(tl.float32)
+        factor -= tl.load(dentropy + row).to(tl.float32) * shifted
+    g_fp32 = p_fp32 * factor
+    if HAS_DLOG_PROBS:
+        column = (tl.load(targets + row).to(tl.int64) - first_class).to(tl.int32)
+        g_fp32 += tl.where(v == column, tl.load(dlog_probs + row).to(tl.float32), 0.0)
+    if HAS_CAP:
+        u_fp32 = z_fp32 / softcap.to(tl.float32)
+        g_fp32 *= 1.0 - u_fp32 * u_fp32
+    if HAS_SCALE:
+        g_fp32 *= scale.to(tl.float32)
+    # an ignored row: a select, as 0 times a non-finite logit's exp would be nan
+    g_fp32 = tl.where(row_lse == float("inf"), 0.0, g_fp32)
+    if whole:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
+    else:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < columns)
+
+
+@on_its_device
+def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+    """The values of each row; no target is ignored."""
+    logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
+    rows, classes = logits_NV.shape
+    values = room(rows, torch.float32, logits_NV.device, wanted)
+    if rows:
+        block = min(MAX_BLOCK, triton.next_power_of_2(classes))
+        each = min(block, 16 // logits_NV.element_size())
+        row_values_kernel[(rows,)](
+            logits_NV, targets_N, values.log_probs, values.logsumexp, values.entropy, values.log_sum_sq_probs, values.mean_logits,
+            values.top1, logits_NV.stride(0), classes, rule.logit_scale, rule.softcap, HAS_SCALE=rule.logit_scale != 1.0,
+            HAS_CAP=rule.softcap != 0.0, HAS_ENTROPY=wanted.entropy, HAS_SUM_SQ=wanted.log_sum_sq_probs, HAS_MEAN=wanted.mean_logits,
+            HAS_TOP1=wanted.top1, LANES=block // each, EACH=each, num_warps=warps(block),
+        )  # fmt: skip
+    return values
+
+
+@on_its_device
+def row_value_gradients(
+    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+) -> Tensor:
+    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
+    logits_NV, targets_N, lse_N = _rows(logits_NV), targets_N.contiguous(), lse_N.contiguous()
+    rows, columns = logits_NV.shape
+    # a pointer that is not read still needs a tensor
+    dlog_probs, dlse, dentropy, entropy = (lse_N if t is None else t.to(torch.float32).contiguous() for t in upstream)
+    if rows and columns:
+        block = min(MAX_BLOCK, triton.next_power_of_2(columns))
+        blocks = triton.cdiv(columns, block)
+        row_value_gradients_kernel[(rows * blocks,)](
+            logits_NV, targets_N, lse_N, dlog_probs, dlse, dentropy, entropy, out_NV, logits_NV.stride(0), out_NV.stride(0), columns, first,
+            blocks, rule.logit_scale, rule.softcap, HAS_DLOG_PROBS=upstream.dlog_probs is not None,
+            HAS_DLSE=upstream.dlogsumexp is not None, HAS_DENTROPY=upstream.dentropy is not None, HAS_SCALE=rule.logit_scale != 1.0,
+            HAS_CAP=rule.softcap != 0.0, BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
+    return out_NV

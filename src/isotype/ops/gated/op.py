@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import narrowed, wide
-from ..backend import call_op, differentiated_again, fused_runs, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, fused_runs, path_for, reference_gradients
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -60,8 +60,7 @@ def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
 # --- the op
 
 
-def gated_forward(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    path = path_for(cpu.KERNELS, x)
+def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     if path == "cpp":
         return cpu.gated_forward(x, up, activation)
     if path == "triton":
@@ -72,10 +71,9 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: Activation) -> Tenso
 
 
 def gated_backward(
-    x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
+    path: Path, x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x and up, and with `product` the result again, from the same exp."""
-    path = path_for(cpu.KERNELS, x)
     if path == "cpp":
         dx, dup, again = cpu.gated_backward(x, up, dy, activation, product)
         return dx, None if up is None else dup, again if product else None
@@ -109,20 +107,20 @@ class GatedProduct(torch.autograd.Function):
     """Saves only its inputs. No formula here is changed by autocast: none has a product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, path: Path) -> Tensor:
         ctx.save_for_backward(x, up)
-        ctx.activation = activation
-        return gated_forward(x, up, activation)
+        ctx.path, ctx.activation = path, activation
+        return gated_forward(path, x, up, activation)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up = ctx.saved_tensors
         if differentiated_again():
             if up is None:
-                return reference_gradients(lambda x: gated_reference(x, None, ctx.activation), (x,), dy)[0], None, None
-            return *reference_gradients(lambda x, up: gated_reference(x, up, ctx.activation), (x, up), dy), None
-        dx, dup, _ = gated_backward(x, up, dy, ctx.activation, False)
-        return dx, dup, None
+                return *reference_gradients(lambda x: gated_reference(x, None, ctx.activation), (x,), dy), None, None, None
+            return *reference_gradients(lambda x, up: gated_reference(x, up, ctx.activation), (x, up), dy), None, None
+        dx, dup, _ = gated_backward(ctx.path, x, up, dy, ctx.activation, False)
+        return dx, dup, None, None
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
@@ -150,7 +148,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, gate, up, "silu")
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, gate), gate, up, "silu")
     return y
 
 
@@ -166,7 +164,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, gate, up, _gelu(approximate))
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, gate), gate, up, _gelu(approximate))
     return y
 
 
@@ -180,7 +178,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     grads   x: F
     Raises  UsageError
     """
-    return remember(call_op(GatedProduct, gated_reference, x, None, _gelu(approximate)), partial(gelu, approximate=approximate), x)
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, x), x, None, _gelu(approximate))
+    return remember(y, partial(gelu, approximate=approximate), x)
 
 
 # --- for callers that saved gate and up alone
@@ -192,7 +191,7 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
     gate, up  F[T I]
     ->        F[T I]
     """
-    return gated_forward(gate, up, _ACTIVATIONS[kind])
+    return gated_forward(path_for(cpu.KERNELS, gate), gate, up, _ACTIVATIONS[kind])
 
 
 def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +199,7 @@ def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[
 
     gate, up, dy  F[T I]
     """
-    dgate, dup, y = gated_backward(gate, up, dy, _ACTIVATIONS[kind], True)
+    dgate, dup, y = gated_backward(path_for(cpu.KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True)
     assert dup is not None
     assert y is not None
     return dgate, dup, y

@@ -19,7 +19,7 @@ from ...errors import ShapeError, UsageError
 from ..autocast import wide
 from ..backend import rows_can_be_counted
 from ..cross_entropy import eager as rows_eager
-from ..cross_entropy.op import paths
+from ..cross_entropy.op import loss_paths
 from ..cross_entropy.rule import LossRule
 from .products import add_product_, extent, gradient_factors, operand_dtype, product, product_over_classes, result_dtype, rows_of_logits
 
@@ -156,7 +156,7 @@ def forward_with_gradients(
     dlogits = logits if logits.dtype == operand else rows_of_logits(most if wants_gradient else 0, classes, operand, device)
     into, back = gradient_factors(operand, upstream)
     head = HeadGradient(out.dweight_VH, back)
-    compute = paths(logits)
+    compute = loss_paths(logits)
     for start in range(0, count, chunk):
         rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
         x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
@@ -218,7 +218,7 @@ def backward_by_vocabulary(
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         given = dloss_N if factor is None else dloss_N * factor
-        paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+        loss_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
     return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 

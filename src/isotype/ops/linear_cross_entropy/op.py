@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs, refuse_second_derivative
+from ..backend import applied, reference_runs, refuse_second_derivative
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
 from ..cross_entropy.rule import (
@@ -193,21 +193,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         head = want[1] or want[2]
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
-        with autocast_off(hidden_TH):
-            made = chunked.Forward(
-                *_forward(
-                    hidden_TH.to(dtype),
-                    weight_VH.to(dtype),
-                    None if bias_V is None else bias_V.to(dtype),
-                    targets_T,
-                    hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
-                    *rule,
-                    chunk,
-                    *now,
-                    statistics,
-                )
+        # the op has switched autocast off
+        made = chunked.Forward(
+            *_forward(
+                hidden_TH.to(dtype),
+                weight_VH.to(dtype),
+                None if bias_V is None else bias_V.to(dtype),
+                targets_T,
+                hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
+                *rule,
+                chunk,
+                *now,
+                statistics,
             )
-            loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
+        )
+        loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
@@ -296,9 +296,10 @@ def linear_cross_entropy(
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        loss, *seen = LinearCrossEntropy.apply(
-            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want, statistics
-        )
+        loss, *seen = applied(
+            LinearCrossEntropy, hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want,
+            statistics,
+        )  # fmt: skip
         loss = loss.reshape(targets.shape) if reduction == "none" else loss
     if not statistics:
         return loss

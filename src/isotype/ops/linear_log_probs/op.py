@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs, refuse_second_derivative
+from ..backend import applied, reference_runs, refuse_second_derivative
 from ..contract import OpContract
-from ..cross_entropy.op import rule_logits
+from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
+from ..cross_entropy.op import row_paths, rule_logits
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -37,7 +38,6 @@ from ..linear_cross_entropy.products import (
     result_dtype,
     rows_of_logits,
 )
-from .rows import RowValues, Upstream, Wanted, paths, room
 
 LINEAR_LOG_PROBS = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[*n], fp32|fp64[*n], fp32|fp64[*n]",
@@ -119,7 +119,7 @@ def forward(
     dlogits = logits if result == operand else rows_of_logits(most if gradient_of else 0, classes, operand, device)
     one = hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
     into, back = gradient_factors(operand, one)
-    compute = paths(logits)
+    compute = row_paths(logits)
     for start in range(0, count, chunk):
         rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
         ignored = targets_T[rows] == rule.ignore_index
@@ -127,7 +127,7 @@ def forward(
         z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
         if bias_V is not None:
             z_NV.add_(bias_V)
-        values = compute.forward(z_NV, targets_N, rule, wanted)
+        values = compute.row_values(z_NV, targets_N, rule, wanted)
         for whole, part in zip(out.values, values):
             if whole.numel():
                 whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
@@ -136,7 +136,7 @@ def forward(
         g_NV = dlogits[: x_NH.shape[0]]
         one_N = into.expand(x_NH.shape[0]).masked_fill(ignored, 0)
         upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
-        compute.backward(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
+        compute.row_value_gradients(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
         dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result))
         out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
     return out
@@ -168,7 +168,7 @@ def backward(
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled = [u if u is None or factor is None else u * factor for u in given]
-        paths(z).backward(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
+        row_paths(z).row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
 
     unit = largest(*(u for u in given if u is not None))
     return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
@@ -367,8 +367,8 @@ def linear_log_probs(
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
     wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
-    log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
+    log_probs, lse, entropy, squares, mean, top1 = applied(
+        LinearLogProbs, hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
         next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
     )  # fmt: skip
     every = (log_probs, entropy, lse, squares, mean, top1)

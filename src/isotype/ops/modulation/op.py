@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
 from ..autocast import narrowed, wide
-from ..backend import call_op, differentiated_again, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, path_for, reference_gradients
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..remade import remember
@@ -73,10 +73,9 @@ class ModulatedLayerNorm(torch.autograd.Function):
     """Saves its inputs alone: not the normed rows, and neither mean nor deviation of a row."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype, path: Path) -> Tensor:
         ctx.save_for_backward(x_BTH, scale_BH, shift_BH)
-        ctx.eps, ctx.out_dtype = eps, out_dtype
-        path = path_for(cpu.KERNELS, x_BTH, scale_BH, out_dtype=out_dtype)
+        ctx.path, ctx.eps, ctx.out_dtype = path, eps, out_dtype
         if path == "cpp":
             return cpu.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
         if path == "triton":
@@ -91,27 +90,26 @@ class ModulatedLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         x_BTH, scale_BH, shift_BH = ctx.saved_tensors
-        want, eps = any(ctx.needs_input_grad[1:3]), ctx.eps
+        want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
         if differentiated_again():
             reference = partial(_norm_reference, eps=eps, out_dtype=ctx.out_dtype)
-            return *reference_gradients(reference, (x_BTH, scale_BH, shift_BH), dy_BTH), None, None
-        path = path_for(cpu.KERNELS, x_BTH, scale_BH, dy_BTH)
+            return *reference_gradients(reference, (x_BTH, scale_BH, shift_BH), dy_BTH), None, None, None
         if path == "cpp":
             dx_BTH, dscale_BH, dshift_BH = cpu.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
-            return (dx_BTH, dscale_BH, dshift_BH, None, None) if want else (dx_BTH, None, None, None, None)
+            return (dx_BTH, dscale_BH, dshift_BH, None, None, None) if want else (dx_BTH, None, None, None, None, None)
         if path == "triton":
             from . import triton
 
             if triton.fits(x_BTH):
-                return *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want), None, None
+                return *triton.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want), None, None, None
         normed, factor = _normed(x_BTH, wide(x_BTH.dtype, scale_BH.dtype), eps)
         dy = dy_BTH.to(normed.dtype)
         g = dy * (1.0 + scale_BH.to(normed.dtype))[:, None]
         dx = (factor * (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True))).to(x_BTH.dtype)
         if not want:
-            return dx, None, None, None, None
+            return dx, None, None, None, None, None
         # summed in the wide dtype, and narrowed once
-        return dx, (dy * normed).sum(1).to(scale_BH.dtype), dy.sum(1).to(scale_BH.dtype), None, None
+        return dx, (dy * normed).sum(1).to(scale_BH.dtype), dy.sum(1).to(scale_BH.dtype), None, None, None
 
 
 @checked_in_debug(MODULATED_LAYER_NORM)
@@ -127,7 +125,8 @@ def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1
     Source       adaLN of Peebles and Xie 2022, with the norm of Ba et al. 2016
     """
     _check_vectors(x, scale=scale, shift=shift)
-    made: Tensor = call_op(ModulatedLayerNorm, _norm_reference, x, scale, shift, eps, out_dtype or x.dtype)
+    path = path_for(cpu.KERNELS, x, scale, out_dtype=out_dtype)
+    made: Tensor = call_op(ModulatedLayerNorm, _norm_reference, path, x, scale, shift, eps, out_dtype or x.dtype)
     return remember(made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift)
 
 
@@ -149,9 +148,9 @@ class GatedResidual(torch.autograd.Function):
     """Saves x and the gate; the residual's gradient is the incoming one."""
 
     @staticmethod
-    def forward(ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
+    def forward(ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor, path: Path) -> Tensor:
         ctx.save_for_backward(x_BTH, gate_BH)
-        path = path_for(cpu.KERNELS, x_BTH, gate_BH)
+        ctx.path = path
         if path == "cpp":
             return cpu.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
         if path == "triton":
@@ -164,24 +163,23 @@ class GatedResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         x_BTH, gate_BH = ctx.saved_tensors
-        needs_residual, _, want = ctx.needs_input_grad
-        dresidual = dy_BTH if needs_residual else None
+        needs_residual, _, want, _ = ctx.needs_input_grad
+        dresidual, path = dy_BTH if needs_residual else None, ctx.path
         if differentiated_again():
-            return dresidual, *reference_gradients(_added, (x_BTH, gate_BH), dy_BTH)
-        path = path_for(cpu.KERNELS, x_BTH, gate_BH)
+            return dresidual, *reference_gradients(_added, (x_BTH, gate_BH), dy_BTH), None
         if path == "cpp":
             dx_BTH, dgate_BH = cpu.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
-            return dresidual, dx_BTH, dgate_BH if want else None
+            return dresidual, dx_BTH, dgate_BH if want else None, None
         if path == "triton":
             from . import triton
 
             if triton.fits(x_BTH):
-                return dresidual, *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
+                return dresidual, *triton.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want), None
         dtype = wide(x_BTH.dtype, gate_BH.dtype)
         dy = dy_BTH.to(dtype)
         dx = (dy * gate_BH.to(dtype)[:, None]).to(x_BTH.dtype)
         # summed in the wide dtype, and narrowed once
-        return dresidual, dx, (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None
+        return dresidual, dx, (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None, None
 
 
 @checked_in_debug(GATED_RESIDUAL)
@@ -203,5 +201,5 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         )
     if residual.shape != x.shape:
         raise ShapeError(f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape", code="SH001")
-    y: Tensor = call_op(GatedResidual, gated_residual_reference, residual, x, gate)
+    y: Tensor = call_op(GatedResidual, gated_residual_reference, path_for(cpu.KERNELS, x, gate), residual, x, gate)
     return y

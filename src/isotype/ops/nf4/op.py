@@ -50,7 +50,7 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype, *, beside: int = 
     beside  columns that the result has after those of the weight, not written
     ->      dtype[O, K + beside]
     """
-    if fused_runs(packed) and dtype != torch.float64 and packed.is_contiguous() and state.code is not None:
+    if fused_runs(packed) and dtype != torch.float64 and packed.is_contiguous() and state.code is not None and state.blocksize % 16 == 0:
         nested = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if state.nested else (None, None, None, 1)
         scales, scale_code, offset, block = nested
         bytes_ = packed.view(torch.uint8)

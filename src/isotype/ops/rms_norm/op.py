@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import narrowed, wide
-from ..backend import call_op, differentiated_again, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, path_for, reference_gradients
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from . import cpu
@@ -45,10 +45,9 @@ def _reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out_dty
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    path: Path, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, 1 / rms of each row, x + residual or None)"""
-    path = path_for(cpu.KERNELS, x, weight_H, out_dtype=out_dtype)
     if path == "cpp":
         y, scale, made = cpu.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
         return y, scale, None if residual is None else made
@@ -66,10 +65,9 @@ def _forward(
 
 
 def _backward(
-    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+    path: Path, x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and weight; `more` is added to that of x."""
-    path = path_for(cpu.KERNELS, x, weight_H, dy)
     if path == "cpp":
         dx, dweight_H = cpu.rms_norm_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
         return dx, dweight_H if want_dweight else None
@@ -92,18 +90,19 @@ class RmsNorm(torch.autograd.Function):
     """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual connection shares."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
-        y, scale, _ = _forward(x, None, weight_H, eps, unit_offset, out_dtype)
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype, path: Path) -> Tensor:
+        y, scale, _ = _forward(path, x, None, weight_H, eps, unit_offset, out_dtype)
         ctx.save_for_backward(x, weight_H, scale)
-        ctx.given = eps, unit_offset, out_dtype
+        ctx.path, ctx.given = path, (eps, unit_offset, out_dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_H, scale = ctx.saved_tensors
         if differentiated_again():
-            return *reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (x, weight_H), dy), None, None, None
-        return *_backward(x, weight_H, scale, dy, None, ctx.given[1], ctx.needs_input_grad[1]), None, None, None
+            return *reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (x, weight_H), dy), None, None, None, None
+        dx, dweight_H = _backward(ctx.path, x, weight_H, scale, dy, None, ctx.given[1], ctx.needs_input_grad[1])
+        return dx, dweight_H, None, None, None, None
 
 
 @checked_in_debug(RMS_NORM)
@@ -119,7 +118,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
     """
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
-    y: Tensor = call_op(RmsNorm, _reference, x, weight, eps, unit_offset, out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
+    path = path_for(cpu.KERNELS, x, weight, out_dtype=out_dtype)
+    y: Tensor = call_op(RmsNorm, _reference, path, x, weight, eps, unit_offset, out_dtype)
     return y
 
 
@@ -132,12 +133,12 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+        ctx: Any, x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype, path: Path
     ) -> tuple[Tensor, Tensor]:
-        y, scale, made = _forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+        y, scale, made = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
         total = x if made is None else made
         ctx.save_for_backward(total, weight_H, scale)
-        ctx.given = eps, unit_offset, out_dtype
+        ctx.path, ctx.given = path, (eps, unit_offset, out_dtype)
         # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
         ctx.apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
         ctx.set_materialize_grads(False)
@@ -154,9 +155,9 @@ class AddRmsNorm(torch.autograd.Function):
             dx, dweight_H = reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (total, weight_H), dy)
             dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
         else:
-            dx, dweight_H = _backward(total, weight_H, scale, dy, dtotal, ctx.given[1], needs_weight)
+            dx, dweight_H = _backward(ctx.path, total, weight_H, scale, dy, dtotal, ctx.given[1], needs_weight)
         dresidual = dx.clone() if ctx.apart and dx is not None else dx
-        return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None
+        return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None, None
 
 
 def _add_reference(
@@ -190,5 +191,7 @@ def add_rms_norm(
         x, residual = x + residual, None
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
-    y, total = call_op(AddRmsNorm, _add_reference, x, residual, weight, eps, unit_offset, out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
+    path = path_for(cpu.KERNELS, x, weight, out_dtype=out_dtype)
+    y, total = call_op(AddRmsNorm, _add_reference, path, x, residual, weight, eps, unit_offset, out_dtype)
     return y, total

@@ -22,14 +22,18 @@ def _table(t: Tensor) -> Tensor:
 
 
 @library_op(
-    "rope_cpp(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    fake=lambda x, cos, sin, interleaved, back: like(x),
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
+    fake=lambda q, k, cos, sin, interleaved, back: (like(q), like(k)),
 )
-def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
-    y_BNSD = like(x_BNSD)
-    x_BNSD = x_BNSD if x_BNSD.stride(-1) == 1 else x_BNSD.contiguous()
-    KERNELS(
-        "rotate", x_BNSD.dtype, x_BNSD, y_BNSD, _table(cos_BSR), _table(sin_BSR), *x_BNSD.shape, cos_BSR.shape[-1], *x_BNSD.stride()[:3],
-        *y_BNSD.stride()[:3], cos_BSR.shape[0], interleaved, back,
-    )  # fmt: skip
-    return y_BNSD
+def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    cos_BSR, sin_BSR = _table(cos_BSR), _table(sin_BSR)
+    made: list[Tensor] = []
+    for x in (q_BNSD, k_BMSD):
+        y = like(x)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        KERNELS(
+            "rotate", x.dtype, x, y, cos_BSR, sin_BSR, *x.shape, cos_BSR.shape[-1], *x.stride()[:3], *y.stride()[:3], cos_BSR.shape[0],
+            interleaved, back,
+        )  # fmt: skip
+        made.append(y)
+    return made[0], made[1]

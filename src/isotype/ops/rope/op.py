@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import autocast_off, wide
-from ..backend import call_op, differentiated_again, fused_runs, path_for
+from ..backend import Path, call_op, differentiated_again, fused_runs, path_for
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -66,21 +66,19 @@ def _rotate_pair(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tenso
     return triton.rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
-def rotated(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
-    if path_for(cpu.KERNELS, q_BNSD, k_BMSD) == "cpp":
-        return cpu.rotate(q_BNSD, cos_BSR, sin_BSR, interleaved, back), cpu.rotate(k_BMSD, cos_BSR, sin_BSR, interleaved, back)
-    if q_BNSD.dtype == k_BMSD.dtype and fused_runs(q_BNSD):
+def _rotated(
+    q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool, path: Path
+) -> tuple[Tensor, Tensor]:
+    if path == "cpp":
+        return cpu.rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+    if path == "triton" and q_BNSD.dtype == k_BMSD.dtype:
         return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
-    return _one(q_BNSD, cos_BSR, sin_BSR, interleaved, back), _one(k_BMSD, cos_BSR, sin_BSR, interleaved, back)
-
-
-def _one(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
-    if fused_runs(x_BNSD):
-        # q and k have different dtypes: one launch for each, with no heads of the other
-        return _rotate_pair(x_BNSD, x_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)[0]
-    if path_for(cpu.KERNELS, x_BNSD) == "cpp":
-        return cpu.rotate(x_BNSD, cos_BSR, sin_BSR, interleaved, back)
-    return rotate_reference(x_BNSD, cos_BSR, -sin_BSR if back else sin_BSR, interleaved)
+    if path == "triton":
+        # one launch for each, with no heads of the other
+        q, _ = _rotate_pair(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)
+        k, _ = _rotate_pair(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, back)
+        return q, k
+    return _reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
 
 
 class Rotate(torch.autograd.Function):
@@ -88,16 +86,16 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool, path: Path
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
-        ctx.interleaved, ctx.back = interleaved, back
-        return rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        ctx.path, ctx.interleaved, ctx.back = path, interleaved, back
+        return _rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back, path)
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
-        rotation: Any = Rotate.apply if differentiated_again() else rotated
-        return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+        rotation: Any = Rotate.apply if differentiated_again() else _rotated
+        return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back, ctx.path), None, None, None, None, None
 
 
 @checked_in_debug(ROPE)
@@ -124,5 +122,9 @@ def rope(
             raise ShapeError(f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S R] or [S R]", code="SH001")
         if 2 * cos.shape[-1] > x.shape[-1]:
             raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
-    rotated_q, rotated_k = call_op(Rotate, _reference, q, k, cos, sin, interleaved, False)
+    path = path_for(cpu.KERNELS, q, k)
+    if not q.is_cpu and path in ("plain", "cpp") and fused_runs(q):
+        # a plan for a GPU: the pair is one library op with its own fake results
+        path = "triton"
+    rotated_q, rotated_k = call_op(Rotate, _reference, path, q, k, cos, sin, interleaved, False)
     return rotated_q, rotated_k

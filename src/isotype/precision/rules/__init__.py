@@ -6,7 +6,7 @@ A file holds the rules about one thing; importing it registers them.
 from __future__ import annotations
 
 from ...finding import Finding
-from ...pages.docstrings import docstring_page
+from ...pages.rules import docstring_page
 from . import device, fp16, gradients, updates, values, weights
 from .rule import RULES, Facts, Setting
 

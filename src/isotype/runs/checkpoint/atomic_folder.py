@@ -116,7 +116,7 @@ def writable_again(reason: str) -> str:
 
 
 def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums.
+    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. Files get its mode: safetensors makes them 600.
 
     known  those of files that other processes have written and synced
     """
@@ -125,6 +125,8 @@ def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> Non
     sums = {name: known[name] if known and name in known else _synced(file) for name, file in names}
     done = folder / SEAL
     done.write_text(json.dumps({"files": sums}, indent=1) + "\n")
+    for file in files:
+        file.chmod(done.stat().st_mode)
     _sync(done)
     _sync(folder)
 

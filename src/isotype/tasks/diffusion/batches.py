@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...counted import counted
 from ...training.feed import RowStream, epoch_order
+from ...wording import counted
 from .pixels import Size
 
 

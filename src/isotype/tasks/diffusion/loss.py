@@ -19,8 +19,8 @@ from ...config.schema import DiffusionSection
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
+from ...training.eval_mode import eval_mode
 from ...training.task import Evaluation
-from ...training.undisturbed import evaluation_mode
 from .batches import Batch, Row
 from .families import Asked, Family
 from .pixels import Size
@@ -282,7 +282,7 @@ def evaluate(
     drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
     passes = _of_one_size(drawn, most=batch_size)
     sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
-    with evaluation_mode(model):
+    with eval_mode(model):
         for turn in range(0, len(passes), world.size):
             some = passes[turn + world.rank] if turn + world.rank < len(passes) else []
             found = losses(model, batch_of(some or drawn[:1]).to(device)).double().tolist()

@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...data.folder import without_runs
 from ...data.json_rows import read_json
 from ...data.read import JSON_ENDINGS, Record, ending
-from ...data.run_files import without_runs
 from ...data.tables import read_csv
 from ...errors import UsageError
 

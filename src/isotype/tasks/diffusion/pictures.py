@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...config.picture_sources import PictureSource, picture_sources
 from ...config.schema import ImagesSection
+from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
 from ...data.read import ending
 from ...errors import UsageError

@@ -117,7 +117,7 @@ class PipelineFolder:
             assert self.fresh is not None, "its weights are drawn when the model is built"
             folder = self.fresh
         with self._explained(self.denoiser_part):
-            loaded = self.denoiser_class().from_pretrained(folder, dtype=dtype, use_safetensors=True)
+            loaded = self.denoiser_class().from_pretrained(str(folder), dtype=dtype, use_safetensors=True)
             widen_buffers(loaded, folder)
             return loaded
 

@@ -65,7 +65,7 @@ def load_result(
         else:
             model = load_adapter(denoiser, folder)
     else:
-        denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
+        denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(loaded_on(device, part))

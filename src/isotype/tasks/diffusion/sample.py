@@ -15,7 +15,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
-from ...training.undisturbed import evaluation_mode, random_state_restored
+from ...training.eval_mode import eval_mode, random_state_restored
 from .batches import generator_of
 from .encode import release
 from .pipeline import PipelineFolder
@@ -71,7 +71,7 @@ def sample(
     """
     dtype = to_torch(precision.latents)
     samples = []
-    with random_state_restored(), evaluation_mode(model), generating(model):
+    with random_state_restored(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         # the pipeline takes its latents' dtype from the text's

@@ -24,10 +24,10 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
-from ...training.memory.bound import held_bytes
-from ...training.memory.quantised_outline import quantise_outline
+from ...training.eval_mode import eval_mode
+from ...training.memory.outline import quantise_outline
+from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
-from ...training.undisturbed import evaluation_mode
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
 from .encode import Encoder, Shapes, Store, key_of, latent
@@ -220,7 +220,7 @@ class DiffusionTask:
         draws = min(micro_batch(self.config.train), len(self.gathered.eval) * self.config.diffusion.eval_draws)
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
-            with evaluation_mode(model):
+            with eval_mode(model):
                 self.loss_sum(model, self.empty_batch(draws, device), dtype=precision.loss)
 
         return StepOutline(

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...counted import counted
 from ...data.rows import IGNORED, LoadedData, Row
 from ...ops.attention import Documents
-from ...training.feed import Feed, RowStream
+from ...training.feed import RowStream
+from ...training.task import Feed
+from ...wording import counted
 
 # Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's attention also builds a plan for each new
 # length, about 170 ms on an H100, so that there are few of them.

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...counted import counted
 from ...data.bad_rows import EMPTY
-from ...data.pack import joined
 from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
+from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.preflight.subject import CheckedTask, Subject
 from ...training.task import Check
+from ...wording import counted
 from .batches import Batch, collate
 from .loss import model_inputs, takes_one_row
 

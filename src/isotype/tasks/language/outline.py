@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...config.embedding import is_kept_on_host
+from ...config.kind import is_kept_on_host
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
@@ -21,10 +21,10 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ...training.memory.quantised_outline import quantise_outline
+from ...training.eval_mode import eval_mode
+from ...training.memory.outline import quantise_outline
 from ...training.quiet import without_warnings
 from ...training.task import Outline, StepOutline, micro_batch
-from ...training.undisturbed import evaluation_mode
 from .batches import Batch, padded_length
 from .loss import batch_loss_sum
 
@@ -114,7 +114,7 @@ def step_outline(
         return batch_loss_sum(model, batch, dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
-        with evaluation_mode(model):
+        with eval_mode(model):
             loss_sum(model, _batch(eval_rows, padded_length(eval_length, device_type), device, packing=packing))
 
     return StepOutline(
@@ -131,7 +131,7 @@ def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
     def run(model: nn.Module, device: torch.device) -> None:
         """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
         ids = torch.empty(1, length, dtype=torch.long, device=device)
-        with evaluation_mode(model), generating(model):
+        with eval_mode(model), generating(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
             del outputs
 

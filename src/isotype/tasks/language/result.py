@@ -20,8 +20,8 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
+from ...training.eval_mode import eval_mode
 from ...training.task import Evaluation
-from ...training.undisturbed import evaluation_mode
 from .batches import collate
 from .loss import batch_loss_sum
 
@@ -73,7 +73,7 @@ def evaluate(
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    with evaluation_mode(model):
+    with eval_mode(model):
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]

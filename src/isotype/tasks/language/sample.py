@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...data.rows import SamplePrompt
 from ...distributed.world import ALONE, World
 from ...precision.apply import generating
-from ...training.undisturbed import evaluation_mode, random_state_restored
+from ...training.eval_mode import eval_mode, random_state_restored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ def sample(
     config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     samples: list[Sample] = []
     begin = time.perf_counter()
-    with random_state_restored(), evaluation_mode(model), generating(model):
+    with random_state_restored(), eval_mode(model), generating(model):
         for prompt in prompts:
             if samples and world.any(time.perf_counter() - begin > seconds):
                 break

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
-from ...counted import counted
 from ...data.bad_rows import FILE as BAD_ROWS
 from ...data.bad_rows import BadRow, BadRowFile
-from ...data.examples import examples
 from ...data.facts import source_lines
 from ...data.load import load_data
 from ...data.prompts import prompts_of_run
-from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
+from ...data.rows import LoadedData, Row, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import layer_settings
@@ -32,10 +30,10 @@ from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...runs.folder import RunFolder
-from ...training.feed import Feed
-from ...training.memory.bound import most_bytes
 from ...training.memory.device import shown
-from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.memory.plan import most_bytes
+from ...training.task import Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
+from ...wording import counted
 from .batches import Batch, collate, padded_length, row_feed
 from .checks import CHECKS
 from .loss import batch_loss_sum

@@ -1,6 +1,6 @@
-"""Moves what recomputed layers keep to host memory, copying it while forward runs, and back while backward runs, two calls at a time.
+"""Runs a layer under checkpointing, and moves what recomputed layers keep to host memory and back, two calls at a time.
 
-A call is of one layer or of a half of one; it keeps its input, and what attention needs where that is kept.
+A call keeps its input, and attention's output where that is kept. Copies run while forward and backward run.
 To the host: a separate CUDA stream copies into pinned memory. What the last two calls keep stays on the device until their copies are done.
 The compute stream, not the host, waits for those copies, so that memory is freed in stream order even if the host runs ahead.
 To the device: while one call is recomputed, what the call before it has kept is copied.
@@ -18,9 +18,11 @@ import torch
 import torch._prims_common
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
+from ...environment import planned
 from ...ops.library import library_op
-from .layer_call import call_and_recompute
+from ...ops.recompute import RecomputedLayer
 
 BUFFERS = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
@@ -29,6 +31,17 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
     """Stands in a plan for a copy of `x` between the host and a device, so that who records the step sees it."""
+
+
+def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any) -> Any:
+    """`function(*args)`, whose activations are recomputed in backward.
+
+    keep_attention  attention's output and logsumexp are kept, so that the recompute runs no attention
+    options         of RecomputedLayer: put and get, which say where what is kept waits
+    """
+    layer = RecomputedLayer(keep_attention=keep_attention, **options)
+    # PyTorch's checkpoint restores its own autocast; a plan's is another one
+    return checkpoint(partial(layer.run, planned.as_now(function)), *args, use_reentrant=False)
 
 
 class Streamed:

@@ -8,7 +8,8 @@ freed blocks, as glibc does by default, uses more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,24 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...config.schema import TrainSection
 from ...dtypes import to_torch
 from ...environment.planned import planned_for
 from ...errors import UsageError
+from ...model.architecture import layer_settings
 from ...model.host_embedding import is_outlined_on_host, outlined_on_host
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
+from ...precision.apply import is_quantised
 from ...precision.precision import Precision
 from ..optimizer import build_optimizer
 from ..quiet import without_warnings
 from ..step import Stepper
 from ..task import Outline, StepOutline
-from .live_bytes import LiveBytes
-from .quantised_outline import scales_of, scratch, take_scales
+from .outline import counted_by_runs, scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
-from .repeated_blocks import counted_by_runs
 
 BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
@@ -317,3 +320,70 @@ def without_data(device_type: str) -> Iterator[None]:
     # each op as one operator that makes its results, as its kernels do
     with planned_for(device_type), using("cpp"):
         yield
+
+
+def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
+    """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens, even without recomputation: the sum of
+    weights, gradients and states, six fp32 copies of the input and output of every matrix, and the full attention scores."""
+    widths = [width for module in model.modules() for width in _widths(module)]
+    tokens = train.batch_size * length
+    layers = layer_settings(getattr(model, "config", None))
+    scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
+    largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
+    return held_bytes(model, train, precision) + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
+
+
+def held_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+    """Weights, gradients and optimizer states."""
+    return _held(model, train, precision).held
+
+
+def _widths(module: nn.Module) -> tuple[int, ...]:
+    """(in, out) of a module with a matrix; a 4-bit one has no other shape."""
+    weight = module._parameters.get("weight")
+    if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
+        return ()
+    features = tuple(int(n) for name in ("in_features", "out_features") if (n := getattr(module, name, None)) is not None)
+    if features:
+        return features
+    return int(weight.shape[-1]), int(weight.shape[-2])
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, `now` is the size of the live tensors that were made in it, and `peak` its maximum, in bytes.
+
+    device_type  counts only tensors on this device
+    scratch      operator -> function from its arguments to the bytes it needs besides its results; 0 for other operators
+    Each storage is counted once, however many views it has.
+    """
+
+    def __init__(self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.device_type, self.scratch = device_type, scratch or {}
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
+                self._count(leaf)
+        if function in self.scratch:
+            self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        self._alive[key] = size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+    def restart_peak(self) -> None:
+        self.peak = self.now

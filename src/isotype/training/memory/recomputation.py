@@ -1,8 +1,8 @@
 """Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
-that some layers may recompute and others not (of diffusers: `block_switch`). Recomputing draws the same random numbers, so that the
-results are bit-identical.
+that some layers may recompute and others not. diffusers has one switch for a whole model: there a block's own forward is put under
+checkpointing on the instance. Recomputing draws the same random numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import nn
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
+from ...instance_method import InstanceMethod
 from ...precision.denoiser_blocks import denoiser_blocks
-from .block_switch import put_switch
-from .layer_call import call_and_recompute
-from .offload import HostMemory
+from .offload import HostMemory, call_and_recompute
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 
@@ -135,3 +134,24 @@ class WhileRecording:
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()
+
+
+def put_switch(block: nn.Module) -> None:
+    """Makes a block ask its `gradient_checkpointing` and `_gradient_checkpointing_func` at every call, as transformers' layers do."""
+    if getattr(block.__dict__.get("forward"), "__func__", None) is not _forward:
+        InstanceMethod(_forward, block).put()
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    method: InstanceMethod = block.__dict__["forward"]
+    own = method.before or method.own()
+    if not (block.training and getattr(block, "gradient_checkpointing", False)):
+        return own(*args, **kwargs)
+    names = tuple(kwargs)
+    count = len(args)
+
+    def run(*values: Any) -> Any:
+        return own(*values[:count], **dict(zip(names, values[count:])))
+
+    # all of them by position: checkpointing sees the tensors among its arguments
+    return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]  # the function that apply_checkpointing put there

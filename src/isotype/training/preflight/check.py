@@ -19,14 +19,17 @@ from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
 from ..task import Check
 from .codes import CODES, NOT_SKIPPED
-from .continued import adapter_of_another_base
-from .device import unexpected_device
-from .disk import disk_too_small
-from .memory import out_of_memory
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from .schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
+from .static import (
+    adapter_of_another_base,
+    disk_too_small,
+    memory_too_small,
+    more_rows_in_a_step_than_there_are,
+    never_leaves_warmup,
+    unexpected_device,
+    vanishing_updates,
+)
 from .subject import Subject
-from .updates import vanishing_updates
 
 RECORD = "preflight.json"
 
@@ -41,7 +44,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(("PF004",), disk_too_small),
         Check(("PF019",), adapter_of_another_base),
     ),
-    "memory": (Check(("PF011",), out_of_memory),),
+    "memory": (Check(("PF011",), memory_too_small),),
     "real": (
         Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
         Check(("PF016",), rehearsed_evaluation),

@@ -40,7 +40,7 @@ def check_skip(code: str, given: str) -> None:
         near = get_close_matches(code.upper(), CODES, n=1)
         raise UsageError(f"{given}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
     if code in NOT_SKIPPED:
-        raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype explain {code}")
+        raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype doctor explain {code}")
 
 
 def check_skips(skip: Mapping[str, str]) -> dict[str, str]:

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...counted import counted
 from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
 from ...precision.parts import local_part
-from ..undisturbed import random_state_restored
+from ...wording import counted
+from ..eval_mode import random_state_restored
 from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
@@ -162,7 +162,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
         message=f"{len(lost)} of {len(trained)} trained tensors get no usable gradient: {shown}",
         observed=f"{len(none)} are not reached by backward, {len(lost) - len(none)} get zeros only",
         cause="the loss does not depend on them: a module that this forward does not use, a detach, or activations that underflow",
-        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype trace",
+        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype doctor trace",
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _failed(code: str, what: str, error: Exception) -> Finding:
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
     else:
-        fix = f"isotype explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
+        fix = f"isotype doctor explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
     return Finding(
         code=code, severity=Severity.ERROR, place=Place(symbol=_where(error)), message=f"{what} failed: {text}",
         cause=type(error).__name__, fix=fix,

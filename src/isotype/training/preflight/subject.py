@@ -21,7 +21,7 @@ from ...errors import RunError
 from ...optimize import Manifest
 from ...precision.accumulate import GradientAccumulator
 from ...precision.resolve import Resolved
-from ..milestones import Milestones
+from ..schedule import Milestones
 from ..step import LossScale
 from ..task import Batch, Check, Evaluation, Sample
 

@@ -1,24 +1,32 @@
-"""The rules: each registers itself under its code when its module is imported."""
+"""The rules: each registers itself under its code when its module is imported; and the pages of check's codes."""
 
-from . import (  # noqa: F401
-    accelerate,
-    deepspeed,
-    fp16_and_bf16,
-    fsdp,
-    lightning,
-    mixed_precision,
-    near_miss_keys,
-    quantisation,
-    refused_values,
-    repeated_keys,
-    sheets,
-    silent_losses,
-    simpletuner,
-    versions,
-)
+from ....pages.rules import docstring_page
+from . import keys, losses, mixed_precision, sharding  # noqa: F401
+from .autocast_regions import CODE, autocast_around_backward
 from .base import RULES as _REGISTERED
-from .base import page
 
 RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in decides nothing
 
-__all__ = ["RULES", "page"]
+_OTHERS = {
+    CODE: docstring_page(CODE, autocast_around_backward),
+    "CF096": """# CF096: a key or value that Isotype's schema of a run refuses
+
+Unknown keys are refused, since a typo would have no effect. `isotype init --schema` prints every key.
+""",
+    "CF099": """# CF099: a file cannot be read
+
+The file looks like a configuration and does not parse (the line is named), or holds nothing that `isotype doctor check` knows. Nothing in
+it was checked.
+""",
+}
+
+
+def codes() -> list[str]:
+    return sorted([*RULES, *_OTHERS])
+
+
+def page(code: str) -> str | None:
+    return docstring_page(code, RULES[code]) if code in RULES else _OTHERS.get(code)
+
+
+__all__ = ["RULES", "codes", "page"]

@@ -319,7 +319,7 @@ class Compiled(Watcher):
                     severity=Severity.NOTE,
                     message=f"Triton kernels were launched: {shown}",
                     cause="the tracer sees the arguments of a launch, not the dtypes inside the kernel",
-                    fix="check the kernels themselves with `isotype kernels FILE.py`",
+                    fix="check the kernels themselves with `isotype doctor kernels FILE.py`",
                 )
             )
         return found

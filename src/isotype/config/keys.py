@@ -1,0 +1,157 @@
+"""The keys: what each takes, in words, by the schema; what other tools call them, and which of theirs are not offered. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .schema import RunConfig
+
+_PLURAL = {"string": "text", "object": "mappings"}
+
+
+@cache
+def keys() -> dict[str, dict[str, Any]]:
+    """`train.steps` -> its JSON Schema, for every key of every section, in order."""
+    schema = RunConfig.model_json_schema()
+    found = {}
+    for section, field in schema["properties"].items():
+        reference = field.get("$ref") or field["allOf"][0]["$ref"]
+        for key, key_schema in schema["$defs"][reference.rpartition("/")[2]]["properties"].items():
+            found[f"{section}.{key}"] = key_schema
+    return found
+
+
+@cache
+def sections() -> tuple[str, ...]:
+    return tuple(RunConfig.model_fields)
+
+
+def default(key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(RunConfig(), section), name)
+
+
+def expected(key: str) -> str:
+    """What `key` takes."""
+    return _words(keys()[key])
+
+
+def options(key: str) -> list[str]:
+    """The words that `key` takes; none where it takes anything else."""
+    schema = keys()[key]
+    return [str(word) for option in schema.get("anyOf", [schema]) for word in option.get("enum", [])]
+
+
+def takes(key: str, kind: str) -> bool:
+    """Whether `key` takes JSON's `kind`: boolean, string, object, ..."""
+    schema = keys()[key]
+    return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        options = [_words(option) for option in schema["anyOf"] if option.get("type") != "null"]
+        return " or ".join(options) + (" (or nothing)" if len(options) < len(schema["anyOf"]) else "")
+    if "enum" in schema:
+        return "one of " + " ".join(str(option) for option in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return _number("a whole number" if kind == "integer" else "a number", schema)
+    if kind == "array":
+        items = schema.get("items", {})
+        inner = [option.get("type") for option in items.get("anyOf", [items])]
+        return "a list of " + " or ".join(_PLURAL[kind] for kind in inner) if all(kind in _PLURAL for kind in inner) else "a list"
+    if "pattern" in schema:
+        return f"text such as {schema['examples'][0]!r}"
+    if schema.get("additionalProperties") == {"type": "string"}:
+        return "a mapping of names to text"
+    return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
+
+
+def _number(noun: str, schema: dict[str, Any]) -> str:
+    bounds = [
+        f"{word} {schema[name]:g}"
+        for name, word in (("minimum", "of at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"))
+        if name in schema
+    ]
+    return f"{noun} {' and '.join(bounds)}" if bounds else noun
+
+
+_NAMES = {
+    "train.learning_rate": "lr",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.steps": "max_steps",
+    "train.batch_size": "per_device_train_batch_size micro_batch_size train_batch_size batch",
+    "train.eval_batch_size": "per_device_eval_batch_size",
+    "train.accumulate": "gradient_accumulation_steps",
+    "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.warmup": "warmup_ratio warmup_steps",
+    "train.clip": "max_grad_norm",
+    "train.beta1": "adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.epsilon": "adam_epsilon",
+    "train.optimizer": "optim",
+    "train.eval_every": "eval_steps",
+    "train.patience": "early_stopping_patience",
+    "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+    "data.train": "dataset datasets train_file",
+    "data.eval": "validation_file",
+    "data.packing": "sample_packing",
+    "data.eval_split": "val_set_size val_size",
+    "adapter.kind": "finetuning_type",
+    "adapter.r": "lora_r rank lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
+    "adapter.rslora": "use_rslora",
+    "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
+    "model.attention": "attn_implementation flash_attention flash_attn",
+    "model.embedding": "offload_embedding",
+    "run.folder": "output_dir",
+    "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
+    "run.log_every": "logging_steps",
+    "run.keep": "save_total_limit",
+    "run.trackers": "report_to",
+    "precision.preset": "bf16 fp16 mixed_precision load_in_4bit",
+    "precision.base": "torch_dtype",
+    "precision.reduce": "reduce_dtype mixed_precision_reduce",
+    "parallel.kind": "fsdp fsdp_config fsdp_version",
+}
+# what a section is taken for where it has a value and no keys: `model: org/name`
+MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
+ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
+
+# a key -> other tools' words for its values
+WORDS = {
+    "parallel.kind": {
+        **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3"), "shard"),
+        **dict.fromkeys(("hsdp", "hybrid_shard"), "hybrid"),
+        **dict.fromkeys(("ddp", "dp", "data_parallel", "no_shard"), "replicate"),
+    }
+}
+
+_PREFERENCES = "training on preferences is not offered yet; TRL's trainers do it"
+_SHARDED = "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and states between processes"
+_TENSOR = "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
+_CONTEXT = "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing: layers bound a row's memory"
+_PIPELINE = "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
+_PARAM_DTYPE = (
+    "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of products, precision.reduce that of sums"
+)
+_DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge takes DoRA adapters that PEFT trained"
+_ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
+# a section, a key or a value -> the answer
+NOT_OFFERED = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ipo", "grpo", "ppo", "rlhf", "reward_model"), _PREFERENCES),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
+    **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _TENSOR),
+    **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp", "cp_size"), _CONTEXT),
+    **dict.fromkeys(("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"), _CONTEXT),
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp", "pp_size"), _PIPELINE),
+    **dict.fromkeys(("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE),
+    **dict.fromkeys(("dora", "use_dora"), _DORA),
+    **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), _ROPE),
+}

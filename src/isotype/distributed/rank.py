@@ -1,0 +1,140 @@
+"""Which process of a run this one is, from what its launcher put into the environment. Imports no torch.
+
+`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.schema import TrainSection
+from ..errors import UsageError
+from ..runs.folder import RESOLVED
+
+LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """rank of size processes, local_rank of local_size on this machine; `launcher`: its name for people."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = ""
+
+
+def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
+    """Raises UsageError for variables that contradict each other, and for tasks that a scheduler started without a launcher."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        _refuse_tasks_without_launcher(environ)
+        return Rank()
+    for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if one in environ and other not in environ:
+            raise UsageError(f"{one}={environ[one]} is set and {other} is not", fix=f"unset {one}, or start with torchrun, which sets both")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix="start with torchrun")
+    if size == 1:
+        return Rank()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise UsageError(f"WORLD_SIZE={size} processes, and {name} does not say where they meet", fix="start with torchrun")
+    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
+    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
+    launcher = environ.get(LAUNCHED_BY) or ("accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
+    return Rank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
+
+
+def asked_but_not_started(environ: Mapping[str, str] = os.environ, command: str | None = None) -> str | None:
+    """What to tell where `accelerate launch` was asked for several processes and started one, as it does with --cpu; else None.
+
+    command  of the launcher; by default the parent process's
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in environ or "RANK" in environ:
+        return None
+    asked = re.search(r"--num[_-]processes[ =](\d+)", command if command is not None else _parent_command())
+    if asked is None or int(asked[1]) < 2:
+        return None
+    return f"accelerate was asked for {asked[1]} processes and started one; isotype train --processes {asked[1]} starts them"
+
+
+def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1:
+        raise UsageError(
+            f"SLURM started {tasks} tasks, and each would be a separate run",
+            fix="one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
+            "--rdzv-endpoint FIRST_NODE:29500 -m isotype train ...",
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise UsageError(f"{name}={environ[name]!r} is not a number", fix="start with torchrun, which sets it") from None
+
+
+def _parent_command() -> str:
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """A step is `total` micro-batches of `rows` rows, in the order of the data; `own` are those of this process."""
+
+    rows: int
+    total: int
+    own: range
+
+    @classmethod
+    def of(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
+        """Whole micro-batches are shared out where their number allows it, else rows: none has more than `train.batch_size`.
+
+        Raises  UsageError where `batch_size` x `accumulate` rows cannot be shared out evenly, with the nearest numbers that can
+        """
+        step = train.batch_size * train.accumulate
+        if step % size:
+            raise UsageError(
+                f"{size} processes cannot share {step} rows a step evenly (train.batch_size {train.batch_size} x train.accumulate "
+                f"{train.accumulate})",
+                fix=f"{_nearest(step, size)} can; or another train.accumulate, which is another step",
+            )
+        share = step // size
+        rows = next(n for n in range(min(train.batch_size, share), 0, -1) if share % n == 0)
+        each = share // rows
+        return cls(rows, step // rows, range(rank * each, (rank + 1) * each))
+
+
+def _nearest(step: int, size: int) -> str:
+    """The numbers of processes next to `size` that share the rows of a step: `2 or 4 processes`."""
+    able = [n for n in range(1, step + 1) if step % n == 0]
+    below, above = max(n for n in able if n < size), min((n for n in able if n > size), default=None)
+    return f"{below} process" + ("es" if below > 1 else "") if above is None else f"{below} or {above} processes"
+
+
+def run_to_go_on_with(folder: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The run's folder where the launcher has started this command again and a run was begun there; else None.
+
+    folder  run.folder as configured
+    Raises  UsageError where restarts are asked for and the folder's name would be another one each time
+    """
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    if "{name}" in folder:
+        raise UsageError(
+            f"torchrun --max-restarts {environ['TORCHELASTIC_MAX_RESTARTS']}: run.folder: {folder} has another name at each start",
+            fix="give the folder, so that a restart finds the run: --out FOLDER",
+        )
+    begun = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (Path(folder) / RESOLVED).is_file()
+    return Path(folder) if begun else None

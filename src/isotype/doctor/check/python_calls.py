@@ -1,0 +1,232 @@
+"""Calls and their plain arguments in a Python file or a notebook, found in its syntax tree; nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .text_files import Unreadable
+
+
+class Unknown:
+    """A value that only running the program would tell."""
+
+
+class Name(str):
+    """A dotted name in the code (`torch.bfloat16`), as against a text that reads the same."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Call:
+    name: str  # last part: `TrainingArguments`, `from_pretrained`
+    owner: str  # what it is called on: `AutoModelForCausalLM`, `torch`, `trainer`
+    line: int
+    arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    target: str = ""  # the variable that takes the result
+    conditional: bool = False  # runs only under a condition
+    scope: int = 0  # line of the outermost function that holds it (or of the method's class's method); 0 at the top of the file
+
+
+def read(text: str) -> list[Call]:
+    """Every call, in the order of lines. Raises Unreadable."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise Unreadable(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
+    names = _constants(tree)
+    conditional = _conditional(tree)
+    _written_later(tree, names, conditional)
+    scopes = _scopes(tree)
+    targets = {
+        id(node.value): node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
+    calls = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            owner = _dotted(node.targets[0].value)
+            if owner in ("os.environ", "environ"):
+                key, value = _value(node.targets[0].slice, names), _value(node.value, names)
+                calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(target := node.targets[0], ast.Attribute)
+            and isinstance(target.value, ast.Name)
+            and id(node) not in conditional
+        ):
+            calls.append(Call("setattr", target.value.id, node.lineno, {target.attr: (_value(node.value, names), node.lineno)}))
+        if not isinstance(node, ast.Call):
+            continue
+        owner, _, name = _dotted(node.func).rpartition(".")
+        call = Call(
+            name, owner, node.lineno, target=targets.get(id(node), ""), conditional=id(node) in conditional, scope=scopes.get(id(node), 0)
+        )
+        for index, argument in enumerate(node.args):
+            if not isinstance(argument, ast.Starred):
+                call.arguments[str(index)] = (_value(argument, names), argument.lineno)
+        for keyword in node.keywords:
+            if keyword.arg is not None:
+                call.arguments[keyword.arg] = (_value(keyword.value, names), keyword.value.lineno)
+            elif isinstance(spread := _value(keyword.value, names), dict):
+                call.arguments.update({str(k): (v, keyword.value.lineno) for k, v in spread.items()})
+        calls.append(call)
+    calls += _settings_classes(tree, names)
+    return sorted(calls, key=lambda c: c.line)
+
+
+def _conditional(tree: ast.Module) -> set[int]:
+    """Statements that only run under a condition."""
+    branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
+    return {id(inner) for node in ast.walk(tree) if isinstance(node, branches) for inner in ast.walk(node) if inner is not node}
+
+
+def _scopes(tree: ast.Module) -> dict[int, int]:
+    """Of every call inside a function: the line of the outermost function, methods counting as such."""
+    found: dict[int, int] = {}
+
+    def visit(node: ast.AST, scope: int) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = child.lineno if not scope and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope
+            if scope and isinstance(child, ast.Call):
+                found[id(child)] = scope
+            visit(child, inner)
+
+    visit(tree, 0)
+    return found
+
+
+def _written_later(tree: ast.Module, names: dict[str, ast.expr], conditional: set[int]) -> None:
+    """`config["fp16"] = True` after `config = {...}` or `dict(...)`: the name's value gains the item; under a condition it is dropped."""
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript) and isinstance(target.value, ast.Name)
+        ):
+            continue
+        made, key = names.get(target.value.id), target.slice
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+            continue
+        value = ast.copy_location(ast.Name("<only when run>", ast.Load()), node) if id(node) in conditional else node.value
+        if isinstance(made, ast.Dict):
+            made.keys.append(key)
+            made.values.append(value)
+        elif isinstance(made, ast.Call) and _dotted(made.func) == "dict":
+            made.keywords.append(ast.keyword(key.value, value))
+
+
+def _settings_classes(tree: ast.Module, names: dict[str, ast.expr]) -> list[Call]:
+    """`class Args(TrainingArguments): fp16: bool = True`: a class that gives another one's settings new defaults, as a call of it."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        fields: dict[str, tuple[Any, int]] = {}
+        for item in node.body:
+            target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0] if isinstance(item, ast.Assign) else None
+            value = item.value if isinstance(item, (ast.AnnAssign, ast.Assign)) else None
+            if not isinstance(target, ast.Name) or value is None:
+                continue
+            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] == "field":
+                value = next((k.value for k in value.keywords if k.arg == "default"), value)
+            fields[target.id] = (_value(value, names), value.lineno)
+        found += [Call(_dotted(base).rpartition(".")[2], "", node.lineno, dict(fields)) for base in node.bases if fields]
+    return found
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return _dotted(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names assigned exactly once in the file, so that their value is known wherever they are used."""
+    found: dict[str, ast.expr | None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = None if target.id in found else node.value
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and isinstance(node.target, ast.Name):
+            known = isinstance(node, ast.AnnAssign) and node.target.id not in found
+            found[node.target.id] = node.value if known else None
+        elif isinstance(node, ast.arg | ast.For):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node.target, "id", "")
+            found[name] = None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+    """A constant, a dotted name as text (`torch.bfloat16`), a container of them, or Unknown."""
+    if depth > 8:
+        return Unknown
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return _value(names[node.id], names, depth + 1) if node.id in names else Unknown
+    if isinstance(node, ast.Attribute):
+        dotted = _dotted(node)
+        return Name(dotted) if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1 else Unknown
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _value(node.operand, names, depth + 1)
+        return -inner if isinstance(inner, int | float) else Unknown
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item, names, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {
+            _value(k, names, depth + 1): _value(v, names, depth + 1)
+            for k, v in zip(node.keys, node.values, strict=True)
+            if isinstance(k, ast.Constant)
+        }
+    if isinstance(node, ast.Call):
+        name = _dotted(node.func).rpartition(".")[2]
+        if name == "dict":
+            return {k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}
+        return {"__call__": name, **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}}
+    return Unknown
+
+
+_NOT_PYTHON = ("%", "!", "?")
+_PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}  # `%%bash` and all others hold another language
+
+
+def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
+    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become comments. Raises Unreadable."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
+    code: list[str] = []
+    places: list[int] = []
+    raw, position = text, 0
+    cells = data.get("cells") if isinstance(data, dict) else None
+    for cell in cells if isinstance(cells, list) else []:
+        source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
+        if not isinstance(source, (str, list)):
+            continue
+        lines = source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines()
+        magics = {line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()}
+        foreign, continued = bool(magics - _PYTHON_MAGICS), False
+        for line in lines:
+            written = json.dumps(line, ensure_ascii=False)[1:-1]
+            at = raw.find(written, position) if written.strip() else position
+            position = at if at >= 0 else position
+            plain = line.lstrip()
+            indent = line[: len(line) - len(plain)]
+            within = foreign or continued  # a comment needs no indentation; the first line of a command may be a block's only one
+            shell = within or plain.startswith(_NOT_PYTHON)
+            continued = shell and plain.endswith("\\")  # `!pip install \` goes on in the next line
+            code.append(f"# {plain}" if within else f"{indent}pass  # {plain}" if shell else line)
+            places.append(raw.count("\n", 0, position) + 1)
+
+    def line_of(line: int | None) -> int | None:
+        return places[line - 1] if line is not None and 0 < line <= len(places) else line
+
+    return "\n".join(code) + "\n", line_of

@@ -1,0 +1,407 @@
+"""From a run's settings to its record: what a run of each tool really does, and what all tools share.
+
+What a framework's casts do with buffers, and what they leave alone: FSDP as torch 2.13 and accelerate 1.15 do it (run on one process of a
+CPU), DeepSpeed by its history (read, not run), transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .model_settings import (
+    BNB,
+    CHECKPOINT_DTYPE,
+    adapter_from,
+    deepspeed_setting,
+    fsdp_version,
+    launcher_mode,
+    lightning_precision,
+    mixed_flag,
+    model_dtype,
+    quantised,
+    uses_deepspeed,
+    uses_fsdp,
+)
+from .settings import Device, Facts, Record, Setting, dtype_of, find_device, truth
+from .versions import release
+
+_KINDS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")  # ms-swift's words for it, old and new
+
+
+def hf(record: Record) -> None:
+    facts = record.facts
+    dtype, dtype_by = model_dtype(facts)
+    adapter_from(record, "model.adapter", "hf.adapter", "model.use_peft", "hf.use_peft", "hf.use_lora", "model.peft", *_KINDS)
+    quantised(record, f"model.{BNB}", "model", "hf", f"hf.model_init_kwargs.{BNB}", f"checkpoint.{BNB}", f"hf.{BNB}")
+    record.set("parameters", dtype, "as loaded", dtype_by)
+    flag, launcher = mixed_flag(facts), launcher_mode(facts)
+    attributes = document.attributes if (document := facts.tool("hf")) else {}
+    made_by = attributes.get("made_by", "")
+    undecided = {"bf16", "fp16"} & attributes.get("unknown", set())  # set by code that only runs on the machine
+    compute, by, why = None, flag, "the trainer's flag: autocast"
+    if flag is not None:
+        compute = flag.key.lstrip("-").rpartition("_")[2] if flag.key.endswith(("bf16", "fp16")) else "bf16"
+    elif launcher is not None and str(launcher.value).lower() in ("bf16", "fp16", "fp8"):
+        compute, by, why = str(launcher.value).lower(), launcher, "the launcher's mode: autocast"
+    elif made_by.endswith("Config") and not undecided and facts.given("hf.bf16") is None and not facts.on("hf.fp16"):
+        compute, why = "bf16", f"{made_by}'s default"
+    section = next((s for half in ("bf16", "fp16") if (s := deepspeed_setting(facts, f"{half}.enabled")) and truth(s.value) is True), None)
+    if section is not None and compute is None:
+        compute, by, why = ("bf16" if "bf16" in section.key else "fp16"), section, "the DeepSpeed section"
+    if record.device is not None and record.device.kind == "cpu" and compute == "fp16":
+        record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
+    elif compute:
+        record.set("compute", compute, why, by)
+    elif (region := _own_autocast(facts)) is not None:
+        record.set("compute", dtype_of(region.value), "the loop's own autocast", region)
+    elif not undecided:
+        record.set("compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by)
+    if compute == "fp16" and not (record.device and record.device.kind == "cpu"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", by)
+    elif not facts.has("hf") and (scaler := facts.on("code.GradScaler")) is not None:
+        record.set("loss scaling", "dynamic", "the loop's own GradScaler", scaler)
+    explicit = facts.get("hf.trainable_dtype", "model.trainable_dtype", "peft.trainable_dtype")
+    if explicit is not None and dtype_of(explicit.value):
+        record.set("trained", dtype_of(explicit.value), "as set", explicit)
+    elif record.adapter or (record.quantised and record.adapter is None):
+        kept = facts.off("peft.autocast_adapter_dtype", "hf.autocast_adapter_dtype")
+        if kept and dtype:
+            record.set("trained", dtype, "adapters keep the base's dtype", kept)
+        elif record.quantised and made_by == "SFTConfig":
+            record.set("trained", "bf16", "TRL casts adapters on a quantised base to bf16")
+        else:
+            record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_by)
+    else:
+        record.set("trained", dtype, "every weight, as loaded", dtype_by)
+    full_eval = facts.on("hf.bf16_full_eval", "hf.fp16_full_eval")
+    if full_eval:
+        record.set("evaluation", "bf16" if "bf16" in full_eval.key else "fp16", "the model itself is cast", full_eval)
+    elif compute:
+        record.set("evaluation", compute, "autocast", by)
+    if section is not None or (uses_deepspeed(facts) and compute in ("bf16", "fp16")):
+        record.set("parameters", compute, "DeepSpeed casts the module", by or section)
+        record.set(
+            "trained", compute if record.adapter is not True else record.value("trained"), "DeepSpeed casts the module", section or by
+        )
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", by or section)
+        accumulated = deepspeed_setting(facts, "data_types.grad_accum_dtype")
+        if accumulated is not None:
+            record.set("accumulation", dtype_of(accumulated.value) or str(accumulated.value), "data_types.grad_accum_dtype", accumulated)
+        elif compute == "bf16" and record.accumulates is not None:
+            record.set("accumulation", "bf16", "DeepSpeed accumulates in the model's dtype", record.accumulates)
+    elif uses_fsdp(facts) and compute in ("bf16", "fp16"):
+        fsdp, (version, _) = uses_fsdp(facts), fsdp_version(facts)
+        record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", fsdp)
+        if explicit is None and record.value("trained") in ("bf16", "fp16") and not (version == 2 and record.quantised == 4):
+            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model (FSDP1) and fsdp2_prepare_model, which
+            # leaves models with 4-bit weights alone
+            record.set("trained", "fp32", "accelerate makes trained weights fp32 under FSDP and mixed precision", fsdp)
+    optimizer = facts.get("hf.optim")
+    if optimizer is not None and "8bit" in str(optimizer.value):
+        record.set("optimizer", "8 bit", "bitsandbytes", optimizer)
+
+
+def _own_autocast(facts: Facts) -> Setting | None:
+    """The dtype of `torch.autocast(...)` in a training loop without a trainer."""
+    dtype = facts.get("code.autocast.dtype")
+    return dtype if dtype is not None and not facts.has("hf") and dtype_of(dtype.value) else None
+
+
+def axolotl(record: Record) -> None:
+    facts = record.facts
+    bf16, fp16 = facts.get("axolotl.bf16"), facts.get("axolotl.fp16")
+    device_has = record.device.bf16 if record.device else True
+    bf16_on = (
+        bf16 is None or truth(bf16.value) is True or (str(bf16.value) == "auto" and device_has) or facts.on("axolotl.bfloat16") is not None
+    )
+    if bf16 is None and (facts.on("axolotl.fp16") or (record.device and not record.device.bf16)):
+        bf16_on = False
+    if bf16 is not None and truth(bf16.value) is False:
+        bf16_on = False
+    fp16_on = not bf16_on and bool(facts.on("axolotl.fp16") or (bf16 is not None and str(bf16.value) == "auto"))
+    half = "bf16" if bf16_on else "fp16" if fp16_on or facts.on("axolotl.float16") else "fp32"
+    by = bf16 if bf16_on else fp16 or facts.on("axolotl.float16")
+    adapter_from(record, "axolotl.adapter")
+    if record.adapter is None:
+        record.adapter = False
+    quantised(record, "axolotl")
+    loaded = "fp16" if record.quantised == 8 and not bf16_on else half
+    record.set("parameters", loaded, "loaded in the half precision that is on", by)
+    record.set(
+        "trained",
+        "fp32" if record.adapter else loaded,
+        "adapters are fp32" if record.adapter else "every weight, as loaded",
+        record.adapter_by or by,
+    )
+    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", by)
+    if half == "fp16" and facts.on("axolotl.fp16"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("axolotl.fp16"))
+    if uses_deepspeed(facts) and record.accumulates:
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
+
+
+def llamafactory(record: Record) -> None:
+    facts = record.facts
+    kind = facts.word("llamafactory.finetuning_type") or "lora"
+    record.adapter, record.adapter_by = kind in ("lora", "oft"), facts.get("llamafactory.finetuning_type")
+    bits = facts.get("llamafactory.quantization_bit")
+    if bits is not None:
+        record.quantised, record.quantised_by = (8 if str(bits.value) == "8" else 4), bits
+    pure, flag = facts.on("llamafactory.pure_bf16"), mixed_flag(facts, "llamafactory")
+    half = "bf16" if pure else ("bf16" if facts.on("llamafactory.bf16") else "fp16") if flag else None
+    stored = facts.get(*CHECKPOINT_DTYPE)
+    by = pure or flag
+    loaded = half or (dtype_of(stored.value) if stored else None)
+    record.set("parameters", loaded, "compute dtype", by or stored)
+    if record.adapter:
+        record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_by)
+    else:
+        record.set(
+            "trained", "bf16" if pure else "fp32" if flag else loaded, "pure_bf16" if pure else "upcast to fp32 for training", pure or flag
+        )
+    record.set("compute", half or loaded, "autocast" if flag else "the weights' own dtype", by or stored)
+    if facts.on("llamafactory.fp16"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("llamafactory.fp16"))
+    if uses_deepspeed(facts) and half:
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
+
+
+def torchtune(record: Record) -> None:
+    facts = record.facts
+    dtype = facts.get("torchtune.dtype")
+    word = dtype_of(dtype.value) if dtype else "fp32"
+    component = facts.word("torchtune.model._component_", "torchtune.recipe")
+    record.adapter = "lora" in component or "dora" in component
+    record.adapter_by = facts.get("torchtune.model._component_", "torchtune.recipe")
+    if "qlora" in component:
+        record.quantised, record.quantised_by = 4, record.adapter_by
+    for role in ("parameters", "trained", "compute"):
+        record.set(role, word, "torchtune has one dtype", dtype)
+    if "reduction" not in record.roles:
+        record.set("reduction", word, "gradients are reduced in their dtype", dtype)
+
+
+def torchtitan(record: Record) -> None:
+    facts = record.facts
+    parameter = facts.get("torchtitan.training.mixed_precision_param")
+    reduce = facts.get("torchtitan.training.mixed_precision_reduce")
+    dtype = facts.get("torchtitan.training.dtype")
+    held = dtype_of(dtype.value) if dtype else "fp32"
+    record.adapter = False
+    record.set("parameters", held, "training.dtype", dtype)
+    record.set("trained", held, "training.dtype", dtype)
+    record.set("compute", dtype_of(parameter.value) if parameter else "bf16", "mixed_precision_param", parameter)
+    record.set("reduction", dtype_of(reduce.value) if reduce else "fp32", "mixed_precision_reduce", reduce)
+
+
+def lightning(record: Record) -> None:
+    precision = lightning_precision(record.facts)
+    word = str(precision.value) if precision else "32-true"
+    full = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(word, word)
+    half = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(full, "fp32")
+    if full == "16-mixed" and record.device and record.device.kind == "cpu":
+        half = "bf16"
+    loaded, loaded_by = model_dtype(record.facts)
+    record.adapter = True if record.facts.has("peft") else None
+    if full.endswith("mixed") and loaded:  # a mixed mode casts no weight: the module keeps what it was loaded in
+        record.set("parameters", loaded, "as loaded", loaded_by)
+        record.set(
+            "trained", "fp32" if record.adapter else loaded, "PEFT makes adapters fp32" if record.adapter else "as loaded", loaded_by
+        )
+    else:
+        record.set("parameters", half if full.endswith("true") else "fp32", full, precision)
+        record.set("trained", half if full.endswith("true") else "fp32", full, precision)
+    record.set("compute", half, full, precision)
+    if full == "16-mixed" and half == "fp16":
+        record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)
+    if uses_fsdp(record.facts) and full.endswith("mixed"):
+        record.set("reduction", half, "FSDPStrategy reduces in the mixed precision dtype", uses_fsdp(record.facts))
+
+
+def simpletuner(record: Record) -> None:
+    facts = record.facts
+    mixed = facts.get("simpletuner.mixed_precision")
+    mode = str(mixed.value) if mixed else "bf16"
+    optimizer = facts.get("simpletuner.optimizer")
+    name = str(optimizer.value).lower() if optimizer else "adamw_bf16"
+    base = facts.get("simpletuner.base_model_precision")
+    quantised = base is not None and str(base.value) not in ("no_change", "")
+    default = facts.get("simpletuner.base_model_default_dtype")
+    record.adapter = "lora" in facts.word("simpletuner.model_type") if facts.get("simpletuner.model_type") else None
+    record.adapter_by = facts.get("simpletuner.model_type")
+    weights, by, why = (
+        {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode),
+        mixed,
+        "mixed_precision decides the weight dtype",
+    )
+    if quantised and mode in ("no", "fp16"):
+        weights, by, why = (
+            ("fp32" if default and str(default.value) == "fp32" else "bf16"),
+            default or base,
+            "base_model_default_dtype decides for a quantised base",
+        )
+    record.set("parameters", weights, why, by)
+    if name == "adamw_bf16" and not (quantised and default and str(default.value) == "fp32"):
+        record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
+        record.set("optimizer", "bf16", "adamw_bf16 with stochastic rounding", optimizer)
+    else:
+        record.set("trained", weights, "trained weights get the weight dtype", by)
+    if mode in ("bf16", "fp16", "fp8"):
+        record.set("compute", mode, "mixed_precision: autocast", mixed)
+    elif mode == "no":
+        record.set("compute", "fp32" if record.value("trained") == "fp32" else "bf16", "mixed_precision no: no autocast", mixed)
+    if mode == "fp16":
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
+    gradient = facts.get("simpletuner.gradient_precision")
+    if gradient is not None:
+        record.set(
+            "gradients", record.value("trained"), f"gradient_precision={gradient.value} is not applied by current SimpleTuner", gradient
+        )
+    if quantised and base is not None:
+        record.quantised, record.quantised_by = (
+            (4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8),
+            base,
+        )
+        record.set("storage", str(base.value), "base_model_precision", base)
+    if ema := facts.on("simpletuner.use_ema"):
+        record.set("ema", record.value("trained") or "bf16", "the shadow is a clone of the trained weights", ema)
+
+
+def kohya(record: Record) -> None:
+    facts = record.facts
+    mixed = facts.get("kohya.mixed_precision")
+    mode = str(mixed.value).lower() if mixed else "no"
+    network = facts.get("kohya.network_module")
+    record.adapter, record.adapter_by = (True, network) if network else (None, None)
+    full = facts.on("kohya.full_bf16", "kohya.full_fp16")
+    half = mode if mode in ("bf16", "fp16") else "fp32"
+    record.set("parameters", half, "mixed_precision", mixed)
+    record.set(
+        "trained",
+        ("bf16" if "bf16" in full.key else "fp16") if full else "fp32",
+        "full_* casts what is trained" if full else "fp32 masters",
+        full,
+    )
+    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", mixed)
+    if mode == "fp16" and not full:
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
+
+
+def script(record: Record) -> None:
+    """A training script with diffusers' or accelerate's arguments."""
+    mixed = record.facts.get("script.mixed_precision")
+    record.set("compute", dtype_of(mixed.value) if mixed else None, "the script's argument", mixed)
+
+
+_BY_ACCELERATE = ("hf", "axolotl", "llamafactory")
+_BUFFERS_KEPT = (0, 19, 2)  # DeepSpeed casts parameters alone since
+_IGNORED = ("accelerate.fsdp_config.fsdp_ignored_modules", "fsdp.ignored_modules", "env.FSDP_IGNORED_MODULES")
+
+
+def casts(record: Record) -> None:
+    """The roles `buffers` and `exempt`, where a framework is known to cast a model."""
+    facts, compute = record.facts, record.value("compute")
+    mixed = compute in ("bf16", "fp16")
+    if mixed and record.tool in _BY_ACCELERATE and (engine := uses_deepspeed(facts)):
+        _deepspeed(record, compute, engine)
+    elif mixed and record.tool in _BY_ACCELERATE and (fsdp := uses_fsdp(facts)):
+        _fsdp(record, compute, fsdp)
+    elif record.tool == "hf" and record.value("parameters") in ("bf16", "fp16"):
+        fp16 = record.value("parameters") == "fp16"
+        lists = "_keep_in_fp32_modules, _keep_in_fp32_modules_strict" if fp16 else "_keep_in_fp32_modules_strict"
+        record.set("exempt", lists, "from_pretrained leaves in fp32 what the model's class lists there", record.by("parameters"))
+
+
+def _deepspeed(record: Record, compute: str | None, engine: Setting) -> None:
+    asked, pinned = deepspeed_setting(record.facts, "data_types.buffer_dtype"), record.facts.get("versions.deepspeed")
+    if pinned is not None and release(str(pinned.value)) < _BUFFERS_KEPT:
+        record.set("buffers", compute, "DeepSpeed before 0.19.2 casts the whole module, tables of positions too", pinned)
+    elif asked is not None:
+        record.set("buffers", dtype_of(asked.value), "data_types.buffer_dtype", asked)
+    else:
+        record.set("buffers", "as loaded", "DeepSpeed casts parameters alone since 0.19.2", pinned or engine)
+
+
+def _fsdp(record: Record, compute: str | None, fsdp: Setting) -> None:
+    facts, (version, _) = record.facts, fsdp_version(record.facts)
+    exempt = []
+    if version == 2:
+        record.set("buffers", "as loaded", "FSDP2 casts parameters and inputs, and no buffer", fsdp)
+        if record.quantised == 4:
+            exempt.append("4-bit weights stored as integers")
+    else:
+        own = _policy(facts)
+        dtype = dtype_of(own.value) if own else compute
+        record.set("buffers", dtype, "FSDP1's buffer_dtype, for tables of positions too", own or fsdp)
+        exempt.append("batch norms")
+    ignored = facts.get(*_IGNORED)
+    if ignored is not None:
+        exempt.append(f"ignored modules ({ignored.value})")
+    if exempt:
+        record.set("exempt", ", ".join(exempt), f"FSDP{version or 1} leaves them in the dtype they have", ignored or fsdp)
+
+
+def _policy(facts: Facts) -> Setting | None:
+    """buffer_dtype of a policy that a program hands over; one in a file is read by nobody (CF060)."""
+    for document in facts.documents:
+        if document.tool == "fsdp" and document.attributes.get("reader") == "python":
+            return next((s for key, s in document.settings.items() if key.endswith("mixed_precision_policy.buffer_dtype")), None)
+    return None
+
+
+def effective_precision(facts: Facts) -> Record:
+    tool = next((d.tool for d in facts.documents if d.tool in _TOOLS), "hf")
+    record = Record(tool, facts)
+    record.device = _device(facts)
+    _TOOLS[tool](record)
+    _shared(record)
+    return record
+
+
+def _device(facts: Facts) -> Device | None:
+    if facts.device:
+        return find_device(facts.device)
+    for setting in (facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu"),):
+        if setting:
+            return find_device("cpu")
+    if facts.word("lightning.accelerator", "lightning.trainer.accelerator") == "cpu" or facts.word("torchtune.device") == "cpu":
+        return find_device("cpu")
+    named = facts.get("hardware.gpu", "hardware.gpu_name", "hardware.hardware", "hardware.device", "env.GPU_NAME", "env.GPU")
+    return find_device(str(named.value)) if named else None
+
+
+def _shared(record: Record) -> None:
+    """Roles that follow from others."""
+    trained = record.value("trained")
+    if trained:
+        record.set(
+            "gradients",
+            record.value("gradients") or trained,
+            "a gradient has its weight's dtype",
+            record.by("gradients") or record.by("trained"),
+        )
+        if "optimizer" not in record.roles:
+            record.set("optimizer", trained, "torch optimizers keep their states in the weight's dtype", record.by("trained"))
+    if "accumulation" not in record.roles and record.accumulates is not None and record.value("gradients"):
+        record.set("accumulation", record.value("gradients"), "accumulates into .grad", record.accumulates)
+    if record.quantised and "storage" not in record.roles:
+        kind = record.facts.word(f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type") or (
+            "fp4 or nf4" if record.quantised == 4 else "int8"
+        )
+        record.set("storage", kind, f"{record.quantised}-bit base", record.quantised_by)
+    if record.value("compute") in ("bf16", "fp16") and "norms" not in record.roles and record.value("trained") == "fp32" and record.full:
+        record.set("norms", "fp32", "autocast runs norms in fp32")
+    casts(record)
+
+
+_TOOLS: dict[str, Callable[[Record], None]] = {
+    "simpletuner": simpletuner,
+    "axolotl": axolotl,
+    "llamafactory": llamafactory,
+    "torchtune": torchtune,
+    "torchtitan": torchtitan,
+    "lightning": lightning,
+    "kohya": kohya,
+    "hf": hf,
+    "script": script,
+}

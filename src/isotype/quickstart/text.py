@@ -1,0 +1,119 @@
+"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text, on any machine, without a network.
+
+The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's configuration, and two files,
+`pretrain.yaml` and `tune.yaml`, that `isotype train` takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..wording import printable
+from .stages import Stage, run_stages, timed, write_folder
+
+MOST_SECONDS = 280.0  # as counted here; with 300 the whole command took 5 min 10 s beside two busy loops
+STAGES = (
+    Stage("pretrain", "a small model from scratch, on the text of Python's own documentation", 1200, least=60),
+    Stage("tune", "LoRA on question and answer pairs, as `isotype train` does it", 400, least=20, cost=1.4),
+)
+TEXT, PARTS, WINDOW = "text.txt", "small", 256
+
+
+def quickstart(folder: Path, *, share: float | None = None, json_output: bool = False) -> int:
+    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved.
+
+    share        of the steps that are done; None: as many as end within five minutes
+    json_output  everything but one object at the end goes to stderr
+    """
+    ends = time.monotonic() + MOST_SECONDS
+    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
+        write_folder(folder, "isotype quickstart", STAGES, (TEXT, PARTS), lambda: _write(folder))
+        if not run_stages(folder, STAGES, share=share, ends=ends, step_seconds=lambda: _step_seconds(folder / PARTS)):
+            print(f"go on with: isotype quickstart --folder {folder}")
+            return 130
+    summary = summarise(folder)
+    if json_output:
+        results = {stage.name: json.loads((folder / stage.name / "result.json").read_text(encoding="utf-8")) for stage in STAGES}
+        print(json.dumps({"folder": str(folder), **results, **summary}))
+    else:
+        _show(folder, summary)
+    return 0
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """Loss over steps of both stages, and the answers before and after tuning."""
+    from ..report.record import read_run
+
+    runs = {stage.name: read_run(folder / stage.name) for stage in STAGES}
+    samples = [one["samples"] for one in runs["tune"].samples] or [[]]
+    return {
+        "loss": {name: run.curve("loss") for name, run in runs.items()},
+        "evaluations": {name: run.curve("eval_loss") for name, run in runs.items()},
+        "samples": [
+            {"prompt": before["prompt"], "before": before["answer"], "after": after["answer"], "reference": before["reference"]}
+            for before, after in zip(samples[0], samples[-1])
+        ],
+        "report": str(folder / "tune" / "report.html"),
+    }
+
+
+def _write(folder: Path) -> None:
+    from ..data.small_model import END_OF_TURN, small_config, train_tokenizer
+    from ..data.stdlib import stdlib_pairs, stdlib_text
+
+    texts = stdlib_text()
+    print(f"text      {len(texts):,} docstrings and topics of this Python, {sum(map(len, texts)) / 1e6:.1f} million characters")
+    tokenizer = train_tokenizer(texts, vocabulary=2048)
+    print(f"tokenizer byte-level BPE, {len(tokenizer):,} tokens, trained on it")
+    print(f"pairs     {len(stdlib_pairs()):,} questions and answers from the same docstrings")
+    (folder / TEXT).write_text(END_OF_TURN.join(texts), encoding="utf-8")
+    tokenizer.save_pretrained(folder / PARTS)
+    small_config(tokenizer, hidden=192, layers=4, positions=2 * WINDOW).save_pretrained(folder / PARTS)
+
+
+def _step_seconds(parts: Path) -> float:
+    """Seconds of one pretraining step; 0 with a GPU, which is always fast enough."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..environment.hardware import detect
+
+    hardware = detect()
+    if hardware.kind != "cpu":
+        return 0.0
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(parts))
+        ids = torch.randint(0, model.config.vocab_size, (4, WINDOW))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=hardware.bf16 == "native"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+
+    return timed(step)
+
+
+def _show(folder: Path, summary: dict[str, Any]) -> None:
+    from ..report.chart import terminal_chart
+
+    for stage, curve in summary["loss"].items():
+        print(f"\nloss of {stage}")
+        print(terminal_chart(curve, encoding=sys.stdout.encoding))
+    print("\nanswers to questions that were not trained on, before and after LoRA")
+    for sample in summary["samples"]:
+        print(f"\n  > {sample['prompt']}")
+        for what in ("before", "after", "reference"):
+            print(f"    {what:<9}  {_short(sample[what] or '')}")
+    print(f"\nreport    {summary['report']}")
+    print(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
+    print(f"again     isotype train {folder / 'tune.yaml'} run.folder=runs/mine data.train=YOUR.jsonl")
+
+
+def _short(text: str, most: int = 110) -> str:
+    flat = printable(" ".join(text.split()))
+    return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"

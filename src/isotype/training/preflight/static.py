@@ -1,0 +1,258 @@
+"""Checks of the preflight that run no step: device (PF001), schedule (PF002, PF021), updates lost by rounding (PF003), disk (PF004), memory
+(PF011), and the base of a continued adapter (PF019)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dtypes import to_torch
+from ...finding import Finding, Place, Severity
+from ...precision.parts import local_part
+from ...wording import counted
+from ..console import size
+from ..memory.auto import WITHIN, less_memory
+from ..memory.device import memory_there, other_memory, shown
+from ..memory.distributed_plan import plan_part
+from ..memory.plan import optimizer_bytes
+from ..schedule import learning_rate, repeats_in_a_step, warmup_steps
+from ..setup import Prepared
+from .subject import Subject
+
+TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
+MANY, NEARLY_ALL = 0.5, 0.9  # shares of the weights that cannot move: a warning, an error
+SAMPLED = 4096  # elements looked at in each tensor
+
+
+def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
+    """Checks only `auto`: a device given by name is found or refused earlier, when the run is prepared."""
+    if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
+        return
+    gpu = installed_gpu()
+    if gpu is None:
+        return
+    hidden = next((f"{v}={os.environ[v]!r}" for v in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if v in os.environ), None)
+    if torch.version.cuda is None and torch.version.hip is None:
+        cause, fix = f"torch {torch.__version__} is a build without CUDA and ROCm", "install torch's build for this GPU (pytorch.org)"
+    elif hidden is not None:
+        cause, fix = f"{hidden} in the environment hides it", f"unset {hidden.partition('=')[0]}"
+    else:
+        cause, fix = f"torch {torch.__version__} cannot use its driver", "isotype doctor env says which versions do not go together"
+    yield Finding(
+        code="PF001", severity=Severity.WARNING, place=Place(symbol="model.device"), message="this run is on the CPU, and there is a GPU",
+        observed=gpu, cause=cause, fix=f"{fix}; or model.device: cpu, if the CPU is meant",
+    )  # fmt: skip
+
+
+def installed_gpu() -> str | None:
+    """A GPU that the operating system or the driver lists, even if torch does not find it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.SubprocessError):
+            listed = None
+        if listed is not None and listed.returncode == 0 and listed.stdout.startswith("GPU "):
+            return listed.stdout.splitlines()[0].partition(" (UUID")[0]
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+    if cards:
+        return f"an NVIDIA GPU at {cards[0].name}"
+    return "an AMD GPU (/dev/kfd)" if Path("/dev/kfd").exists() else None
+
+
+def never_leaves_warmup(subject: Subject[Any]) -> Iterator[Finding]:
+    train, total = subject.config.train, subject.plan.total
+    warmup = warmup_steps(train, total)
+    if warmup < total:
+        return
+    highest = learning_rate(train, total, total)
+    yield Finding(
+        code="PF002", severity=Severity.WARNING, place=Place(symbol="train.warmup"),
+        message=f"{counted(warmup, 'step')} of warm-up in a run of {total}: it never reaches its learning rate",
+        declared=f"learning rate {train.learning_rate:g}, {train.schedule}", observed=f"at most {highest:.3g}, at the last step",
+        fix=f"train.warmup below {total}, or a share of the steps (0.03)",
+    )  # fmt: skip
+
+
+def more_rows_in_a_step_than_there_are(subject: Subject) -> Iterator[Finding]:
+    train, rows = subject.config.train, subject.task.rows
+    said = None if subject.config.data.stream else repeats_in_a_step(train.batch_size * train.accumulate, rows)
+    if said is None:
+        return
+    yield Finding(
+        code="PF021", severity=Severity.WARNING, place=Place(symbol="train.batch_size"), message=said,
+        observed=f"train.batch_size {train.batch_size} x train.accumulate {train.accumulate}",
+        fix=f"train.batch_size x train.accumulate at most {rows}",
+    )  # fmt: skip
+
+
+def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
+    """Compares the update that the learning rate makes with the spacing of each trained tensor's dtype at its own magnitudes.
+
+    AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and 0.2 to 0.4 (root mean square) later
+    (Liu et al. 2025, "Muon is scalable for LLM training"). A step below half the distance to the next number of the dtype is lost.
+    """
+    train, precision = subject.config.train, subject.prepared.resolved.precision
+    rate = train.learning_rate
+    if rate == 0:
+        yield Finding(
+            code="PF003", severity=Severity.ERROR, place=Place(symbol="train.learning_rate"),
+            message="the learning rate is 0: nothing would be learnt", fix="train.learning_rate above 0",
+        )  # fmt: skip
+        return
+    stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
+    if stochastic and precision.trainable != "fp32":
+        return
+    trained = [(name, p) for name, p in subject.prepared.model.named_parameters() if p.requires_grad and local_part(p).numel()]
+    stuck, total, still = 0.0, 0, []
+    for name, parameter in trained:
+        part = local_part(parameter)
+        share = stuck_share(part, rate * TYPICAL)
+        stuck += share * part.numel()
+        total += part.numel()
+        if share == 1.0:
+            still.append(name)
+    share = stuck / max(1, total)
+    if share < MANY:
+        return
+    yield Finding(
+        code="PF003", severity=Severity.ERROR if share >= NEARLY_ALL else Severity.WARNING,
+        place=Place(symbol="train.learning_rate, precision.trainable, precision.rounding"),
+        message=f"a typical update is lost in {share:.0%} of the trained weights",
+        declared=f"learning rate {rate:g}, {precision.trainable} weights, rounded to nearest",
+        cause=f"{precision.trainable} keeps {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change below "
+        "half of the last one rounds away",
+        fix=_fix(precision.trainable, train.optimizer, rate),
+        details=(("still", f"{len(still)} of {len(trained)} tensors cannot move at all, {still[0]} first"),) if still else (),
+    )  # fmt: skip
+
+
+def _fix(trainable: str, optimizer: str, rate: float) -> str:
+    """Nothing that the settings have already."""
+    larger = f"a train.learning_rate above {rate:g}"
+    if trainable == "fp32":
+        return larger
+    stochastic = "precision.rounding: stochastic, " if optimizer == "adamw" else ""
+    return f"{stochastic}precision.trainable: fp32, or {larger}"
+
+
+def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
+    """The share of elements that `update` does not change when the result is rounded to nearest in the weight's dtype.
+
+    weight  F[...]
+    inside  fp32
+    """
+    flat = weight.detach().flatten()
+    flat = flat[:: max(1, flat.numel() // SAMPLED)]
+    # toward zero, where numbers lie closer below a power of two: the more generous direction
+    moved = (flat.float() - update * flat.float().sign()).to(flat.dtype)
+    return float(((moved == flat) & (flat != 0)).float().mean())
+
+
+def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
+    """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written before an old one is removed."""
+    free = shutil.disk_usage(subject.folder).free
+    one, result = checkpoint_bytes(subject), result_bytes(subject)
+    kept = min(subject.config.run.keep, saves(subject)) + (1 if subject.plan.eval_every else 0)
+    there = _bytes_of(subject.folder / "checkpoints") if subject.resuming else 0
+    needed = (kept + 1) * one + result - there
+    if needed <= free:
+        return
+    yield Finding(
+        code="PF004", severity=Severity.ERROR, place=Place(symbol="run.folder", file=str(subject.folder)),
+        message=f"the run writes up to {size(needed)}, and {size(free)} are free",
+        details=(("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"), ("result", size(result))),
+        fix="free space, another run.folder, or a smaller run.keep",
+    )  # fmt: skip
+
+
+def checkpoint_bytes(subject: Subject[Any]) -> int:
+    """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
+    train, precision = subject.config.train, subject.prepared.resolved.precision
+    trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
+    return sum(p.numel() * p.element_size() + optimizer_bytes(p.numel(), train, precision) for p in trained)
+
+
+def result_bytes(subject: Subject[Any]) -> int:
+    """The adapter or the model in the dtype it is saved in."""
+    precision, parameters = subject.prepared.resolved.precision, list(subject.prepared.model.parameters())
+    if subject.config.adapter.kind == "none":
+        return sum(p.numel() for p in parameters) * to_torch(precision.save_model).itemsize
+    return sum(p.numel() for p in parameters if p.requires_grad) * to_torch(precision.save_adapter).itemsize
+
+
+def saves(subject: Subject[Any]) -> int:
+    """How many checkpoints the plan writes in all."""
+    plan = subject.plan
+    return max(1, -(-plan.total // plan.save_every)) if plan.save_every else 1
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def adapter_of_another_base(subject: Subject[Any]) -> Iterator[Finding]:
+    """Compares the names of the bases. Tensors of another shape were refused when the adapter was loaded, but a related model's fit."""
+    start, base = subject.config.adapter.start_from, subject.task.base_name
+    if start is None or subject.resuming:
+        return
+    named = json.loads((Path(start) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named or same_model(named, base):
+        return
+    yield Finding(
+        code="PF019", severity=Severity.WARNING, place=Place(symbol="adapter.start_from", file=str(start)),
+        message="the adapter was trained on another base, as its own file says", declared=named, observed=base,
+        cause="its tensors fit this model too, so that nothing else would show it",
+        fix=f"model.name: {named}; nothing to do when both are the same weights in two places",
+    )  # fmt: skip
+
+
+def same_model(one: str, other: str) -> bool:
+    """The same place, or the same last name: `Qwen/Qwen2.5-0.5B` and a folder `models/Qwen2.5-0.5B`."""
+    if Path(one).exists() and Path(other).exists():
+        return Path(one).resolve() == Path(other).resolve() or Path(one).resolve().name == Path(other).resolve().name
+    return Path(one).name == Path(other).name
+
+
+def memory_too_small(subject: Subject[Any]) -> Iterator[Finding]:
+    """Plans the step, which takes seconds, only if a generous upper bound comes near the available memory."""
+    prepared, config, task = subject.prepared, subject.config, subject.task
+    assert isinstance(prepared, Prepared), "the loop's own run: an attached trainer's memory is not planned"
+    precision, device = prepared.resolved.precision, prepared.device.type
+    has = memory_there(prepared.hardware.memory, prepared.device)
+    besides = other_memory(prepared.model, prepared.device)
+    if not has or task.most_bytes(prepared.model, precision) + besides <= has // 2:
+        return
+    plan = plan_part(
+        task.outline(precision, device_type=device),
+        config.train,
+        precision,
+        task.step_outline(precision),
+        checkpointing=prepared.checkpointing,
+        device_type=device,
+        parts=1 if prepared.sharding is None else prepared.sharding.parts,
+    )
+    needs = plan.peak + besides
+    if needs <= has * (1 - WITHIN):
+        return
+    fits = needs <= has * (1 + WITHIN)
+    yield Finding(
+        code="PF011", severity=Severity.WARNING if fits else Severity.ERROR, place=Place(symbol="train.batch_size, data.max_length"),
+        message=f"the step on the longest rows {'may' if fits else 'will'} not fit: {shown(needs)} of {shown(has)}",
+        details=(
+            ("weights", shown(plan.frozen + plan.trained)),
+            ("training", f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer states"),
+            ("step", f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length {plan.length}"),
+        ),
+        cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
+        fix=less_memory(config, prepared.checkpointing.kind, device_type=device, model=prepared.model),
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run, TensorBoard and Weights & Biases.
+
+A tracker must not disturb a run: random state is restored after each call, and a tracker that fails (a full disk, a lost network) is named
+once and then switched off.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ..config.yaml_text import write_value
+from ..runs.checkpoint.atomic_folder import write_text
+from .eval_mode import random_state_restored
+from .task import Sample
+
+Say = Callable[[str], None]
+ID = "wandb_id"
+TIMEOUT = 30  # seconds to wait for the service before going on without it
+
+
+class Tracker(Protocol):
+    """`scalars` are named `train/loss`, `eval/loss`; `address` is the folder or page where the user finds them."""
+
+    name: str
+    address: str
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def close(self, exit_status: int) -> None: ...
+
+
+class Trackers:
+    """None, one or several."""
+
+    def __init__(self, trackers: Iterable[Tracker] = (), say: Say = print) -> None:
+        self._trackers, self._say = list(trackers), say
+
+    def row(self, facts: Mapping[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        side = "eval" if facts.get("event") == "evaluation" else "train"
+        values = {
+            f"{side}/{key.removeprefix('eval_')}": float(value)
+            for key, value in facts.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        if values:
+            self._each(lambda tracker: tracker.scalars(int(facts["step"]), values))
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._each(lambda tracker: tracker.samples(step, samples))
+
+    def close(self, exit_status: int) -> None:
+        self._each(lambda tracker: tracker.close(exit_status))
+        self._trackers.clear()
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        if not self._trackers:
+            return
+        with random_state_restored():
+            for tracker in list(self._trackers):
+                try:
+                    tell(tracker)
+                except Exception as error:  # an error of a service must not stop the run
+                    self._trackers.remove(tracker)
+                    first = next(iter(str(error).splitlines()), type(error).__name__)
+                    self._say(f"tracker   {tracker.name} failed and is switched off: {first}")
+
+
+def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> Trackers:
+    """Opens the trackers of `run.trackers` in the run folder and says where each writes.
+
+    settings  the run's configuration, section by section
+    """
+    found: list[Tracker] = []
+    with random_state_restored():
+        for name in dict.fromkeys(names):
+            if name == "tensorboard":
+                found.append(TensorBoard(folder, settings))
+            else:
+                found.append(WeightsAndBiases(folder, settings, say))
+            say(f"tracker   {found[-1].name}: {found[-1].address}")
+    return Trackers(found, say)
+
+
+class TensorBoard:
+    """Opens its file at the first row, whose step tells where a resumed run continues."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._folder, self._settings = folder / "tensorboard", settings
+        self._writer: Any = None
+        self.address = f"tensorboard --logdir {folder}"
+
+    def _open(self, step: int) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step if step else None)
+            rows = [
+                f"| {section}.{key} | {write_value(value)} |" for section, part in self._settings.items() for key, value in part.items()
+            ]
+            self._writer.add_text("settings", "\n".join(["| key | value |", "|---|---|", *rows]), step)
+        return self._writer
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        writer = self._open(step)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # a killed run keeps its curves
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for i, one in enumerate(samples):
+            # four spaces: Markdown leaves what a model wrote as it is
+            asked, made = one.lines()
+            said = "\n".join("    " + line for line in (made or "(nothing)").splitlines())
+            self._open(step).add_text(f"samples/{i}", f"**{asked}**\n\n{said}", step)
+
+    def close(self, exit_status: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """Writes the step as a metric of each row, since wandb's own step counter cannot go back to the checkpoint of a resumed run."""
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Any) -> None:
+        import wandb
+
+        self._wandb, self._table = wandb, wandb.Table
+        mode = os.environ.get("WANDB_MODE") or ("online" if key_is_known() else "offline")
+        try:
+            self._run = self._start(folder, settings, mode)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            say(f"tracker   wandb is not reached ({next(iter(str(error).splitlines()), '')}): going on offline")
+            mode = "offline"
+            self._run = self._start(folder, settings, mode)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        write_text(folder / ID, self._run.id + "\n")
+        self.address = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+
+    def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
+        file = folder / ID
+        return self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "isotype"), name=os.environ.get("WANDB_NAME", folder.resolve().name), dir=str(folder),
+            id=file.read_text(encoding="utf-8").strip() if file.is_file() else None, resume="allow", mode=mode, config=dict(settings),
+            settings=self._wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT),
+        )  # fmt: skip
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        made = [one.as_json() for one in samples]
+        columns = list(dict.fromkeys(key for one in made for key in one))
+        rows = [[step, *[one.get(key) or "" for key in columns]] for one in made]
+        self._run.log({"step": step, "samples": self._table(columns=["step", *columns], data=rows)})
+
+    def close(self, exit_status: int) -> None:
+        self._run.finish(exit_code=exit_status)
+
+
+def key_is_known() -> bool:
+    """Whether wandb would find a key without asking: in its variable or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

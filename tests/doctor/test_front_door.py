@@ -1,0 +1,196 @@
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.doctor.front_door import visit
+from isotype.errors import UsageError
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale(x_ptr, out_ptr, factor, do_scale, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    if do_scale != 0:
+        x = x.to(tl.float32) * factor
+    tl.store(out_ptr + i, x, mask=i < n)
+"""
+BACKWARD_UNDER_AUTOCAST = """
+import torch
+
+
+def step(model, x, optimizer):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+
+
+step(torch.nn.Identity(), torch.ones(1), torch.optim.SGD([torch.ones(1)]))
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "args.yaml").write_text("output_dir: out\nfp16: true\nbf16: true\nlogging_steps: 10\n")
+    (tmp_path / "loader.py").write_text(BACKWARD_UNDER_AUTOCAST)
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "run.log").write_text("RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16\n")
+    return tmp_path
+
+
+def test_every_part_looks_at_what_is_its(project):
+    found = {one.part: one.findings for one in visit(project)}
+    assert set(found) == {"check", "explain", "kernels", "trace"}
+    assert all(found[part] for part in ("check", "explain", "kernels"))
+    assert {f.code[:2] for findings in found.values() for f in findings} == {"CF", "EX", "KN"}
+
+
+def test_static_checks_import_no_user_code(project):
+    (project / "kernels.py").write_text(KERNEL + "\nraise SystemExit('imported')\n")
+    assert not {one.part: one.findings for one in visit(project, static=True)}["kernels"]
+
+
+FUNCTION = """
+import torch
+
+
+class Scale(torch.autograd.Function):
+    pass
+
+
+class Twice(Function):
+    pass
+"""
+
+
+def test_what_only_its_user_can_run_is_named_with_the_command(tmp_path):
+    (tmp_path / "ops.py").write_text(FUNCTION)
+    (tmp_path / "train.py").write_text(BACKWARD_UNDER_AUTOCAST)
+    (tmp_path / "test_train.py").write_text(BACKWARD_UNDER_AUTOCAST)
+    named = {one.part: one.subject for one in visit(tmp_path)}
+    assert named["conform"] == f'isotype doctor conform {tmp_path / "ops.py"}:Scale --inputs "..." (1 more autograd function)'
+    assert named["trace"] == f"isotype doctor trace {tmp_path / 'train.py'}"
+    (tmp_path / "ops.py").write_text(FUNCTION + "\n\ndef build():\n    return Scale.apply, ()\n")
+    assert "ops.py:build (1" in {one.part: one.subject for one in visit(tmp_path / "ops.py")}["conform"]
+
+
+LOG = "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"
+
+
+@pytest.mark.parametrize(("arguments", "given"), [([], LOG), (["-"], LOG), ([LOG], "")])
+def test_a_log_from_standard_input_and_an_error_as_text(arguments, given):
+    done = CliRunner().invoke(build_app(), ["doctor", *arguments, "--json"], input=given)
+    assert done.exit_code == 1
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["EX001"]
+
+
+def test_a_code_prints_its_page_and_one_of_lint_the_command_to_use():
+    assert CliRunner().invoke(build_app(), ["doctor", "CF018"]).stdout.startswith("# CF018: ")
+    with pytest.raises(UsageError, match=r"lint is gone[\s\S]*conform"):
+        CliRunner().invoke(build_app(), ["doctor", "explain", "LT002"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [("check .", "doctor check"), ("explain x", "doctor explain"), ("lint src", "conform, trace and kernels"), ("diff a b", "ls --diff"),
+     ("schema", "init --schema"), ("finetune", "isotype train"), ("env", "doctor env")],
+)  # fmt: skip
+def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
+    with pytest.raises(UsageError, match=right) as caught:
+        CliRunner().invoke(build_app(), typed.split(), catch_exceptions=False)
+    assert caught.value.exit_status == 2
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_help_lists_commands_in_the_order_in_which_they_are_needed():
+    from typer.main import get_command
+
+    names = list(get_command(build_app()).list_commands(None))
+    assert names[:5] == ["quickstart", "init", "import", "plan", "train"]
+    assert names[-1] == "doctor"
+    assert len(names) <= 14
+
+
+def test_every_command_has_an_example_and_json():
+    from typer.main import get_command
+
+    root = get_command(build_app())
+    commands = {name: root.commands[name] for name in root.commands if name != "doctor"}
+    commands |= {f"doctor {name}": command for name, command in root.commands["doctor"].commands.items()}
+    for name, command in commands.items():
+        assert f"isotype {name.removesuffix(' look')}" in (command.help or ""), name
+        assert any("--json" in option.opts for option in command.params), name
+
+
+def test_one_summary_and_an_exit_status(project, tmp_path):
+    done = CliRunner().invoke(build_app(), ["doctor", str(project), "--json"])
+    assert done.exit_code == 1
+    answer = json.loads(done.stdout)
+    assert {part["part"] for part in answer["parts"]} == {"check", "explain", "kernels", "trace"}
+    text = CliRunner().invoke(build_app(), ["doctor", str(project)]).stdout
+    assert "kernels  1 Triton kernel in 1 file" in text
+    (tmp_path / "clean").mkdir()
+    (tmp_path / "clean/a.py").write_text("x = 1\n")
+    assert CliRunner().invoke(build_app(), ["doctor", str(tmp_path / "clean")]).exit_code == 0
+
+
+def test_sarif(project):
+    done = CliRunner().invoke(build_app(), ["doctor", str(project), "--static", "--sarif"])
+    assert done.exit_code == 1
+    log = json.loads(done.stdout)
+    assert log["version"] == "2.1.0"
+    assert {"CF001", "CF018"} <= {result["ruleId"] for result in log["runs"][0]["results"]}
+
+
+def test_a_folder_without_files_is_reported(tmp_path):
+    done = CliRunner().invoke(build_app(), ["doctor", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "nothing here is a configuration" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("train.log", "explain"), ("a.py", "check"), ("a.yaml", "check"), ("slurm-12", "explain"), ("Dockerfile", "check")]
+)
+def test_a_single_file_gets_the_parts_that_are_its(tmp_path, name, part):
+    (tmp_path / name).write_text("x = 1\n")
+    assert part in {one.part for one in visit(tmp_path / name)}
+
+
+def test_side_effects_of_importing_a_kernel_file_stay_in_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("isotype.doctor.kernels.apart.SILENT", 600.0)  # a busy machine takes long to import Triton
+    for name, end in (("a_leaves", "raise SystemExit(3)"), ("b_dies", "import os; os._exit(5)"), ("c_asks", "input('name? ')")):
+        (tmp_path / f"{name}.py").write_text(f"{KERNEL}\nprint('noise')\n{end}\n")
+    (tmp_path / "d_fine.py").write_text(KERNEL)
+    done = {one.part: one for one in visit(tmp_path)}["kernels"]
+    assert [f.place.file.rpartition("/")[2] for f in done.findings if f.code == "KN000"] == ["a_leaves.py", "b_dies.py", "c_asks.py"]
+    assert done.subject.startswith("1 Triton kernel in 4 files")
+    assert any(f.code == "KN001" for f in done.findings)
+
+
+def test_kernels_have_a_time(project):
+    assert "1 file not reached in 0 s" in {one.part: one for one in visit(project, seconds=0)}["kernels"].subject
+
+
+def test_pipes_and_links_to_nowhere_are_passed_over(project):
+    for suffix in (".py", ".yaml", ".log"):
+        os.mkfifo(project / f"pipe{suffix}")
+        (project / f"gone{suffix}").symlink_to("nowhere")
+    (project / "loop").mkdir()
+    (project / "loop/up").symlink_to("..")
+    (project / "deep.yaml").write_text("bf16: {a: " * 2000)
+    (project / "bomb.yaml").write_text("bf16: 1\na: &a [x, x, x, x]\n" + "".join(f"a{i}: &a [*a, *a, *a, *a]\n" for i in range(20)))
+    (project / "cells.ipynb").write_text('{"cells": 3}')
+    codes = {f.code for one in visit(project, static=True) for f in one.findings}
+    assert {"CF001", "CF099", "EX001"} <= codes
+
+
+def test_a_missing_path_is_one_line():
+    with pytest.raises(UsageError, match="no such file"):
+        visit(__import__("pathlib").Path("nowhere"))

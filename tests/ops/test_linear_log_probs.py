@@ -1,0 +1,228 @@
+"""linear_log_probs: every output and every gradient path against fp64 and plain PyTorch, and against TRL's own op where it is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isotype.errors import IsotypeError, ShapeError, UsageError
+from isotype.ops import linear_cross_entropy, linear_log_probs
+from isotype.ops.backend import using
+from isotype.ops.linear_log_probs import OUTPUTS
+from isotype.ops.linear_log_probs.op import linear_log_probs_reference
+from tests.ops.trials import FACTOR, error
+
+OPTIONS = {"plain": {}, "all": {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}}
+DIFFERENTIABLE = ("log_probs", "entropy", "logsumexp")
+
+
+def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, dtype=torch.float64) * 2
+    w = torch.randn(classes, hidden, dtype=torch.float64) / hidden**0.5
+    b = torch.randn(classes, dtype=torch.float64)
+    targets = torch.randint(0, classes, (tokens,))
+    targets[::7] = -100
+    return x.to(dtype), w.to(dtype), b.to(dtype), targets
+
+
+def weighed(values):
+    """A loss with another upstream gradient for every token and output."""
+    total = 0.0
+    for i, name in enumerate(DIFFERENTIABLE):
+        v = getattr(values, name)
+        if v is not None:
+            total = total + (v * torch.linspace(-1 - i, 2, v.numel(), dtype=v.dtype, device=v.device).view(v.shape)).sum()
+    return total
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), ("logsumexp",), DIFFERENTIABLE], ids=str)
+def test_gradients_agree_with_finite_differences(options, outputs):
+    x, w, b, targets = make(6, 3, 7)
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: tuple(v for v in linear_log_probs(x, w, targets, bias=b, outputs=outputs, chunk=2, **options) if v is not None),
+        tuple(t.requires_grad_() for t in (x, w, b)),
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", [(4, 5)], ids=str)
+def test_every_output_is_the_references(backend, options, shape):
+    tokens = int(torch.tensor(shape).prod())
+    x, w, b, targets = make(tokens, 8, 8200, dtype=torch.float32)
+    x, targets = x.view(*shape, 8), targets.view(shape)
+    with using(backend):
+        got = linear_log_probs(x, w, targets, bias=b, outputs=OUTPUTS, chunk=7, **options)
+    want = linear_log_probs_reference(x.double(), w.double(), targets, bias=b.double(), **options)
+    for name, value, truth in zip(OUTPUTS, got, want):
+        assert value.shape == torch.Size(shape), name
+        torch.testing.assert_close(value.to(truth.dtype), truth, rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+@pytest.mark.parametrize("trained", ["hidden", "head", "both"])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), DIFFERENTIABLE], ids=len)
+def test_gradients_with_a_frozen_and_a_trainable_head(backend, trained, outputs):
+    x, w, _, targets = make(33, 8, 300, dtype=torch.float32)
+    flags = trained in ("hidden", "both"), trained in ("head", "both")
+    mine = [t.clone().requires_grad_(f) for t, f in zip((x, w), flags)]
+    theirs = [t.double().requires_grad_(f) for t, f in zip((x, w), flags)]
+    with using(backend):
+        weighed(linear_log_probs(*mine, targets, outputs=outputs, chunk=8)).backward()
+    every = linear_log_probs_reference(*theirs, targets)
+    weighed(type(linear_log_probs(x, w, targets))(*(v if n in outputs else None for n, v in zip(OUTPUTS, every)))).backward()
+    for a, b in zip(mine, theirs):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            assert error(a.grad, b.grad) < 1e-5
+
+
+@pytest.mark.parametrize("trained", ["hidden", "both"])
+def test_bf16_gradients_are_as_good_as_plain_pytorchs(trained):
+    x, w, _, targets = make(256, 64, 3000)
+    flags = True, trained == "both"
+    leaves = [t.bfloat16().requires_grad_(f) for t, f in zip((x, w), flags)]
+    peer = [t.detach().clone().requires_grad_(f) for t, f in zip(leaves, flags)]
+    exact = [t.detach().double().requires_grad_(f) for t, f in zip(leaves, flags)]
+    weighed(linear_log_probs(*leaves, targets, outputs=("log_probs", "entropy"), chunk=64)).backward()
+    for given in (peer, exact):
+        z = torch.nn.functional.linear(*given)
+        log_p = torch.log_softmax(z if z.dtype == torch.float64 else z.float(), -1)
+        picked = log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets == -100, 0.0)
+        entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(targets == -100, 0.0)
+        weighed(type(linear_log_probs(x, w, targets))(picked, entropy, None, None, None, None)).backward()
+    for mine, theirs, truth in zip(leaves, peer, exact):
+        if truth.grad is not None:
+            assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
+
+
+def test_large_logits_do_not_cancel_in_the_entropy():
+    x, w, _, targets = make(16, 8, 400, dtype=torch.float32)
+    moved = torch.cat([x, torch.ones(16, 1)], 1), torch.cat([w, torch.full((400, 1), 1000.0)], 1)
+    got = linear_log_probs(*moved, targets, outputs=("entropy",)).entropy
+    want = linear_log_probs_reference(*(t.double() for t in moved), targets)[1]
+    # the logits themselves are rounded to 1000 * eps; the sum over classes must not multiply that
+    assert float((got - want).abs().max()) < 5e-4
+
+
+def test_a_second_consumer_and_a_second_backward():
+    x, w, _, targets = make()
+    results = []
+    for op in (linear_log_probs, None):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        h = a * 1
+        values = (
+            linear_log_probs(h, b, targets, outputs=DIFFERENTIABLE)
+            if op
+            else type(linear_log_probs(x, w, targets))(*linear_log_probs_reference(h, b, targets)[:3], None, None, None)
+        )
+        total = weighed(values) + h.square().sum()
+        total.backward(retain_graph=True)
+        total.backward()
+        results.append((a.grad, b.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_a_masked_class_and_a_batch_without_labels():
+    x, w, b, targets = make(9, 8, 40, dtype=torch.float32)
+    b[3] = -torch.inf
+    targets = targets.masked_fill(targets == 3, 4)
+    for backend in ("eager", "cpp"):
+        leaf = x.clone().requires_grad_()
+        with using(backend):
+            values = linear_log_probs(leaf, w, targets, bias=b, outputs=DIFFERENTIABLE)
+            weighed(values).backward()
+        assert all(bool(v.isfinite().all()) for v in (values.log_probs, values.entropy, leaf.grad))
+        leaf = x.clone().requires_grad_()
+        with using(backend):
+            linear_log_probs(leaf, w, torch.full_like(targets, -100)).log_probs.sum().backward()
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("trained", ["hidden", "both"])
+@pytest.mark.parametrize("outputs", [("log_probs",), DIFFERENTIABLE], ids=len)
+def test_where_rows_are_not_counted_ignored_ones_are_computed_and_masked(trained, outputs, monkeypatch):
+    """As on a GPU, where counting would make the host wait; an ignored row may hold anything."""
+    x, w, _, targets = make(33, 8, 300, dtype=torch.float32)
+    from isotype.ops.linear_cross_entropy import chunked as head_eager
+
+    results = []
+    for counted in (True, False):
+        monkeypatch.setattr(head_eager, "rows_can_be_counted", lambda _, counted=counted: counted)
+        leaf, head = x.clone(), w.clone().requires_grad_(trained == "both")
+        if not counted:
+            leaf[targets == -100] = 60.0
+        leaf.requires_grad_()
+        with using("eager"):
+            values = linear_log_probs(leaf, head, targets, outputs=outputs, chunk=8)
+            weighed(values).backward()
+        results.append([*(v for v in values if v is not None), leaf.grad, head.grad])
+    torch.testing.assert_close(*results)
+
+
+def test_logits_never_exist_at_once():
+    x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
+    seen = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    from isotype.ops.cross_entropy.eager import Wanted
+    from isotype.ops.cross_entropy.rule import LossRule
+    from isotype.ops.linear_log_probs import op as chunked
+
+    with Sizes():
+        chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), "log_probs")
+    assert max(seen) <= 64 * 2000
+
+
+def test_it_is_the_negative_of_the_cross_entropy():
+    x, w, b, targets = make(40, 8, 60, dtype=torch.float32)
+    loss = linear_cross_entropy(x, w, targets, bias=b, reduction="none")
+    torch.testing.assert_close(linear_log_probs(x, w, targets, bias=b).log_probs, -loss)
+
+
+def test_trls_own_op_agrees():
+    theirs = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
+    x, w, _, targets = make(31, 8, 500, dtype=torch.float32)
+    targets = targets.clamp(min=0)
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    want = theirs.apply(a, w, None, targets, 0.7, 100, 8.0, 1.5, names)
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "top1")
+    got = linear_log_probs(b, w, targets, outputs=outputs, softcap=8.0, logit_scale=1.5, temperature=0.7)
+    for name, truth, value in zip(names, want, (getattr(got, n) for n in outputs)):
+        torch.testing.assert_close(value == targets if name == "is_top1" else value, truth, rtol=1e-4, atol=1e-5, msg=name)
+    (want[0] * 2 + want[1]).sum().backward()
+    (got.log_probs * 2 + got.entropy).sum().backward()
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error_type", "word"),
+    [
+        ({"outputs": ("entropies",)}, UsageError, "entropies"),
+        ({"outputs": ()}, UsageError, "nothing"),
+        ({"temperature": 0.0}, UsageError, "temperature"),
+        ({"chunk": 0}, UsageError, "chunk"),
+        ({"bias": torch.zeros(3)}, ShapeError, "bias"),
+        ({"softcap": -1.0}, UsageError, "softcap"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_bad_arguments_are_refused(changes, error_type, word):
+    x, w, _, targets = make()
+    with pytest.raises(error_type, match=word):
+        linear_log_probs(x, w, targets, **changes)
+
+
+def test_a_target_out_of_range_is_named():
+    x, w, _, targets = make()
+    targets[1] = 50
+    with pytest.raises(IsotypeError, match="SH002"):
+        linear_log_probs(x, w, targets)

@@ -1,0 +1,81 @@
+"""The quickstart at a hundredth of its steps: both stages, resumed and repeated, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isotype import train
+from isotype.config.load import load
+from isotype.data import stdlib
+from isotype.errors import UsageError
+from isotype.quickstart import quickstart
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here") / "quickstart"
+    texts, pairs = stdlib.stdlib_text()[:400], stdlib.stdlib_pairs()[:300]
+    with pytest.MonkeyPatch.context() as patch:  # a twentieth of the set: most of the time goes into tokenising it
+        patch.setattr(stdlib, "stdlib_text", lambda: texts)
+        patch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
+        assert quickstart(folder, share=0.01) == 0
+    return folder
+
+
+def test_both_runs_are_ordinary_and_their_results_load_in_transformers_and_peft(made: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for stage in ("pretrain", "tune"):
+        assert json.loads((made / stage / "result.json").read_text())["status"] == "done"
+        assert "<svg" in (made / stage / "report.html").read_text()
+    base = AutoModelForCausalLM.from_pretrained(made / "pretrain" / "model")
+    model = PeftModel.from_pretrained(base, str(made / "tune" / "adapter"))
+    tokenizer = AutoTokenizer.from_pretrained(made / "tune" / "adapter")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+def test_loss_of_pretraining_falls(made: Path) -> None:
+    rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_second_call_shows_the_result_without_training(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (made / "tune" / "metrics.jsonl").stat().st_mtime_ns
+    assert quickstart(made, share=0.01, json_output=True) == 0
+    assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["samples"]) == 4
+    assert {"prompt", "before", "after", "reference"} == set(said["samples"][0])
+    assert quickstart(made, share=0.01) == 0
+    shown = capsys.readouterr().out
+    assert "loss of pretrain" in shown
+    assert f"> {said['samples'][0]['prompt']}" in shown
+    assert str(made / "tune" / "report.html") in shown
+
+
+def test_its_files_are_configurations_that_train_takes(made: Path) -> None:
+    config = load(made / "pretrain.yaml").config
+    assert (config.train.steps, config.data.train) == (1200, str(made / "text.txt"))
+    out = made.parent / "by_hand"
+    run = train(made / "tune.yaml", run=str(out), train={"steps": 2, "eval_every": 2}, data={"limit": 20})
+    assert (run.adapter / "adapter_config.json").is_file()
+
+
+def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="holds other files"):
+        quickstart(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(UsageError, match="is a file"):
+        quickstart(tmp_path / "thesis.tex")

@@ -1,0 +1,3 @@
+"""The fixtures of the checks' tests."""
+
+from tests.subjects import subject, with_data  # noqa: F401

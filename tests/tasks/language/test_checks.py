@@ -1,0 +1,263 @@
+"""The checks of tokens before step 1, by their codes: each finds its fault, and right rows and models get no finding."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isotype.data.rows import IGNORED, Row
+from isotype.errors import PreflightError, UsageError
+from isotype.finding import Severity
+from isotype.precision.apply import inner_model
+from isotype.tasks.choose import train
+from isotype.tasks.language.checks import (
+    beyond_the_embeddings,
+    beyond_the_positions,
+    end_never_learnt,
+    missing_template,
+    moved_by_padding,
+    nothing_to_learn,
+    packed_documents_apart,
+    padding_changes_nothing,
+    prompts_learnt,
+    untouched_rows,
+    untrained_new_tokens,
+)
+from tests.models import tiny
+
+# --- labels
+
+
+def masked(row):
+    return replace(row, labels=(IGNORED,) * len(row.labels))
+
+
+def test_plain_text_is_learnt_whole_and_rightly(subject, tmp_path):
+    (tmp_path / "book.txt").write_text("one plus two is three. " * 400)
+    one = subject(data={"train": str(tmp_path / "book.txt")})
+    assert [*nothing_to_learn(one), *prompts_learnt(one), *end_never_learnt(one)] == []
+
+
+def test_rows_that_are_all_masked(subject, with_data):
+    one = subject()
+    rows = list(one.task.data.train)
+    half = with_data(one, train=[*map(masked, rows[:20]), *rows[20:]])
+    (finding,) = nothing_to_learn(half)
+    assert finding.severity == Severity.WARNING
+    assert finding.message.startswith(f"20 of {len(rows)} training rows")
+    (finding,) = nothing_to_learn(with_data(one, train=list(map(masked, rows))))
+    assert finding.severity == Severity.ERROR
+
+
+def test_answers_that_were_cut_away(subject, tmp_path):
+    rows = [{"prompt": "How much is one plus two? " * (30 if i % 2 else 1), "completion": "three"} for i in range(40)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0}))
+    assert finding.message.startswith("20 of 40 training rows")
+    assert "long.jsonl" in str(finding.cause)
+
+
+def test_the_advice_for_empty_answers_is_not_a_larger_max_length(subject, tmp_path):
+    rows = [{"prompt": "How much is one plus two?", "completion": "" if i % 4 == 0 else "three"} for i in range(40)]
+    (tmp_path / "empty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "empty.jsonl"), "eval_split": 0.0}))
+    assert "the answer is empty" in str(finding.cause)
+    assert "max_length" not in str(finding.fix)
+
+
+def test_prompts_that_are_learnt(subject, with_data):
+    one = subject()
+    whole = [replace(row, labels=row.input_ids) for row in one.task.data.train]
+    (finding,) = prompts_learnt(with_data(one, train=whole))
+    assert finding.severity == Severity.ERROR
+    meant = subject("meant", data={"loss_on": "all"})
+    assert list(prompts_learnt(meant)) == []
+
+
+def test_an_end_that_is_masked_as_padding_is(subject, with_data):
+    """What a collator does that masks every padding token, where padding is the end token."""
+    one = subject()
+    tokenizer = one.task.tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    end = tokenizer.eos_token_id
+    assert list(end_never_learnt(one)) == []
+    rows = [replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels))) for r in one.task.data.train]
+    (finding,) = end_never_learnt(with_data(one, train=rows))
+    assert finding.severity == Severity.ERROR
+    assert "padding token is the same" in str(finding.cause)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_path, pairs):
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.eos_token = tokenizer.pad_token  # <|endoftext|>, while turns end with <|im_end|>
+    tokenizer.save_pretrained(tmp_path / "other")
+    settings = json.loads((workshop.base / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
+    data = {}
+    if pairs:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "one plus two?", "completion": "three"}\n' * 12)
+        data = {"train": str(tmp_path / "p.jsonl"), "eval_split": 0.0}
+    model = {"init": "random", "name": None, "config": settings, "tokenizer": str(tmp_path / "other")}
+    (finding,) = end_never_learnt(subject(model=model, data=data))
+    assert finding.severity == Severity.WARNING
+    assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
+
+
+# --- tokens
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def grown(workshop, tmp_path):
+    """The workshop's model with two added tokens, which its template uses, resized as transformers does."""
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    model = AutoModelForCausalLM.from_pretrained(workshop.base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    tokenizer.chat_template = TEMPLATE
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=True)
+    model.save_pretrained(tmp_path / "grown")
+    tokenizer.save_pretrained(tmp_path / "grown")
+    return {"name": str(tmp_path / "grown")}
+
+
+def test_right_rows_and_embeddings_get_no_finding(subject):
+    one = subject()
+    assert [*beyond_the_embeddings(one), *untrained_new_tokens(one), *missing_template(one)] == []
+
+
+def test_an_id_behind_the_table(subject, with_data):
+    one = subject()
+    rows = list(one.task.data.train)
+    (finding,) = beyond_the_embeddings(with_data(one, train=[replace(rows[0], input_ids=(*rows[0].input_ids[:-1], 9999)), *rows[1:]]))
+    assert "token 9999" in finding.message
+
+
+def test_a_tokenizer_that_is_too_large_names_the_page(subject, grown, workshop):
+    with pytest.raises(UsageError, match="PF008"):
+        subject(model={"name": str(workshop.base), "tokenizer": grown["name"]})
+
+
+def test_new_tokens_under_a_frozen_embedding(subject, grown):
+    (finding,) = untrained_new_tokens(subject(model=grown))
+    assert "<|user|>" in finding.message
+    assert "<|assistant|>" in finding.message
+
+
+@pytest.mark.parametrize("adapter", [{"kind": "none"}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+def test_new_tokens_that_are_trained(subject, grown, adapter):
+    assert list(untrained_new_tokens(subject(model=grown, adapter=adapter))) == []
+
+
+def test_rows_that_resizing_leaves():
+    weight = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    weight[5] = weight.mean(0)
+    assert untouched_rows(weight, [1, 3, 5, 7]) == [3, 5]
+    assert untouched_rows(torch.ones(8, 4), [1]) == []
+
+
+def test_chats_without_a_template(subject, workshop, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    (finding,) = missing_template(subject(model={"name": str(workshop.base), "tokenizer": str(tmp_path / "bare")}))
+    assert "plain one is used" in finding.message
+
+
+# --- positions
+
+
+def test_rotary_positions_are_a_warning(subject, workshop, tmp_path):
+    assert list(beyond_the_positions(subject("enough"))) == []
+    short = tmp_path / "short"
+    shutil.copytree(workshop.base, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    (finding,) = beyond_the_positions(subject("short", model={"name": str(short)}))
+    assert (finding.code, finding.severity) == ("PF020", Severity.WARNING)
+    assert finding.fix.startswith("data.max_length: 8;")
+
+
+def test_a_table_that_ends_is_refused(configured, workshop):
+    config = {"model_type": "gpt2", "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 512}
+    model = {"name": None, "init": "random", "config": config, "tokenizer": str(workshop.base)}
+    with pytest.raises(PreflightError, match=r"PF020.*and the model has 8 positions"):
+        train(configured(model=model, adapter={"kind": "none"}))
+
+
+# --- packing
+
+
+PACKED = {"packing": True, "max_length": 128}
+
+
+class Running(torch.nn.Module):
+    """A mean over everything before, as a recurrent state is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+
+
+def test_a_state_along_the_row_is_found(subject):
+    one = subject(data=PACKED)
+    assert list(packed_documents_apart(one)) == []
+    model = inner_model(one.prepared.model).model
+    model.norm = torch.nn.Sequential(Running(), model.norm)
+    (found,) = packed_documents_apart(one)
+    assert found.code == "PF018"
+    assert found.fix == "data.packing: false"
+    plain = subject("plain")
+    assert list(packed_documents_apart(plain)) == []
+
+
+def test_a_mask_made_without_positions_is_found(subject, monkeypatch):
+    one = subject(data=PACKED)
+    family = importlib.import_module(type(inner_model(one.prepared.model)).__module__)
+    made = family.create_causal_mask
+    monkeypatch.setattr(family, "create_causal_mask", lambda **given: made(**given | {"position_ids": None}))  # as GPT-OSS does
+    (found,) = packed_documents_apart(one)
+    assert "a mask made without them" in found.cause
+
+
+def test_learnt_prompts_are_seen_in_packed_rows_too(subject, tmp_path):
+    template = tmp_path / "all.jinja"
+    template.write_text("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
+    one = subject(data={**PACKED, "chat_template": str(template)})
+    assert [f.code for f in prompts_learnt(one)] == ["PF006"]
+
+
+# --- padding
+
+
+class FromTheEnd(torch.nn.Module):
+    """Takes every token's position from the end of the row, as a model that counts on padding on the left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.shape[1], 0, -1, device=x.device)[:, None]
+
+
+def test_a_model_that_reads_its_rows_from_the_end_is_found(subject):
+    one = subject("plain")
+    assert list(padding_changes_nothing(one)) == []
+    model = inner_model(one.prepared.model).model
+    model.norm = torch.nn.Sequential(model.norm, FromTheEnd())
+    (found,) = padding_changes_nothing(one)
+    assert found.code == "PF022"
+
+
+def test_a_family_that_counts_on_padding_on_the_left():
+    sizes = {"hidden_size": 32, "dim_ff": 48, "dim_head": 8, "prompt_types": 4, "prompt_length": 8, "segment_types": 4, "vocab_size": 128}
+    row = Row(tuple(range(3, 22)), tuple(range(3, 22)), 0)
+    moved = [moved_by_padding(model.eval(), row, pad_id=0, device=torch.device("cpu")) for model in (tiny("cpmant", **sizes), tiny())]
+    assert moved[0] > 0.05
+    assert moved[1] < 1e-5
