@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype.model.load import Source, load_base
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 
 POSITIONS = 8
 

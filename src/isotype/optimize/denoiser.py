@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..placement import Placement
-from ..precision.denoiser_blocks import denoiser_blocks
+from ..precision.apply import denoiser_blocks
 from . import joint_attention, modulation, streams
 
 OPS = ("gated", "modulation")
