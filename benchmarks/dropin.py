@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
         attached = attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
         guards = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Guards))
         step = Step(trainer, one_batch(trainer))
-        plain = guards.methods.original("training_step")  # below the guards; logits are deferred and ops fused in both
+        plain = partial(type(trainer).training_step, trainer)  # below the guards; logits are deferred and ops fused in both
         optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4)
 
         def cpu_of(call: Callable[..., Any], *args: Any) -> float:
@@ -350,7 +351,7 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
             else:
                 own = 0.0
                 plain(trainer.model, dict(step.inputs))
-                guards.methods.original("_clip_grad_norm")(trainer.model)
+                type(trainer)._clip_grad_norm(trainer, trainer.model)
                 optimizer.step()
             trainer.model.zero_grad()
             return time.process_time() - begun, own

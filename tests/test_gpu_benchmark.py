@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,40 +50,6 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
     assert started(gpu, monkeypatch, "benchmarks", "--out", str(out), "--part", "bad", "--part", "good") == 0
     assert [line["part"] for line in lines(out)] == ["good", "bad", "hanging", "bad"]
     assert "1 done, 1 before; failed: none" in capsys.readouterr().out
-
-
-def test_a_part_that_does_not_fit_is_left_for_the_next_time(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "benchmarks", lambda a: [gpu.Part(name, ("-S", "-c", "pass"), 900) for name in "ab"])
-    now = 0.0
-
-    def part_takes_a_minute(part, limit, log, run=gpu.run):
-        nonlocal now
-        now += 60.0
-        return run(part, 900, log)
-
-    monkeypatch.setattr(gpu, "run", part_takes_a_minute)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
-    assert started(gpu, monkeypatch, "benchmarks", "--out", str(tmp_path), "--minutes", "1.5") == 3
-    assert [line["part"] for line in lines(tmp_path)] == ["a"]
-
-
-def test_results_of_earlier_times_are_not_made_again(gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(gpu, "ops", lambda a: [gpu.Part(name, ("-S", "-c", "pass"), 30) for name in "abc"])
-    for part in "ab":
-        assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / part), "--part", part) == 0
-    before = [word for part in "ab" for word in ("--before", str(tmp_path / part))]
-    assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / "new"), *before) == 0
-    assert [line["part"] for line in lines(tmp_path / "new", "ops")] == ["c"]
-    assert "1 done, 2 before" in capsys.readouterr().out
-
-
-def test_the_output_of_a_part_is_in_a_file_while_it_runs(gpu, tmp_path):
-    log = tmp_path / "running.log"
-    # written so that the command itself, which the file begins with, does not contain it
-    reads = f"import pathlib; print('be' 'gun', flush=True); print(pathlib.Path({str(log)!r}).read_text().count('be' 'gun'))"
-    line = gpu.run(gpu.Part("a", ("-S", "-c", reads), 60), 60, log)
-    assert line["output"] == "begun\n1\n", line
-    assert not log.exists()
 
 
 @pytest.mark.parametrize("what", ["probe", "tests", "profile", "goal", "ops", "benchmarks"])

@@ -11,6 +11,9 @@ import pytest
 
 from tests.warm import interpreter
 
+pytestmark = pytest.mark.full
+
+
 ELEMENTWISE = ("rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy")
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ops_gpu.py"
 

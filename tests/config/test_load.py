@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from isotype.cli.app import build_app
 from isotype.config.keys import ELSEWHERE, keys
 from isotype.config.load import load
 from isotype.errors import UsageError
@@ -276,3 +278,22 @@ def test_an_override_that_is_not_offered_is_refused_by_name(override, said):
     with pytest.raises(UsageError) as caught:
         load(None, [override])
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        ("--lr", "train.learning_rate=VALUE"),
+        ("--epochs", "train.epochs=VALUE"),
+        ("--lora_r", "adapter.r=VALUE"),
+        ("--lora-alpha", "adapter.alpha=VALUE"),
+        ("--4bit", "precision.preset=nf4-lora"),
+        ("--output_dir", "run.folder=VALUE"),
+        ("--deepspeed", "parallel.kind: shard"),
+    ],
+)
+def test_options_of_other_tools_are_answered_with_the_setting(option, setting):
+    done = CliRunner().invoke(build_app(), ["train", "--model", "m", option, "1"])
+    assert isinstance(done.exception, UsageError)
+    assert f"has no option {option}" in str(done.exception)
+    assert setting in str(done.exception)

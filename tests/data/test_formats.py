@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isotype.data.bad_rows import RowError, kind_of
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -184,3 +185,16 @@ def test_a_missing_column_is_named() -> None:
         read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})
     with pytest.raises(UsageError, match=r"data\.columns\.promt: unknown key"):
         read({"question": "a"}, columns={"promt": "question"})
+
+
+def test_the_setting_for_keys_of_another_case_keeps_every_column() -> None:
+    record = Record("a.csv", 2, {"Instruction": "Add.", "Input": "1, 2", "Output": "3"})
+    with pytest.raises(RowError, match=r'columns: \{instruction: "Instruction", output: "Output", input: "Input"\}'):
+        detect(record, "auto")
+
+
+def test_digits_of_names_stay_in_the_kind_of_an_error() -> None:
+    said = "byte 412 (0xe9) is not UTF-8; save the file as UTF-8: iconv -f CP1252 -t UTF-8 excel_cp1252.csv > utf8.csv"
+    assert kind_of(said) == said.replace("412", "N").replace("0xe9", "N")
+    assert kind_of("broken JSON at column 5: x") == kind_of("broken JSON at column 17: x")
+    assert kind_of("3 cells, more than the header's 2") == kind_of("41 cells, more than the header's 2")

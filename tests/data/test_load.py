@@ -401,7 +401,7 @@ def test_bad_rows_are_counted_by_their_own_words(write: Any, load: Any) -> None:
         load(train="x.jsonl")
     place, end = "messages[0].content[0] must be {type: text, text: ...}, got a part of type ", ": a run learns text only\n"
     assert f"  1 x {place}'image'{end}      x.jsonl:13" in caught.value.message
-    assert f"  4 x {place.replace('0', 'N')}'image_url'{end}" in caught.value.message
+    assert f"  4 x {place.replace('content[0]', 'content[1]')}'image_url'{end}" in caught.value.message  # a real one
     notes = " ".join(load(train="x.jsonl", on_bad_row="skip", eval_split=0.0).facts["notes"])
     assert "8 bad training rows are left out (data.on_bad_row: skip): 4 x messages[N].content[N] must be" in notes
     assert "; and 2 more kinds: data.json" in notes

@@ -155,3 +155,8 @@ def test_gzip_is_read_and_a_truncated_file_is_refused(tmp_path: Path) -> None:
         list(read_json(cut, "b.jsonl.gz"))
     with pytest.raises(UsageError, match=r"c\.jsonl\.gz:1: broken gzip"):
         list(read_json(written(tmp_path, "c.jsonl.gz", "plain"), "c.jsonl.gz"))
+
+
+def test_rows_of_empty_cells_are_left_out(tmp_path: Path) -> None:
+    rows = list(read_csv(written(tmp_path, "a.csv", "p;c\n1;2\n;\n ; \n3;4\n;;\n"), "a.csv"))
+    assert [(row.line, row.value) for row in rows] == [(2, {"p": "1", "c": "2"}), (5, {"p": "3", "c": "4"})]

@@ -91,6 +91,12 @@ def test_a_log_from_standard_input_and_an_error_as_text(arguments, given):
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["EX001"]
 
 
+def test_of_one_log_alone_notes_are_told_too():
+    done = CliRunner().invoke(build_app(), ["doctor"], input="KeyError: 'x'\n")
+    assert done.exit_code == 0
+    assert "not a dtype error" in done.stdout
+
+
 def test_a_code_prints_its_page_and_one_of_lint_the_command_to_use():
     assert CliRunner().invoke(build_app(), ["doctor", "CF018"]).stdout.startswith("# CF018: ")
     with pytest.raises(UsageError, match=r"lint is gone[\s\S]*conform"):
@@ -100,7 +106,7 @@ def test_a_code_prints_its_page_and_one_of_lint_the_command_to_use():
 @pytest.mark.parametrize(
     ("typed", "right"),
     [("check .", "doctor check"), ("explain x", "doctor explain"), ("lint src", "conform, trace and kernels"), ("diff a b", "ls --diff"),
-     ("schema", "init --schema"), ("finetune", "isotype train"), ("env", "doctor env")],
+     ("schema", "init --schema"), ("finetune", "isotype train"), ("env", "doctor env"), ("doctor lint src", "conform, trace and kernels")],
 )  # fmt: skip
 def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
     with pytest.raises(UsageError, match=right) as caught:

@@ -1,4 +1,4 @@
-"""What is recorded of an environment, and how it is made again."""
+"""A run can be repeated from its records, and known faults of an environment are found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from isotype.environment.versions import environment, requirements
+from isotype import pages
+from isotype.environment.versions import environment, faults, mismatched_pairs, requirements
 from isotype.errors import UsageError
+from isotype.finding import Severity
 
 
 def test_a_run_can_be_repeated_from_its_records(tmp_path):
@@ -49,3 +51,54 @@ def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+HEALTHY = {
+    "distributions": {}, "variables": {},
+    "torch": {"version": "2.13.0+cpu", "cuda": None, "hip": None}, "devices": [{"kind": "cpu", "generation": "cpu-avx2"}],
+}  # fmt: skip
+HOPPER = {"devices": [{"kind": "cuda", "generation": "hopper"}], "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None}}
+BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "word"),
+    [
+        ({"distributions": {"bitsandbytes": "0.50.2"}, "devices": BF16_CPU}, "EV002", "repacked"),
+        ({"distributions": {"bitsandbytes": "0.49.0"}, "devices": BF16_CPU}, "EV002", "repacked"),
+        ({"distributions": {"torch": "2.13.0+cu130"}, **HOPPER}, "EV002", "NaN"),
+        ({"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "1"}}, "EV002", "interpreter"),
+        ({"distributions": {"transformers": "5.23.0"}}, "EV002", "checkpoint"),
+        ({"distributions": {"trl": "0.7.8"}}, "EV002", "autocast"),
+        ({"torch": {}}, "EV003", "not installed"),
+        ({"torch": {"version": "2.13.0+cu128", "cuda": "12.8", "hip": None}}, "EV003", "sees no GPU"),
+        ({"devices": [*BF16_CPU, {"kind": "unknown", "name": "gfx1", "reason": "not in the table"}]}, "EV003", "table of hardware"),
+        ({"variables": {"ACCELERATE_MIXED_PRECISION": "fp16"}}, "EV004", "overrides"),
+    ],
+)
+def test_each_fault_is_found_and_mended(changes, code, word):
+    (finding,) = faults({**HEALTHY, **changes})
+    assert finding.code == code
+    assert word in finding.message
+    assert finding.fix
+    assert pages.page(code)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"distributions": {"torch": "2.13.0"}}, {"distributions": {"torch": "2.14.0"}, **HOPPER},
+     {"distributions": {"bitsandbytes": "0.50.2"}}, {"distributions": {"bitsandbytes": "0.48.2"}, "devices": BF16_CPU},
+     {"distributions": {"bitsandbytes": "main"}, "devices": BF16_CPU}, {"distributions": {"triton": "3.9.0"}},
+     {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}},
+     {"distributions": {"transformers": "4.57.0"}}, {"distributions": {"trl": "1.16.0"}}],
+)  # fmt: skip
+def test_a_known_fault_that_does_not_apply_is_not_reported(changes):
+    assert [f for f in faults({**HEALTHY, **changes}) if f.code != "EV001"] == []
+
+
+def test_a_pair_that_does_not_go_together_names_the_command():
+    findings = [f for f in mismatched_pairs({"tokenizers": "0.1.0", "transformers": "5.23.0"}) if f.place.symbol == "tokenizers"]
+    assert findings
+    assert findings[0].severity == Severity.ERROR
+    assert findings[0].fix.startswith("pip install 'tokenizers")
+    assert "0.1.0 is installed" in findings[0].message

@@ -17,6 +17,8 @@ from tests.faults.material import Material
 from tests.faults.mutate import mutated_bytes, mutated_json
 from tests.faults.workshop import Workshop
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def chunk(tmp_path):

@@ -132,6 +132,7 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     assert len(runs) == len(lengths)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("told", [True, False], ids=["by torch.compile", "where it compiles"])
 def test_more_kinds_of_calls_are_compiled_than_dynamo_allows_by_default(monkeypatch, told):
     if not told:

@@ -200,7 +200,7 @@ def test_rope_keeps_its_contract_with_tables_of_any_dtype(backend):
         assert without_a_finding(Case(rope, rope_reference, ROPE, states), (*states(6), *tables(6))) >= 140
 
 
-# One of each kernel: what its other flags, chunks and an addition before it compute is held by test_kernels to the eager path, whose
+# One of each kernel: what its other flags, chunks and an addition before it compute is held by test_kernels to plain PyTorch, whose
 # contract is checked above
 ON_KERNELS = [
     "cross_entropy-every-option",

@@ -110,17 +110,6 @@ def test_logits_that_others_read_too_are_never_written_and_a_second_backward_agr
     assert error(first, other.grad) < 1e-2
 
 
-def test_incoming_gradients_shared_expanded_and_strided():
-    logits, targets = make()
-    for dy in (torch.ones(1, dtype=torch.float64).expand(12), torch.randn(24, dtype=torch.float64)[::2]):
-        kept = dy.clone()
-        mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        cross_entropy(mine, targets, reduction="none").backward(dy)
-        F.cross_entropy(theirs, targets, reduction="none").backward(dy)
-        torch.testing.assert_close(mine.grad, theirs.grad)
-        assert torch.equal(dy, kept)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_non_contiguous_and_leading_dimensions(dtype):
     base, targets = make(12, 50, dtype=dtype)
@@ -133,14 +122,6 @@ def test_non_contiguous_and_leading_dimensions(dtype):
         want.sum().backward()
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def test_no_rows_give_a_loss_of_zero_and_an_empty_gradient():
-    x = torch.randn(0, 5, requires_grad=True)
-    loss = cross_entropy(x, torch.zeros(0, dtype=torch.long), reduction="sum")
-    loss.backward()
-    assert loss == 0
-    assert x.grad.shape == (0, 5)
 
 
 def test_all_rows_ignored_is_nan_as_torchs_and_has_zero_gradient():
@@ -223,7 +204,7 @@ def test_second_derivatives_agree_with_finite_differences():
     assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, targets[:5], **OPTIONS["all"]), (logits.requires_grad_(),))
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
+@pytest.mark.parametrize("cast", [pytest.param(None, marks=pytest.mark.full), torch.bfloat16], ids=["off", "bf16"])
 def test_compiles_without_a_graph_break(cast):
     torch._dynamo.reset()
     logits, targets = make(dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Every Triton kernel of the ops: numerics in the repaired interpreter beside the eager path, and compiled for GPUs that are not here."""
+"""Every Triton kernel of the ops: numerics in the repaired interpreter beside plain PyTorch, and compiled for GPUs that are not here."""
 
 from __future__ import annotations
 

@@ -187,6 +187,7 @@ def test_it_is_the_negative_of_the_cross_entropy():
     torch.testing.assert_close(linear_log_probs(x, w, targets, bias=b).log_probs, -loss)
 
 
+@pytest.mark.full
 def test_trls_own_op_agrees():
     theirs = pytest.importorskip("trl.kernels").ChunkedLogProbFunction
     x, w, _, targets = make(31, 8, 500, dtype=torch.float32)

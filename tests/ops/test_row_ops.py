@@ -187,7 +187,9 @@ def test_torch_func(case):
     torch.testing.assert_close(torch.func.vmap(case.op)(*several), torch.func.vmap(case.plain)(*several))
 
 
-@each
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if "-" in name else []) for name, case in CASES.items()], ids=CASES
+)
 @pytest.mark.parametrize("cast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["off", "bf16"])
 def test_compiles_without_a_graph_break(case, cast):
     torch._dynamo.reset()
@@ -299,7 +301,9 @@ def test_rotation_keeps_the_norm_and_composes():
 
 
 @pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_cpp_equals_plain_pytorch_on_rows_of_any_length_and_stride(name, dtype):
     case = CASES[name]

@@ -16,7 +16,7 @@ from isotype.errors import UsageError
 from isotype.precision import PRESETS
 from isotype.training.memory.distributed_plan import UnitBytes, gathered_bytes, of_one_part
 from isotype.training.memory.plan import MemoryPlan
-from isotype.training.setup import REPLICATE, SHARD, as_configured, by_plan
+from isotype.training.setup import REPLICATE, SHARD, by_plan, parallel_as_configured
 
 GIB = 1 << 30
 
@@ -32,8 +32,8 @@ def config(kind, **train):
 
 
 def test_one_process_shares_with_nobody():
-    assert as_configured(config("shard"), world(1)).kind == REPLICATE
-    assert as_configured(config("auto"), world(2)) is None
+    assert parallel_as_configured(config("shard"), world(1)).kind == REPLICATE
+    assert parallel_as_configured(config("auto"), world(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_one_process_shares_with_nobody():
 )
 def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
     with pytest.raises(UsageError, match=why) as refused:
-        as_configured(config(kind, **train), where)
+        parallel_as_configured(config(kind, **train), where)
     assert "\n" not in refused.value.message
     assert refused.value.fix
 
 
 def test_hybrid_has_a_model_in_each_machine():
-    taken = as_configured(config("hybrid"), world(8, 2))
+    taken = parallel_as_configured(config("hybrid"), world(8, 2))
     assert (taken.nodes, taken.parts(8)) == (2, 4)
 
 

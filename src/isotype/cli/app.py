@@ -24,7 +24,7 @@ ENGINE, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels 
 _MODULES = ("quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "merge", "ls", "cache", "doctor")
 _ORDER = ("quickstart", "init", "import", "plan", "train", *_MODULES[4:])
 # what people type by habit -> what to type
-_INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
+INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
     "lint": "isotype doctor check reads settings; conform, trace and kernels run the code",
     "diff": "isotype ls --diff RUN RUN",
     "schema": "isotype init --schema",
@@ -50,9 +50,22 @@ class _Commands(TyperGroup):
         return sorted(super().list_commands(context), key=_ORDER.index)
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        if arguments and (instead := _INSTEAD.get(arguments[0])):
+        if arguments and (instead := INSTEAD.get(arguments[0])):
             raise UsageError(f"{arguments[0]} is not a command of its own: {instead}")
         return super().resolve_command(context, arguments)
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":  # click's, or that of the copy of click in newer versions of typer
+                raise
+            from ..config.keys import setting_for_option
+
+            option, command = getattr(error, "option_name", ""), context.invoked_subcommand
+            if command not in ("train", "plan") or (setting := setting_for_option(option)) is None:
+                raise
+            raise UsageError(f"isotype {command} has no option {option}", fix=setting) from None
 
 
 def _version(asked: bool) -> None:

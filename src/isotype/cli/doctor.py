@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from ..errors import UsageError
 from ..finding import Severity, worst_first
 from . import doctor_reads, doctor_runs
-from .app import DOCTOR, prepare
+from .app import DOCTOR, INSTEAD, prepare
 from .doctor_reads import FailOn, Json, Sarif
 
 _LOOK = "look"  # the command behind `isotype doctor PATH`
@@ -84,6 +84,8 @@ def look(
     least = threshold(fail_on)
     refuse_two_forms(json_output, sarif)
     subject = " ".join(what or ["-"])
+    if subject.partition(" ")[0] in INSTEAD and not Path(subject).exists():
+        raise UsageError(f"{subject}: no such file or folder; {INSTEAD[subject.partition(' ')[0]]}")
     visits: list[Visit]
     if doctor_reads.CODE.match(subject) and not Path(subject).exists():
         doctor_reads.show_page(subject.upper(), json_output)
@@ -102,7 +104,8 @@ def look(
         finally:
             wipe()
     findings = [finding for one in visits for finding in one.findings]
-    shown = findings if json_output or sarif else [f for f in findings if f.severity > Severity.NOTE]
+    whole = json_output or sarif or [one.part for one in visits] == ["explain"]  # of one log alone notes are told too
+    shown = findings if whole else [f for f in findings if f.severity > Severity.NOTE]
     if not json_output and not sarif:
         for table in filter(None, (one.shown for one in visits)):
             print(table + "\n")
@@ -115,7 +118,7 @@ def look(
             told = count(len(one.findings) - notes - len(left_out), "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
             told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {count(notes, 'note')} (isotype doctor {one.part} shows them)" if notes else ""
+            told += f", {count(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
             for finding in left_out[:5]:
                 print(f"           {finding.place}: {finding.message}")

@@ -114,7 +114,7 @@ def train(
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
         return
-    from ..entry.start import start
+    from ..entry.train import start
     from ..training.console import RunConsole
 
     raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)

@@ -124,6 +124,20 @@ _NAMES = {
 MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 
+_AS_OPTIONS = {"4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.preset=nf4-lora", "qlora": "--preset qlora"}
+
+
+def setting_for_option(option: str) -> str | None:
+    """What to write for an unknown option: `train.learning_rate=VALUE` for `--lr`; or that it is not offered; None for an unknown word."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in NOT_OFFERED:
+        return NOT_OFFERED[name]
+    if name in _AS_OPTIONS:
+        return _AS_OPTIONS[name]
+    key = ELSEWHERE.get(name) or next((key for key in keys() if key in (name, name.replace("_", ".", 1)) or key.endswith(f".{name}")), None)
+    return f"{key}=VALUE" if key else None
+
+
 # a key -> other tools' words for its values
 WORDS = {
     "parallel.kind": {

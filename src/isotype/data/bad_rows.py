@@ -108,7 +108,7 @@ class BadRows:
         room = PLACES - len(shown)
         lines = [f"{self.count:,} rows cannot be used"]
         for kind in shown:
-            said = kind if len({row.reason for row in by_kind[kind]}) > 1 else by_kind[kind][0].reason
+            said = by_kind[kind][0].reason  # a real one: a command in it can be copied
             rows = by_kind[kind][: 1 + room]
             room -= len(rows) - 1
             more = self.kinds[kind] - len(rows)
@@ -120,14 +120,15 @@ class BadRows:
 
 
 def kind_of(reason: str, *, words: bool = True) -> str:
-    """A reason without what differs from row to row: numbers, and text in quotes. `words`: one quoted word stays, as the name of a role."""
+    """A reason without what differs from row to row: numbers, and text in quotes. `words`: one quoted word stays, as the name of a role.
+    Digits within a name stay (UTF-8, cp1252.csv)."""
 
     def kept(quoted: re.Match[str]) -> str:
         return quoted[0] if words and re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'"
 
     reason = re.sub(r"'[^']*'|\"[^\"]*\"", kept, reason)
     reason = re.sub(r"(^| of |, )1 ([a-z]+)", r"\1N \2s", reason)  # a count, as "a list of 1 text"; "line 1 column 5" is a place
-    return re.sub(r"\d+", "N", reason)
+    return re.sub(r"0x[0-9a-f]+|(?<![\w.-])\d[\d,]*(?![\w.-]\w)", "N", reason)
 
 
 class BadRowFile:

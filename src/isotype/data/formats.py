@@ -268,7 +268,7 @@ def _unknown(row: Mapping[str, Any]) -> str:
     for form in FORMATS.values():
         folded = {key.strip().casefold(): key for key in row if isinstance(key, str)}
         if all(key in folded for key in form.keys):
-            shown = ", ".join(f"{key}: {json.dumps(folded[key])}" for key in form.keys if folded[key] != key)
+            shown = ", ".join(f"{key}: {json.dumps(folded[key])}" for key in form.keys + form.beside if folded.get(key, key) != key)
             return f"the keys are written otherwise: data.columns: {{{shown}}}"
     known = {key for form in FORMATS.values() for key in form.keys}
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]

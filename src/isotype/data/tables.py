@@ -76,7 +76,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
         if header is None and cells:
             header_at = begins
             header = _header([column_name(cell) for cell in cells], name)
-        elif header is not None and (cells or wrong):  # else a blank line
+        elif header is not None and (any(cell.strip() for cell in cells) or wrong):  # else a blank line, or `;;` as spreadsheets write it
             wrong = wrong or _wrong_cells(cells, header)
             if skip:
                 skip -= 1

@@ -1,4 +1,4 @@
-"""`isotype.train(...)`: the run of `isotype train`, from Python."""
+"""`isotype.train(...)`, the run of `isotype train` from Python, and the `Run` that it returns."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..config.schema import RunConfig, Section
 from ..errors import UsageError
 from ..report.record import RunRecord, read_run
+from ..runs.folder import RunFolder
 from .settings import load_settings, of_this_start
 
 if TYPE_CHECKING:
     import pandas
     from torch import Tensor, nn
 
+    from ..config.load import LoadedConfig
     from ..inference.loaded import Conversation, LoadedRun
-    from ..training.callbacks import Callback
+    from ..training.callbacks import Callback, Objective
+    from ..training.console import RunConsole
 
 
 Given: TypeAlias = str | Path | Mapping[str, Any] | Section | None
@@ -45,7 +49,7 @@ def train(
     config: RunConfig | str | Path | None = None,
     *,
     model: Given = None,
-    data: Given | list[str] = None,
+    data: Any = None,
     images: Given | list[str] = None,
     diffusion: Given = None,
     adapter: Given = None,
@@ -68,6 +72,7 @@ def train(
     config     a RunConfig, or a YAML file; sections given beside it win
     model ...  each section as a name (model.name, data.train, images.train, adapter.kind, precision.preset, run.folder,
                parallel.kind), a mapping, or its class
+    data       also rows: a list of them, a datasets.Dataset, a pandas or polars frame; or a mapping whose train and eval are such
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
     accept_changes  with resume: accepts changes that make it another run, as `--yes` does
@@ -87,9 +92,13 @@ def train(
         from ..training.preflight.codes import check_skips
 
         check_skips(skip)
+    from ..data.in_memory import as_source
+
+    if isinstance(data, Mapping):
+        data = {key: as_source(value) if key in ("train", "eval") else value for key, value in data.items()}
     given = {
         "model": model,
-        "data": data,
+        "data": as_source(data),
         "images": images,
         "diffusion": diffusion,
         "adapter": adapter,
@@ -113,13 +122,47 @@ def train(
         file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE, consent=accept_changes
     )
     loaded, before = of_this_start(loaded, before)
-    from .start import start
 
     with process_state_restored():
         ended = start(loaded, resume=before, skips=skip, callbacks=callbacks, objective=objective)
     if not ended.begun:
         raise KeyboardInterrupt("before step 1: there is no run")
     return Run(ended.folder)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    status  the exit status: 0 done, 130 interrupted
+    folder  the run's
+    begun   whether the folder holds a run; a run that was interrupted before its first step leaves none
+    """
+
+    status: int
+    folder: Path
+    begun: bool
+
+
+def start(
+    loaded: LoadedConfig, *, resume: Path | None = None, console: RunConsole | None = None, skips: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (), objective: Objective | None = None,
+) -> Ended:  # fmt: skip
+    """Runs to the end, or saves on Ctrl-C. Raises IsotypeError.
+
+    resume     the folder of the run to go on with
+    console    shows the progress; by default on stdout
+    skips      checks of the preflight to leave out, code to reason
+    callbacks  called after steps, evaluations, saves and samples
+    objective  computes the losses instead of the task's function
+    """
+    from ..tasks.choose import train as train_task
+    from ..training.console import RunConsole
+
+    console = console or RunConsole()
+    status = train_task(loaded, resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
+    folder = Path(console.result["folder"])
+    return Ended(status, folder, RunFolder(folder).is_run)
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:

@@ -133,12 +133,10 @@ class Methods:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.before: list[tuple[str, Any]] = []
-        self.originals: dict[str, Callable[..., Any]] = {}
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is the bound method that was there."""
         trainer, original = self.trainer, getattr(self.trainer, name)
-        self.originals[name] = original
         self.before.append((name, trainer.__dict__.get(name, _ABSENT)))
 
         @functools.wraps(original)
@@ -146,10 +144,6 @@ class Methods:
             return around(original, *args, **kwargs)
 
         setattr(trainer, name, MethodType(wrapped, trainer))
-
-    def original(self, name: str) -> Callable[..., Any]:
-        """The bound method below the wrapper."""
-        return self.originals[name]
 
     def restore(self) -> None:
         for name, before in reversed(self.before):

@@ -233,7 +233,7 @@ inline f32 normal_cdf(f32 x, f32& density) {
   return x < 0.0f ? tail : 1.0f - tail;
 }
 
-// --- dtypes as numbers, in the order of compiled.DTYPES
+// --- dtypes as numbers, in the order of DTYPES in cpp.py
 
 template <class F>
 inline void with_dtype(int64_t dtype, F&& f) {

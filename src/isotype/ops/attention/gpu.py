@@ -67,7 +67,7 @@ class Documents(NamedTuple):
         return numbers_BS[:, None, :, None] == numbers_BS[:, None, None, :]
 
 
-# --- the choice
+# --- which back end
 
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 

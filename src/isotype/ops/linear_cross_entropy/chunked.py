@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +128,48 @@ class HeadGradient:
                 part.add_(self.wide[: part.shape[0]].copy_(made))
 
 
+class Chunks:
+    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that every chunk uses again.
+
+    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): which rows, their hidden states as the product's operand, their logits, and room
+    for the gradient of these, which is the logits' own where the product's result has its operands' dtype.
+    """
+
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, rule: LossRule, chunk: int, gradients: bool
+    ) -> None:
+        device = hidden_TH.device
+        self.operand = operand_dtype(hidden_TH.dtype, device)
+        self.result = result_dtype(self.operand, device)
+        self.hidden_TH, self.weight_VH, self.chunk = hidden_TH, weight_VH.to(self.operand), chunk
+        self.bias_V = None if bias_V is None else bias_V.to(self.result)
+        self.counted_N = rows_to_compute(targets_T, rule)
+        self.count = targets_T.numel() if self.counted_N is None else self.counted_N.numel()
+        most, classes = min(chunk, self.count), weight_VH.shape[0]
+        self.logits = rows_of_logits(most, classes, self.result, device)
+        own = self.result == self.operand
+        self.dlogits = self.logits if own else rows_of_logits(most if gradients else 0, classes, self.operand, device)
+
+    def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
+        for start in range(0, self.count, self.chunk):
+            stop = min(start + self.chunk, self.count)
+            rows: slice | Tensor = slice(start, stop) if self.counted_N is None else self.counted_N[start:stop]
+            x_NH = self.hidden_TH[rows].to(self.operand)
+            z_NV = product(x_NH, self.weight_VH.t(), self.logits[: stop - start])
+            if self.bias_V is not None:
+                z_NV.add_(self.bias_V)
+            yield rows, x_NH, z_NV, self.dlogits[: stop - start]
+
+    def write_dhidden(self, dhidden_TH: Tensor, rows: slice | Tensor, dlogits_NV: Tensor, back: Tensor | None) -> None:
+        """The gradient of these rows of hidden, times `back`."""
+        if isinstance(rows, slice) and back is None and dhidden_TH.dtype == self.result:
+            product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
+            return
+        dx_NH = torch.empty(dlogits_NV.shape[0], self.weight_VH.shape[1], dtype=self.result, device=dlogits_NV.device)
+        product_over_classes(dlogits_NV, self.weight_VH, dx_NH)
+        dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(dhidden_TH.dtype)
+
+
 def forward_with_gradients(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -143,48 +185,32 @@ def forward_with_gradients(
 ) -> Forward:
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
-    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    counted_N = rows_to_compute(targets_T, rule)
-    count = targets_T.numel() if counted_N is None else counted_N.numel()
-    if not count:
-        out.dweight_VH.zero_()
-    weight_VH = weight_VH.to(operand)
-    bias_V = None if bias_V is None else bias_V.to(result_dtype(operand, device))
-    most, classes = min(chunk, count), weight_VH.shape[0]
-    logits = rows_of_logits(most, classes, result_dtype(operand, device), device)
     wants_gradient = want_dhidden or want_dweight or want_dbias
-    dlogits = logits if logits.dtype == operand else rows_of_logits(most if wants_gradient else 0, classes, operand, device)
-    into, back = gradient_factors(operand, upstream)
+    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
+    if not chunks.count:
+        out.dweight_VH.zero_()
+    into, back = gradient_factors(chunks.operand, upstream)
     head = HeadGradient(out.dweight_VH, back)
-    compute = loss_paths(logits)
-    for start in range(0, count, chunk):
-        rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
-        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
-        z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
-        if bias_V is not None:
-            z_NV.add_(bias_V)
+    compute = loss_paths(chunks.logits)
+    for rows, x_NH, z_NV, g_NV in chunks:
+        targets_N = targets_T[rows]
         if want_statistics or not wants_gradient:
             loss, lse = compute.cross_entropy_forward(z_NV, targets_N, rule)
             out.loss_T[rows], out.lse_T[rows] = loss, lse
         if want_statistics:
             log_prob, entropy, top1 = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
-            if counted_N is None:
+            if chunks.counted_N is None:
                 ignored = targets_N == rule.ignore_index
                 log_prob, entropy, top1 = log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), top1.masked_fill(ignored, -1)
             out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = log_prob, entropy, top1
         if not wants_gradient:
             continue
-        g_NV = dlogits[: x_NH.shape[0]]
         out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into)
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
             out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
         if want_dhidden:
-            if isinstance(rows, slice) and back is None and out.dhidden_TH.dtype == result_dtype(operand, device):
-                product_over_classes(g_NV, weight_VH, out.dhidden_TH[rows])
-            else:
-                dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result_dtype(operand, device)))
-                out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
+            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
         if want_dweight:
             head.add(g_NV, x_NH)
     return out

@@ -20,6 +20,7 @@ from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
 from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_cross_entropy.chunked import (
+    Chunks,
     by_vocabulary,
     check_head,
     gradients_wanted,
@@ -33,10 +34,7 @@ from ..linear_cross_entropy.products import (
     extent,
     gradient_factors,
     operand_dtype,
-    product,
-    product_over_classes,
     result_dtype,
-    rows_of_logits,
 )
 
 LINEAR_LOG_PROBS = OpContract(
@@ -108,37 +106,22 @@ def forward(
     gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
     """
     out = like(hidden_TH, wanted, gradient_of)
-    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    counted_N = rows_to_compute(targets_T, rule)
-    count = targets_T.numel() if counted_N is None else counted_N.numel()
-    weight_VH = weight_VH.to(operand)
-    result = result_dtype(operand, device)
-    bias_V = None if bias_V is None else bias_V.to(result)
-    most, classes = min(chunk, count), weight_VH.shape[0]
-    logits = rows_of_logits(most, classes, result, device)
-    dlogits = logits if result == operand else rows_of_logits(most if gradient_of else 0, classes, operand, device)
-    one = hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
-    into, back = gradient_factors(operand, one)
-    compute = row_paths(logits)
-    for start in range(0, count, chunk):
-        rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
+    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
+    into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
+    compute = row_paths(chunks.logits)
+    for rows, _, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
-        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows].masked_fill(ignored, 0)
-        z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
-        if bias_V is not None:
-            z_NV.add_(bias_V)
+        targets_N = targets_T[rows].masked_fill(ignored, 0)
         values = compute.row_values(z_NV, targets_N, rule, wanted)
         for whole, part in zip(out.values, values):
             if whole.numel():
                 whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
         if not gradient_of:
             continue
-        g_NV = dlogits[: x_NH.shape[0]]
-        one_N = into.expand(x_NH.shape[0]).masked_fill(ignored, 0)
+        one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
         upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
         compute.row_value_gradients(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
-        dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result))
-        out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
+        chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
     return out
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...dtypes import name
 from ...finding import Place
-from ...observe.operators import Operator
+from ...observe.operators import Operator, names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
 from .attempt import attempt
@@ -158,33 +158,13 @@ def shown(tensor: Tensor) -> str:
     return f"{name(str(tensor.dtype))}[{' '.join(map(str, tensor.shape))}]"
 
 
-_NO_ARITHMETIC = frozenset(
-    [
-        "_to_copy",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "clone",
-        "as_strided",
-        "split",
-        "set_",
-    ]
+_NO_ARITHMETIC = names(
+    """
+    _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
+    empty_strided new_empty_strided empty_permuted clone as_strided split set_
+    """
 )
-_ADDS = {"add", "add_", "sub", "sub_", "addmm", "addmm_", "baddbmm", "baddbmm_", "index_add", "index_add_", "index_put", "index_put_"}
+_ADDS = names("add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from ....dtypes import torch_word
@@ -158,54 +157,6 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
             fix=f"set {half}: true if {half} training is meant, else remove {full.key}",
             wins=f"{half} training",
         )
-
-
-# Families trained in bf16 (or fp32) whose activations pass fp16's 65504; the word is looked for in the model's name and its model_type.
-_OVERFLOWS = ("gemma", "t5", "mt5", "umt5", "longt5", "pegasus")
-
-
-@rule("CF016")
-def fp16_overflows(r: Record) -> Iterator[Finding]:
-    """fp16 with a model whose activations do not fit it
-
-    **Why it matters.** fp16 ends at 65504. Gemma 2 and 3 (large norm weights) and the T5 family were trained in bf16, and their
-    residual stream passes that: the loss
-    becomes nan, or grows until it does. Loss scaling does not help, since the overflow is in the forward pass.
-
-    **Example.** `fp16: true` with `google/gemma-3-4b-it`.
-
-    **What to do.** bf16, or fp32 on GPUs without it.
-    """
-    f = r.facts
-    compute, weights = r.value("compute"), r.value("parameters")
-    if "fp16" not in (compute, weights) or (compute == "bf16" and weights != "fp16"):
-        return
-    named = f.get(
-        "checkpoint.model_type",
-        "model.model_name_or_path",
-        "model.0",
-        "hf.model_name_or_path",
-        "hf.model_name",
-        "axolotl.base_model",
-        "llamafactory.model_name_or_path",
-        "model.model_name",
-        "model.pretrained_model_name_or_path",
-    )
-    if named is None or not any(part.startswith(_OVERFLOWS) for part in re.split(r"[^a-z0-9]+", str(named.value).lower())):
-        return
-    by = r.by("compute") if compute == "fp16" else r.by("parameters")
-    yield warning(
-        f"{named.value} overflows in fp16",
-        by,
-        named,
-        r.by("parameters"),
-        cause=(
-            "the model was trained in bf16, and its activations (large RMSNorm weights, the residual stream) "
-            "pass fp16's largest value, 65504: values grow until they overflow to inf and the loss is nan"
-        ),
-        fix="bf16 (bf16: true, fp16: false, dtype: bfloat16), or fp32 (dtype: float32) where the GPU has no bf16",
-        wins="fp16: loss scaling does not help, the overflow is in the forward pass",
-    )
 
 
 @rule("CF010")

@@ -1,10 +1,10 @@
-"""Which process of a run this is, and what a launcher's variables may not say."""
+"""Which process of a run this is, what a launcher's variables may not say, and what a restart by torchrun finds."""
 
 from __future__ import annotations
 
 import pytest
 
-from isotype.distributed.rank import asked_but_not_started, find_rank
+from isotype.distributed.rank import asked_but_not_started, find_rank, run_to_go_on_with
 from isotype.errors import UsageError
 
 TORCHRUN = {
@@ -17,9 +17,9 @@ def test_without_a_launcher_there_is_one_process():
     assert find_rank({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
 
 
-def test_variables_of_torchrun_and_accelerate_give_the_seat_and_the_launcher():
-    seat = find_rank(TORCHRUN)
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.launcher) == (3, 4, 1, 2, "torchrun")
+def test_variables_of_torchrun_and_accelerate_give_rank_and_launcher():
+    found = find_rank(TORCHRUN)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (3, 4, 1, 2, "torchrun")
     assert find_rank(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
 
 
@@ -51,3 +51,20 @@ def test_accelerate_that_started_one_process_of_two():
     assert asked_but_not_started(accelerated, "python accelerate launch --num_processes=1 -m isotype") is None
     assert asked_but_not_started(accelerated | TORCHRUN, "accelerate launch --num_processes 4") is None
     assert asked_but_not_started({}, "accelerate launch --num_processes 4") is None
+
+
+def test_only_a_restart_continues_a_run(tmp_path):
+    first = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
+    again = first | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    folder = str(tmp_path)
+    assert run_to_go_on_with(folder, again) is None  # it died before the run was begun
+    (tmp_path / "resolved.yaml").touch()
+    assert run_to_go_on_with(folder, again) == tmp_path
+    assert run_to_go_on_with(folder, first) is None
+    assert run_to_go_on_with(folder, {}) is None
+
+
+def test_a_folder_with_the_time_in_its_name_is_refused():
+    assert run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    with pytest.raises(UsageError, match="another name at each start"):
+        run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "3"})

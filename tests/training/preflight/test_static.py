@@ -1,0 +1,183 @@
+"""Checks of the preflight that run no step: device, schedule, lost updates, disk, base of a continued adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.finding import Severity
+from isotype.tasks.choose import train
+from isotype.training.preflight import static as device
+from isotype.training.preflight import static as disk
+from isotype.training.preflight.static import (
+    adapter_of_another_base,
+    checkpoint_bytes,
+    disk_too_small,
+    more_rows_in_a_step_than_there_are,
+    never_leaves_warmup,
+    result_bytes,
+    same_model,
+    stuck_share,
+    unexpected_device,
+    vanishing_updates,
+)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """An `nvidia-smi` that answers what it is told to."""
+
+    def make(text: str, status: int = 0) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return make
+
+
+def test_a_gpu_that_torch_does_not_use(subject, smi, monkeypatch):
+    one = subject()
+    monkeypatch.setattr(device.torch.version, "cuda", None)
+    monkeypatch.setattr(device.torch.version, "hip", None)
+    one.prepared.device = device.torch.device("cpu")
+    smi("GPU 0: NVIDIA H200 (UUID: GPU-1)")
+    (finding,) = unexpected_device(one)
+    assert finding.observed == "GPU 0: NVIDIA H200"
+    assert "without CUDA" in str(finding.cause)
+    monkeypatch.setattr(device.torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (finding,) = unexpected_device(one)
+    assert "CUDA_VISIBLE_DEVICES" in str(finding.cause)
+
+
+def test_a_cpu_that_was_chosen_or_is_the_only_device_is_accepted(subject, smi, monkeypatch):
+    smi("GPU 0: NVIDIA H200 (UUID: GPU-1)")
+    assert list(unexpected_device(subject(model={"device": "cpu"}))) == []
+    monkeypatch.setattr(device, "installed_gpu", lambda: None)
+    assert list(unexpected_device(subject("other"))) == []
+
+
+def test_a_warmup_as_long_as_the_run(subject):
+    (finding,) = never_leaves_warmup(subject(train={"steps": 5, "warmup": 5, "learning_rate": 6e-4}))
+    assert "5 steps of warm-up in a run of 5" in finding.message
+    assert finding.observed == "at most 0.0005, at the last step"
+
+
+def test_a_warmup_that_ends(subject):
+    assert list(never_leaves_warmup(subject(train={"steps": 5, "warmup": 4}))) == []
+    assert list(never_leaves_warmup(subject("default", train={"steps": 1}))) == []
+
+
+def test_a_batch_larger_than_the_data(subject):
+    (finding,) = more_rows_in_a_step_than_there_are(subject(train={"batch_size": 64, "accumulate": 2}, data={"eval_split": 0}))
+    assert "a step takes 128 rows and there are 48: each comes 2.67 times in every step" in finding.message
+    assert finding.fix == "train.batch_size x train.accumulate at most 48"
+
+
+def test_a_batch_as_large_as_the_data(subject):
+    assert list(more_rows_in_a_step_than_there_are(subject(train={"batch_size": 48}, data={"eval_split": 0}))) == []
+
+
+FULL = {"kind": "none"}
+NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}
+
+
+@pytest.mark.parametrize(("rate", "severity"), [(1e-5, Severity.ERROR), (1e-4, Severity.WARNING)])
+def test_bf16_weights_rounded_to_nearest(subject, rate, severity):
+    (finding,) = vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": rate}))
+    assert finding.severity == severity
+    assert "bf16 keeps 8 bits" in str(finding.cause)
+    assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
+    assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
+
+
+def test_updates_that_change_their_weights_are_not_reported(subject):
+    assert list(vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": 1e-2}))) == []
+    assert list(vanishing_updates(subject("b", adapter=FULL, precision={"preset": "bf16-pure"}, train={"learning_rate": 1e-5}))) == []
+    assert list(vanishing_updates(subject("c", adapter=FULL, precision={"preset": "bf16-mixed"}, train={"learning_rate": 1e-6}))) == []
+    assert list(vanishing_updates(subject("d", train={"learning_rate": 1e-6}))) == []
+
+
+def test_updates_below_the_spacing_of_fp32_are_lost(subject):
+    (finding,) = vanishing_updates(subject(adapter=FULL, train={"learning_rate": 1e-11}))
+    assert "fp32 keeps 24 bits" in str(finding.cause)
+    assert finding.fix == "a train.learning_rate above 1e-11"
+
+
+def test_a_learning_rate_of_zero(subject):
+    (finding,) = vanishing_updates(subject(train={"learning_rate": 0.0}))
+    assert "learning rate is 0" in finding.message
+
+
+@given(st.floats(2**-10, 4.0, width=16), st.floats(1e-7, 1.0), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_the_share_is_what_the_update_really_does(value, update, dtype):
+    weight = torch.full((8,), value, dtype=dtype)
+    after = (weight.double() - update).to(torch.float32).to(dtype)
+    assert stuck_share(weight, update) == float(torch.equal(after, weight))
+
+
+def files(folder):
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"adapter": {"r": 64}}, {"adapter": {"kind": "none"}}, {"adapter": {"kind": "none"}, "precision": {"preset": "bf16-pure"}}],
+    ids=["lora", "full", "bf16-pure"],
+)
+def test_the_sizes_are_those_that_a_run_writes(configured, subject, tmp_path, settings):
+    one = subject("planned", **settings)
+    assert train(configured(**settings)) == 0
+    measured = files(tmp_path / "run/checkpoints/step_6")
+    assert checkpoint_bytes(one) <= measured < 1.2 * checkpoint_bytes(one) + 40_000  # random state and names of tensors
+    kind = "model" if settings["adapter"].get("kind") else "adapter"
+    result = next((tmp_path / "run" / kind).glob("*.safetensors")).stat().st_size
+    assert result_bytes(one) <= result < 1.1 * result_bytes(one) + 20_000
+
+
+def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
+    one = subject()
+    needed = 4 * checkpoint_bytes(one) + result_bytes(one)  # keep 2, the best, the one in writing
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    (finding,) = disk_too_small(one)
+    assert "3 kept and 1 in writing" in finding.render()
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert list(disk_too_small(one)) == []
+
+
+@pytest.fixture
+def trained(configured, tmp_path):
+    assert train(configured("first", train={"steps": 1})) == 0
+    return tmp_path / "first/adapter"
+
+
+def test_an_adapter_is_reported_on_a_related_base_and_not_on_its_own(subject, trained, workshop, tmp_path):
+    own = subject("own", adapter={"start_from": str(trained)})
+    assert list(adapter_of_another_base(own)) == []
+    sister = tmp_path / "sister"
+    shutil.copytree(workshop.base, sister)
+    (finding,) = adapter_of_another_base(subject("other", adapter={"start_from": str(trained)}, model={"name": str(sister)}))
+    assert finding.code == "PF019"
+    assert finding.declared == str(workshop.base)
+    config = trained / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    assert list(adapter_of_another_base(subject("unnamed", adapter={"start_from": str(trained)}, model={"name": str(sister)}))) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "/models/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", False),
+    ],
+)
+def test_names_of_one_model_in_two_places_are_the_same_model(one, other, same):
+    assert same_model(one, other) is same
