@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import name, to_torch
 from ..errors import UsageError
-from ..precision.apply import inner_model, is_block, is_quantised
-from ..precision.denoiser_blocks import denoiser_blocks
+from ..precision.apply import denoiser_blocks, inner_model, is_block, is_quantised
 from ..precision.parts import Part, local_part
 from .world import World
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.remade import follow
 from ..placement import Placement
-from ..precision.denoiser_blocks import denoiser_blocks
+from ..precision.apply import denoiser_blocks
 from . import joint_attention
 from .instances import once_a_kind, placement, put, same_in_both_modes, settings_of, stand_in, taken
 
