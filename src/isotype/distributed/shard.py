@@ -248,7 +248,7 @@ def _gather_once(model: nn.Module, units: list[Any]) -> None:
         _give_scales(model, states)
         unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            # whoever observes the arithmetic of a step must not take the bytes that travel for it
+            # the bytes that travel are no arithmetic of the step
             for work in ("unshard", "wait_for_unshard", "post_backward"):
                 setattr(group, work, partial(_unobserved, getattr(group, work)))
 
