@@ -32,8 +32,7 @@ from isotype.environment.hardware import detect
 from isotype.errors import IsotypeError, UsageError
 from isotype.observe import Observer
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.precision import Precision
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS, Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built, quantise
 from isotype.tasks.diffusion.families import Asked, Family

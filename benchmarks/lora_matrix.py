@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from isotype.dtypes import TRAINING_FLOATS, eps, name, to_torch
 from isotype.errors import DtypeError
-from isotype.lora import attach, gated
+from isotype.lora import fuse_lora
+from isotype.lora.mlp import run_gated
 from isotype.ops import silu_mul
 
 TOKENS, FEATURES, RANK = 192, 64, 8
@@ -107,7 +108,7 @@ class Block(nn.Module):
         layers = list(self.children())
         if self.op != "mlp":
             return [layer(x) for layer in layers]
-        y = gated.run_gated(layers, x, "silu_mul") if self.fused else None
+        y = run_gated(layers, x, "silu_mul") if self.fused else None
         if y is not None:
             return [y]
         gate, up = (layer(x) for layer in layers[:2])
@@ -179,7 +180,7 @@ def measure(cell: Cell, *, block: Block | None = None) -> Outcome:
     plain = in_cell(block if block is not None else peft_block(), cell)
     device = next(plain.parameters()).device
     fused = copy.deepcopy(plain)
-    attach.fuse_lora(fused)
+    fuse_lora(fused)
     fused.fused = True
     squares: dict[str, list[float]] = {}
     draws = DRAWS.get(plain.op, 1)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from isotype.errors import IsotypeError
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "processes_matrix.md"

@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
     from isotype.data.small_model import train_tokenizer
     from isotype.inference.loaded import load_run
     from isotype.inference.merge import merge
-    from isotype.precision.presets import PRESETS
+    from isotype.precision.precision import PRESETS
     from isotype.tasks.language.result import save_model
 
     torch.set_num_threads(2)

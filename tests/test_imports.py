@@ -15,7 +15,7 @@ PACKAGE = Path(isotype.__file__).parent
 LEVELS = [
     {"version"},
     {"errors", "json_objects", "instance_method", "placement", "wording", "libraries"},
-    {"dtypes", "finding", "calling_frame"},
+    {"dtypes", "finding"},
     {"pages"},
     {"environment"},
     {"precision", "config"},

@@ -3,7 +3,7 @@
 A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
 read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too.
 
-A program may give the class another method at any time, which means its instances too: that one runs then. Imports no torch.
+Whether the class still has the method that was replaced is asked once a step (`stands`), not at a call. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class InstanceMethod:
         self.over: Any = getattr(type(instance), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(type(self.instance), self.name)
-        return (self.function if own is self.over or self.has(own) else own)(self.instance, *args, **kwargs)
+        return self.function(self.instance, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
         made = memo[id(self)] = object.__new__(type(self))
@@ -51,24 +50,20 @@ class InstanceMethod:
         self.__init__(*made)  # type: ignore[misc]  # as it was made
         self.before = before
         if not stood:
-            self.over = None
+            self.function, self.over = getattr(type(self.instance), self.name), None
 
     @property
     def stands(self) -> bool:
-        """Whether a call runs the function: the class has the method that it had."""
-        return self.has(getattr(type(self.instance), self.name))
-
-    def has(self, own: Any) -> bool:
-        """Whether this method of the class is the one it had, or transformers' wrapper of it.
+        """Whether the class has the method that it had, or transformers' wrapper of it.
 
         FSDP2 gives each unit a class of its own, and transformers wraps the forward that a subclass of its decoder layers inherits.
         """
+        own = getattr(type(self.instance), self.name)
         return own is self.over or (self.over is not None and _within_checkpointing(own) is _within_checkpointing(self.over))
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        own: Callable[..., Any] = getattr(type(self.instance), self.name)
-        return self.function if self.stands else own
+        return self.function
 
     @property
     def __self__(self) -> Any:

@@ -22,7 +22,7 @@ from isotype.distributed.agree import (
 from isotype.distributed.rank import Rank
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 
 
 class Others(World):

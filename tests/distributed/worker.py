@@ -196,10 +196,10 @@ def with_listed_sums(file: str) -> None:
 
 
 def with_narrow_sums() -> None:
-    from isotype.precision import bucket_sums
+    from isotype.precision import accumulate
 
-    makes = bucket_sums.BucketSums.__init__
-    bucket_sums.BucketSums.__init__ = lambda self, *args: makes(self, *args[:-1], torch.bfloat16)
+    makes = accumulate.BucketSums.__init__
+    accumulate.BucketSums.__init__ = lambda self, *args: makes(self, *args[:-1], torch.bfloat16)
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 
 from .child import Ended, run
 from .compare import differences

@@ -14,7 +14,7 @@ from isotype.errors import RunError, UsageError
 from isotype.inference import merge as merging
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_dtype
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 
 
 @pytest.fixture

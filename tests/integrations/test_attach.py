@@ -15,7 +15,7 @@ from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
-from isotype.optimize import fused_head
+from isotype.optimize.head import fused_head_of
 from isotype.precision import Precision
 from isotype.precision.apply import precision_of
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
@@ -37,7 +37,7 @@ def test_curves_in_fp32_are_the_unmodified_trainers(name, form, models):
     attached = attach(trainer, "fp32", quiet=True)
     assert {"head", "norm"} <= {e.part for e in attached.manifest.replaced}
     assert curve(trainer) == pytest.approx(want, rel=1e-5, abs=1e-5)
-    answered = [head.calls for m in trainer.model.modules() if (head := fused_head.placed(m))]
+    answered = [head.calls for m in trainer.model.modules() if (head := fused_head_of(m))]
     if name != "Trainer":
         assert [set(calls) for calls in answered] == [{"linear_log_probs"}]
 

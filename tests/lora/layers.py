@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import peft
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,21 @@ def layer_of(model: peft.PeftModel):
 
 def inputs(dtype: torch.dtype = torch.float32, *, rows: int = 12) -> Tensor:
     return torch.randn(2, rows, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def fused_nodes(y: Tensor) -> dict[str, int]:
+    """How many fused functions are in the graph of y, by name: LoraLinear, LoraGroup, LoraMlp."""
+    found: Counter[str] = Counter()
+    seen, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__.startswith("Lora"):
+            found[type(node).__name__.removesuffix("Backward")] += 1
+        left += [parent for parent, _ in node.next_functions]
+    return dict(found)
 
 
 def results(model: nn.Module, x: Tensor, *, seed: int = 7, autocast: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.lora import lora_linear
-from isotype.lora.contract import LORA_LINEAR
+from isotype.lora.linear import LORA_LINEAR
 from isotype.testing import ampcheck
 
 

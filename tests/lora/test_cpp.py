@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isotype.lora import cpp, products
-from isotype.lora.products import add_product_, product_fp32, scaled_product
+from isotype.lora import products
+from isotype.lora.products import add_product_, product_fp32, scaled_product, why_not_native
 from isotype.ops import cpp as ops_cpp
-from isotype.ops.backend import using
 from isotype.optimize import optimize
 from tests.models import lora, tiny
 
-kernels = pytest.mark.skipif(bool(cpp.why_not()), reason=cpp.why_not() or "-")
+kernels = pytest.mark.skipif(bool(why_not_native()), reason=why_not_native() or "-")
 # T tokens, N features, R ranks
 SIZES_TNR = [(0, 8, 2), (1, 1, 1), (1, 64, 16), (7, 31, 3), (16, 33, 8), (33, 80, 17), (65, 48, 48), (64, 97, 49), (300, 512, 32)]
 
@@ -38,16 +37,16 @@ def test_every_product_is_its_exact_value_rounded_once(tokens, features, ranks):
     one_rounding = 0.5 * 2**-7 * 1.01
     exact = 0.5 * (x.double() @ a.double().t())
     for operand in (a, a.t().contiguous().t()):
-        got = cpp.shrink(x, operand, 0.5)
+        got = scaled_product(x, operand.t(), 0.5)
         torch.testing.assert_close(got.double(), exact, rtol=one_rounding, atol=1e-5 * features)
     exact = x.double() + 0.7 * (left.double() @ a.double())
     for operand in (a, a.t().contiguous().t()):
         y = x.clone()
-        cpp.expand_(y, left, operand, 0.7)
+        add_product_(y, left, operand, 0.7)
         torch.testing.assert_close(y.double(), exact, rtol=one_rounding, atol=1e-5 * ranks)
     exact = 0.3 * (left.double().t() @ x.double())
-    assert error(cpp.gradient(left, x, 0.3), exact) <= 1e-6
-    assert error(cpp.gradient(x, left, 0.3), exact.t()) <= 1e-6
+    assert error(product_fp32(left, x, 0.3), exact) <= 1e-6
+    assert error(product_fp32(x, left, 0.3), exact.t()) <= 1e-6
 
 
 @kernels
@@ -56,19 +55,19 @@ def test_rows_of_any_stride():
     wide = torch.full((40, 3 * 64), float("nan")).bfloat16()
     wide[:, 64:128] = x
     part, expanded = wide[:, 64:128], x[:1].expand(40, -1)
-    assert torch.equal(cpp.shrink(part, a, 1.0), cpp.shrink(x, a, 1.0))
-    assert torch.equal(cpp.gradient(left, part, 1.0), cpp.gradient(left, x, 1.0))
-    assert torch.equal(cpp.gradient(left, expanded, 1.0), cpp.gradient(left, expanded.contiguous(), 1.0))
-    assert torch.equal(cpp.shrink(x.t().contiguous().t(), a, 1.0), cpp.shrink(x, a, 1.0))
+    assert torch.equal(scaled_product(part, a.t()), scaled_product(x, a.t()))
+    assert torch.equal(product_fp32(left, part, 1.0), product_fp32(left, x, 1.0))
+    assert torch.equal(product_fp32(left, expanded, 1.0), product_fp32(left, expanded.contiguous(), 1.0))
+    assert torch.equal(scaled_product(x.t().contiguous().t(), a.t()), scaled_product(x, a.t()))
     # columns of another projection beside these, and an odd number of them: what is not a number there stays there
     ranks = torch.full((40, 9), float("nan")).bfloat16()
     ranks[:, 2:7] = left[:, :5]
     y, z = x.clone(), x.clone()
-    cpp.expand_(y, ranks[:, 2:7], a[:5], 1.0)
-    cpp.expand_(z, left[:, :5].contiguous(), a[:5], 1.0)
+    add_product_(y, ranks[:, 2:7], a[:5], 1.0)
+    add_product_(z, left[:, :5].contiguous(), a[:5], 1.0)
     assert torch.equal(y, z)
     whole = wide.clone()
-    cpp.expand_(whole[:, 64:128], left[:, :5], a[:5], 1.0)
+    add_product_(whole[:, 64:128], left[:, :5], a[:5], 1.0)
     assert torch.equal(whole[:, 64:128], z)
     assert whole[:, :64].isnan().all()
     assert whole[:, 128:].isnan().all()
@@ -83,8 +82,8 @@ def test_a_sum_does_not_depend_on_the_number_of_threads():
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             y = x.clone()
-            cpp.expand_(y, left, a, 1.0)
-            results.append((y, cpp.shrink(x, a, 1.0), cpp.gradient(left, x, 1.0), cpp.gradient(x, left, 1.0)))
+            add_product_(y, left, a, 1.0)
+            results.append((y, scaled_product(x, a.t()), product_fp32(left, x, 1.0), product_fp32(x, left, 1.0)))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -94,10 +93,9 @@ def test_a_sum_does_not_depend_on_the_number_of_threads():
 @kernels
 def test_tensors_without_data_have_results_without_data(monkeypatch):
     # a plan may be what asks first whether the kernels are there
-    monkeypatch.setattr(cpp, "native", cache(cpp.native.__wrapped__))
+    monkeypatch.setattr(products, "native", cache(products.native.__wrapped__))
     with FakeTensorMode():
         x, a, left = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, 64), (6, 64), (40, 6)))
-        assert cpp.runs(x, a, left)
         assert scaled_product(x, a.t()).shape == (40, 6)
         assert add_product_(x, left, a) is x
         grad = product_fp32(left, x)
@@ -109,47 +107,18 @@ def test_what_is_not_finite_comes_through():
     x, a, left = operands(64, 64, 4)
     x[3, 5] = float("inf")
     x[9, 7] = float("nan")
-    assert not torch.isfinite(cpp.shrink(x, a, 1.0)[[3, 9]]).any()
-    assert torch.isfinite(cpp.shrink(x, a, 1.0)[:3]).all()
-    got = cpp.gradient(left, x, 1.0)
+    assert not torch.isfinite(scaled_product(x, a.t())[[3, 9]]).any()
+    assert torch.isfinite(scaled_product(x, a.t())[:3]).all()
+    got = product_fp32(left, x, 1.0)
     assert not torch.isfinite(got[:, [5, 7]]).any()
     assert torch.isfinite(got[:, :5]).all()
-
-
-@kernels
-def test_the_products_take_them_for_bf16_and_small_ranks(monkeypatch):
-    called: list[str] = []
-    for name in ("shrink", "expand_", "gradient"):
-        op = getattr(cpp, name)
-        monkeypatch.setattr(cpp, name, lambda *args, op=op, name=name: (called.append(name), op(*args))[1])
-    x, a, left = operands(16, 32, 4)
-
-    def every(dtype: torch.dtype) -> list[str]:
-        called.clear()
-        scaled_product(x.to(dtype), a.to(dtype).t())
-        add_product_(x.to(dtype), left.to(dtype), a.to(dtype))
-        product_fp32(left.to(dtype), x.to(dtype))
-        return list(called)
-
-    assert every(torch.bfloat16) == ["shrink", "expand_", "gradient"]
-    assert every(torch.float16) == every(torch.float32) == []
-    monkeypatch.setattr(products, "SKINNY", 3)
-    assert every(torch.bfloat16) == ["gradient"]
-    with using("eager"):
-        assert every(torch.bfloat16) == []
 
 
 def test_without_kernels_pytorchs_products_run_and_the_manifest_gives_the_reason(monkeypatch):
     model = lora(tiny())
     monkeypatch.setattr(ops_cpp, "cpu_compiler", lambda: None)
     monkeypatch.setattr(ops_cpp, "_fallbacks", {})
-    monkeypatch.setattr(cpp.KERNELS, "library", None)
-    monkeypatch.setattr(cpp, "native", cpp.native.__wrapped__)
+    monkeypatch.setattr(products.KERNELS, "library", None)
+    monkeypatch.setattr(products, "native", products.native.__wrapped__)
     manifest = optimize(model)
     assert "no C++ compiler (g++ or clang++) was found: the adapters' own products are PyTorch's on this CPU" in manifest.notes
-    monkeypatch.undo()
-    if not cpp.why_not():
-        monkeypatch.setattr(cpp, "native", lambda: False)
-        assert cpp.why_not() == "no AVX512-BF16 in this processor, or in its compiler"
-        x, a, left = operands(16, 32, 4)
-        assert not cpp.runs(x, a, left)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
-from isotype.lora.linear import LoraLinear
+from isotype.lora.linear import LoraLinear, decide
 
 T, K, OUT, R = 20, 24, 16, 3
 
@@ -80,8 +80,6 @@ def test_each_gradient_leaves_the_function_in_its_tensors_dtype():
         leaves = tensors()
         kinds = {"x": x, "weight": weight, "bias": weight, "a": adapter, "b": adapter}
         leaves = {name: leaves[name].detach().to(kind).requires_grad_() for name, kind in kinds.items()}
-        from isotype.lora.dtypes import decide
-
         with torch.autocast("cpu", dtype=autocast, enabled=autocast != torch.float32):
             if autocast == torch.float32 and x != weight:
                 continue
@@ -115,7 +113,7 @@ def test_autocast_does_not_reach_inside_and_backward_may_run_under_it():
         assert torch.equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("trainable", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("branch_fp32", [False, True])
 @pytest.mark.parametrize("case", ["shared", "expanded", "retained", "second consumer", "view"])
 def test_writes_into_no_tensor_of_others(case, branch_fp32, trainable):

@@ -50,6 +50,7 @@ def test_no_gradient_is_farther_from_fp64_than_pefts(outcomes):
     assert not far
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [0.37, 8.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_other_scales_and_a_frozen_weight(scale, bias):
@@ -65,7 +66,7 @@ def test_adapter_gradients_are_no_bf16_roundings():
     # the fp32 sum of bf16 operands: the error is the operands', an eighth of what a rounded result adds
     cell = matrix.Cell("bf16", "bf16", "fp32", "bf16")
     block = matrix.in_cell(matrix.peft_block(trainable=False), cell)
-    matrix.attach.fuse_lora(block)
+    matrix.fuse_lora(block)
     g = torch.Generator().manual_seed(1)
     x = torch.randn(64, matrix.FEATURES, generator=g).bfloat16()
     dy = torch.randn(64, 48, generator=g).bfloat16()
@@ -80,8 +81,8 @@ def test_a_wrong_op_is_seen(monkeypatch):
 
     exact = linear.gradient_product
 
-    def coarse(*args):
-        return exact(*args) * 1.02
+    def coarse(*args, **options):
+        return exact(*args, **options) * 1.02
 
     monkeypatch.setattr(linear, "gradient_product", coarse)
     assert matrix.measure(matrix.Cell("bf16", "bf16", "fp32", "bf16")).share > 1.2
@@ -100,6 +101,6 @@ def test_command_prints_the_table_and_json(monkeypatch, capsys):
 
 def test_refusal_is_a_dtype_error():
     block = matrix.in_cell(matrix.peft_block(), matrix.Cell("fp32", "bf16", "fp32", None))
-    matrix.attach.fuse_lora(block)
+    matrix.fuse_lora(block)
     with pytest.raises(DtypeError, match="DT001"):
         block(torch.randn(3, matrix.FEATURES))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from isotype.environment.planned import planned_for
-from isotype.lora import products, wide_branch
+from isotype.lora import products
+from isotype.lora.linear import add_branch_fp32, branch_gradients_fp32
 from isotype.lora.products import gradient_product, product_fp32, row_blocks
 from tests.host_reads import NoHostReads
 
@@ -22,8 +23,8 @@ def test_a_planned_gpu_widens_a_layer_in_one_block():
         x, y = (torch.empty(4096, n, device="meta", dtype=torch.bfloat16) for n in (4096, 1024))
         a, b = torch.empty(16, 4096, device="meta"), torch.empty(1024, 16, device="meta")
         with NoHostReads() as mode:
-            xa = wide_branch.add_branch(y, x, None, a, b, 2.0)
-            wide_branch.gradients(y, x, xa, None, a, b, 2.0, torch.empty_like(x), needs_a=True, needs_b=True)
+            xa = add_branch_fp32(y, x, None, a, b, 2.0)
+            branch_gradients_fp32(y, x, xa, None, a, b, 2.0, torch.empty_like(x), needs_a=True, needs_b=True)
     products = [name for name in mode.seen if "mm" in name]
     # forward x A^T and its product with B; backward dB, dxa, dA and the input's share: each once
     assert len(products) == 6, products

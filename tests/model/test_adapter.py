@@ -11,7 +11,7 @@ from isotype.config.load import load
 from isotype.config.schema import AdapterSection
 from isotype.environment.hardware import detect
 from isotype.errors import UsageError
-from isotype.lora.call import call_of
+from isotype.lora.attach import projection
 from isotype.lora.plain import lora_layers
 from isotype.model.adapter import attach_adapter, check_branch, left_out, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
@@ -46,7 +46,7 @@ def test_every_adapter_of_a_run_has_it(wanted):
     made = outline(tiny("llama").config, config, precision, device_type="cpu")
     layers = [layer for _, layer in lora_layers(made.model)]
     assert len(layers) == 14
-    assert {call_of(layer, layer.weight).branch_fp32 for layer in layers} == {wanted == "fp32"}
+    assert {projection(layer, layer.weight).kind[-1] for layer in layers} == {wanted == "fp32"}
 
 
 @pytest.mark.parametrize(

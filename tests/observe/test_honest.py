@@ -92,7 +92,13 @@ def built(family: str, preset: str, how: str):
     return model
 
 
-@pytest.mark.parametrize(("family", "preset", "how"), CASES, ids=["-".join(filter(None, case)) for case in CASES])
+OFTEN = {"llama", "gpt2", "gemma2", "mixtral", "hy_v4"}
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "how"),
+    [pytest.param(*case, id="-".join(filter(None, case)), marks=[] if case[0] in OFTEN else [pytest.mark.full]) for case in CASES],
+)
 def test_common_practice_gives_no_violation(family, preset, how):
     run = set_up(built(family, preset, how), PRESETS[preset])
     run.model.train()
@@ -394,7 +400,10 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "declared", "other"), TWINS, ids=[twin[0] for twin in TWINS])
+@pytest.mark.parametrize(
+    ("preset", "declared", "other"),
+    [pytest.param(*twin, id=twin[0], marks=[pytest.mark.full] if twin[0] != "fp32" else []) for twin in TWINS],
+)
 @pytest.mark.parametrize("name", MAKERS)
 def test_numbers_made_in_compute_and_exact_numbers_give_no_violation(name, preset, declared, other):
     ramp = name in ("linspace", "arange")

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from isotype import ops
-from isotype.lora.dtypes import decide
-from isotype.lora.group import Projection, lora_group
-from isotype.lora.linear import lora_linear
+from isotype.lora.group import lora_group
+from isotype.lora.linear import Projection, decide, lora_linear
 from isotype.lora.mlp import lora_mlp
 from isotype.lora.quantised import forward_4bit
 from isotype.ops.backend import using

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from isotype.optimize.deferred import defer
-from isotype.optimize.deferred_loss import DeferredLoss
+from isotype.optimize.deferred_tensor import DeferredLoss
 from tests.ops.trials import error
 
 

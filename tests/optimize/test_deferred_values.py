@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError
 from isotype.optimize.deferred import DeferredLogits, defer
-from isotype.optimize.deferred_log_probs import DeferredLogProbs
+from isotype.optimize.deferred_values import DeferredLogProbs
 from tests.ops.trials import FACTOR, error
 
 CLASSES = 7

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from diffusers.models.attention_processor import AttnProcessor
 
 from isotype.ops import cpp as ops_cpp
-from isotype.optimize import joint_attention, modulation, optimize, restore, streams
+from isotype.optimize import denoiser, joint_attention, optimize, restore
 from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
@@ -62,8 +62,8 @@ def test_results_and_gradients_are_the_models_own(name):
     plain, ours, family, batch = pair(name)
     manifest = optimize(ours)
     parts = [entry for entry in manifest.entries if entry.op]
-    adaptive = [e for e in parts if e.part == modulation.PART and e.kind != "LayerNorm"]
-    assert (sum(e.part == streams.PART for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
+    adaptive = [e for e in parts if e.part == denoiser.NORM and e.kind != "LayerNorm"]
+    assert (sum(e.part == denoiser.BLOCK for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
     results = []
     for model in (plain, ours):
         made = loss(model, family, batch)

@@ -22,7 +22,7 @@ def loss_and_gradients(model, inputs):
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_loss_gradients_weights_and_tokens(family, tied):
     model = tiny(family, tied=tied)
@@ -52,6 +52,7 @@ def test_fp32_loss_gradients_weights_and_tokens(family, tied):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_loss_and_gradients_are_as_good_as_the_originals(family):
     model = tiny(family, dtype=torch.bfloat16)

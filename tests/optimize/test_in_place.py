@@ -44,7 +44,15 @@ def results(model, inputs):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize(("family", "kind"), [*((family, "lora") for family in FAMILIES), ("llama", "plain"), ("llama", "nf4")])
+# biases (glm4), layers that write themselves (olmo), one layer for gate and up (phi3)
+FEW = ("llama", "olmo", "glm4", "phi3")
+CASES = [
+    *(pytest.param(family, "lora", marks=() if family in FEW else pytest.mark.full) for family in FAMILIES),
+    ("llama", "plain"), ("llama", "nf4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_every_replaced_modules_output_can_be_changed_in_place(family, kind):
     """Each in turn would hide what the others do: all of them, with the same hooks on the plain model."""
     model = made(family, kind, torch.float32)
@@ -85,10 +93,9 @@ def test_logits_changed_in_place():
     def loss_of(each):
         out = each(**batch())
         logits = out.logits
-        rows = logits[:, 1:]  # taken before the change: plain ones share its memory
         logits[..., 5] = -30.0
         logits /= 2.0
-        flat = rows.reshape(-1, 96)
+        flat = logits[:, 1:].reshape(-1, 96)
         return torch.nn.functional.cross_entropy(flat, batch()["labels"][:, 1:].reshape(-1)) + out.loss
 
     for got, want in zip(

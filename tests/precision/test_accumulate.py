@@ -143,7 +143,7 @@ class Doubled:
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
-    monkeypatch.setattr("isotype.precision.bucket_sums.BUCKET", 40)
+    monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
     weights = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))]
     unused, elsewhere = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))
     both = Doubled()

@@ -16,7 +16,8 @@ import pytest
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.precision import PRESETS, advice, resolve
+from isotype.precision import PRESETS, resolve
+from isotype.precision.resolve import changed, that_holds
 from isotype.precision.rules import RULES
 
 HALVES = ("fp32", "bf16", "fp16")
@@ -38,7 +39,7 @@ def findings_of(settings, device):
     module = sys.modules["isotype.precision.resolve"]
 
     def listening(finding, *others):
-        told.append(advice.that_holds(finding, *others))
+        told.append(that_holds(finding, *others))
         return told[-1]
 
     with pytest.MonkeyPatch.context() as patch, suppress(UsageError):
@@ -69,7 +70,7 @@ def test_every_advice_of_the_rules_holds_where_it_is_given(h100, t4):
         for finding in found:
             fired.add(finding.code)
             for way in ways_of(finding.fix):
-                after = advice.changed(settings, way)
+                after = changed(settings, way)
                 assert after != settings, (finding.fix, settings)
                 later = findings_of(after, device)
                 begun = {f.code for f in later if f.severity == Severity.ERROR} - before

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isotype.errors import RunError
-from isotype.precision import bucket_sums
+from isotype.precision import accumulate
 from isotype.precision.accumulate import GradientAccumulator
 from tests.distributed.processes import ended, start
 
@@ -34,7 +34,7 @@ class Doubled:
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(bucket_sums, "BUCKET", 40)
+    monkeypatch.setattr(accumulate, "BUCKET", 40)
 
 
 def chain(processes, *, sizes=(3, 5, 7, 9)):
@@ -96,7 +96,7 @@ def test_only_the_last_backward_of_a_step_sends():
 
 @pytest.mark.usefixtures("small_buckets")
 def test_few_buckets_are_in_flight(monkeypatch):
-    monkeypatch.setattr(bucket_sums, "IN_FLIGHT", 2)
+    monkeypatch.setattr(accumulate, "IN_FLIGHT", 2)
     both = Doubled()
     _, accumulator, loss = chain(both, sizes=(11, 12, 13, 14, 15))
     step(accumulator, loss)
@@ -155,10 +155,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from isotype.distributed.world import join
-from isotype.precision import bucket_sums
+from isotype.precision import accumulate
 from isotype.precision.accumulate import GradientAccumulator
 
-bucket_sums.BUCKET = 4096
+accumulate.BUCKET = 4096
 world = join("cpu", timeout=600)
 torch.set_num_threads(1)
 torch.manual_seed(0)

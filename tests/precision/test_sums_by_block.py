@@ -11,8 +11,7 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype.precision import PRESETS
-from isotype.precision.apply import apply_precision, remove_precision
-from isotype.precision.denoiser_blocks import denoiser_blocks
+from isotype.precision.apply import apply_precision, denoiser_blocks, remove_precision
 
 pytest.importorskip("diffusers")
 

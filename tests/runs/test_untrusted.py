@@ -17,7 +17,7 @@ from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.model.adapter import load_adapter
 from isotype.model.load import Source, load_base, load_tokenizer
-from isotype.precision.presets import PRESETS
+from isotype.precision.precision import PRESETS
 from isotype.report.record import read_run
 from isotype.runs.checkpoint.atomic_folder import write_text
 from isotype.runs.folder import CONSENT, RunFolder

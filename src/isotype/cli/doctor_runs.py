@@ -43,7 +43,7 @@ def trace(
     fail_on: FailOn = "error",
 ) -> None:
     from ..doctor.output import answer, threshold
-    from ..doctor.trace.program import Target, plain_traceback, run, stdout_to_stderr
+    from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
     parsed = Target.parse(target)
     arguments = list(context.args)
@@ -103,7 +103,7 @@ def conform(
 
         least = threshold(fail_on)
         from ..testing.amp.check import ampcheck
-        from ..testing.amp.target import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target, inputs)
         with triton_interpreted_without_gpu():

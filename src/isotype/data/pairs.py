@@ -53,7 +53,8 @@ class Pairs(Sequence[Pair]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longer answer of each pair, with its prompt."""
-        return self.rows.lengths.reshape(-1, 2).max(1)
+        longer: np.ndarray = self.rows.lengths.reshape(-1, 2).max(1)
+        return longer
 
 
 def whole_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:

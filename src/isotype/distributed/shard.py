@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import name, to_torch
 from ..errors import UsageError
-from ..precision.apply import inner_model, is_block, is_quantised
-from ..precision.denoiser_blocks import denoiser_blocks
+from ..precision.apply import denoiser_blocks, inner_model, is_block, is_quantised
 from ..precision.parts import Part, local_part
 from .world import World
 
@@ -249,7 +248,7 @@ def _gather_once(model: nn.Module, units: list[Any]) -> None:
         _give_scales(model, states)
         unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            # whoever observes the arithmetic of a step must not take the bytes that travel for it
+            # the bytes that travel are no arithmetic of the step
             for work in ("unshard", "wait_for_unshard", "post_backward"):
                 setattr(group, work, partial(_unobserved, getattr(group, work)))
 

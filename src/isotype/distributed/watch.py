@@ -134,10 +134,10 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "message": f"{type(error).__name__}: {first}" if first else type(error).__name__}
 
 
-def error_from_json(told: dict[str, Any], *, of: str | None = None) -> BaseException:
+def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:
     """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that raised it, for the message."""
-    if told["kind"] == "KeyboardInterrupt":
+    if report["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()
-    kind = getattr(errors, told["kind"], RunError)
-    message = f"{of}: {told['message']}" if of else told["message"]
-    return kind(message, code=told.get("code"), fix=told.get("fix"))
+    kind = getattr(errors, report["kind"], RunError)
+    message = f"{of}: {report['message']}" if of else report["message"]
+    return kind(message, code=report.get("code"), fix=report.get("fix"))

@@ -3,9 +3,9 @@
 Only this file and `shard`, whose model gathers its own weights, speak to torch.distributed. `World()` is a single process: its methods
 return at once what they were given.
 
-Whoever waits is told why nobody comes: an error of another process is raised by all of them, and a process that is dead or does not come is
-named with its rank, machine and step. Waits through the store look for failures as they wait; gradients and the sums of a step go through
-a process group, whose own errors name nobody and are replaced.
+A process that waits learns why nobody comes: an error of another process is raised by all of them, and a process that is dead or does not
+come is named with its rank, machine and step. Waits through the store look for failures as they wait; gradients and the sums of a step go
+through a process group, whose own errors name nobody and are replaced.
 """
 
 from __future__ import annotations
@@ -113,16 +113,16 @@ class JoinedWorld(World):
     Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what another process raised
     """
 
-    def __init__(self, seat: Rank, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
+    def __init__(self, mine: Rank, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
         """owned  the process group was made here and ends with the run, else it belongs to who made it"""
-        self.rank, self.size, self.local_rank, self.local_size = seat.rank, seat.size, seat.local_rank, seat.local_size
-        self.nodes, self.launcher, self.backend = max(1, seat.size // max(1, seat.local_size)), seat.launcher, backend
+        self.rank, self.size, self.local_rank, self.local_size = mine.rank, mine.size, mine.local_rank, mine.local_size
+        self.nodes, self.launcher, self.backend = max(1, mine.size // max(1, mine.local_size)), mine.launcher, backend
         self._store, self._timeout, self._owned = store, timeout, owned
         self._turn = 0
-        self._speaks = seat.rank == 0
+        self._speaks = mine.rank == 0
         self._lost: IsotypeError | None = None
         self._failed = False
-        self._watch = Watch(store.clone(), seat.rank)
+        self._watch = Watch(store.clone(), mine.rank)
         self._watch.tell()
         self._watch.start()
         self._small = self._small_group()
@@ -145,7 +145,7 @@ class JoinedWorld(World):
     def sum(self, values: Sequence[float]) -> list[float]:
         import torch.distributed as dist
 
-        with self._meeting(), _disable_current_modes():  # fp64 that whoever observes a step's arithmetic must not take for the model's
+        with self._meeting(), _disable_current_modes():  # its fp64 is no arithmetic of the model
             summed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(summed, group=self._small)
             return summed.tolist()
@@ -306,7 +306,7 @@ class JoinedWorld(World):
             failure = read_failure(self._store, range(self.size))
             if failure is None:
                 lost = find_lost(self._store, self._watch.sign, self.size)
-                failure = read_failure(self._store, range(self.size))  # told meanwhile
+                failure = read_failure(self._store, range(self.size))  # reported meanwhile
         except Exception:
             self._speaks = self.rank == 1
             return self._remember(RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME))
@@ -356,38 +356,38 @@ def join(device: str, *, timeout: float) -> World:
 
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return _world_of_group(device, timeout)
-    seat = find_rank()
-    if seat.size == 1:
+    mine = find_rank()
+    if mine.size == 1:
         return ALONE
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise UsageError(f"{seat.size} processes were started, and this torch has no torch.distributed", fix="install another build")
-    on_gpu = _take_gpu(device, seat)
+        raise UsageError(f"{mine.size} processes were started, and this torch has no torch.distributed", fix="install another build")
+    on_gpu = _take_gpu(device, mine)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    # torchrun keeps its store from one attempt to the next, with what the ended processes told
+    # torchrun keeps its store from one attempt to the next, with what the ended processes reported
     run, ours = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_RUNS)}", None
     try:
-        meeting = _store(seat, wait)
+        meeting = _store(mine, wait)
         store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
-        ours.set(f"here/{seat.rank}", socket.gethostname())
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=wait)
+        ours.set(f"here/{mine.rank}", socket.gethostname())
+        dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait)
     except RuntimeError as error:
-        raise _not_all_came(seat, ours, timeout, error) from error
-    return JoinedWorld(seat, ours, timeout=timeout, owned=True, backend=backend)
+        raise _not_all_came(mine, ours, timeout, error) from error
+    return JoinedWorld(mine, ours, timeout=timeout, owned=True, backend=backend)
 
 
 _SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
 
 
-def _not_all_came(seat: Rank, store: Any, timeout: float, error: Exception) -> RunError:
+def _not_all_came(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
     """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
-    if store is None and seat.rank == 0:  # it is made once all processes have come
-        came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
+    if store is None and mine.rank == 0:  # it is made once all processes have come
+        came = "the other process did not come" if mine.size == 2 else f"not all of {mine.size - 1} other processes came"
         return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
     try:
-        missing = [rank for rank in range(seat.size) if not store.check([f"here/{rank}"])]
+        missing = [rank for rank in range(mine.size) if not store.check([f"here/{rank}"])]
     except Exception:
         return RunError(f"rank 0, where all processes meet, does not answer at {os.environ.get('MASTER_ADDR')}:"
                         f"{os.environ.get('MASTER_PORT')}", code="MP002", fix=_SLOW)  # fmt: skip
@@ -395,19 +395,19 @@ def _not_all_came(seat: Rank, store: Any, timeout: float, error: Exception) -> R
         named = ", ".join(f"rank {rank}" for rank in missing)
         return RunError(f"{named} did not come within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    return RunError(f"the {seat.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
+    return RunError(f"the {mine.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
 
 
-def _store(seat: Rank, wait: timedelta) -> Any:
+def _store(mine: Rank, wait: timedelta) -> Any:
     """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
     import torch.distributed as dist
 
     handle = os.environ.get(LISTENS_AT)
     if handle is None:
-        return next(iter(dist.rendezvous("env://", seat.rank, seat.size, timeout=wait)))[0]
+        return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listening: dict[str, Any] = {"master_listen_fd": int(handle)} if seat.rank == 0 else {}
-    return dist.TCPStore(address, port, seat.size, is_master=seat.rank == 0, timeout=wait, wait_for_workers=False, **listening)
+    listening: dict[str, Any] = {"master_listen_fd": int(handle)} if mine.rank == 0 else {}
+    return dist.TCPStore(address, port, mine.size, is_master=mine.rank == 0, timeout=wait, wait_for_workers=False, **listening)
 
 
 def _world_of_group(device: str, timeout: float) -> World:
@@ -418,19 +418,19 @@ def _world_of_group(device: str, timeout: float) -> World:
     environ = os.environ
     local_rank, local_size = (int(environ[name]) if environ.get(name, "").isdigit() else least
                               for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
-    seat = Rank(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
+    mine = Rank(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
     store = dist.PrefixStore(f"isotype {next(_RUNS)}", _get_default_store())
-    return JoinedWorld(seat, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
+    return JoinedWorld(mine, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
 
 
-def _take_gpu(device: str, seat: Rank) -> bool:
+def _take_gpu(device: str, mine: Rank) -> bool:
     """Whether this run is on GPUs; each process takes the one with its number."""
     if device == "cpu" or not torch.cuda.is_available():
         return False
-    if seat.local_size > torch.cuda.device_count():
+    if mine.local_size > torch.cuda.device_count():
         raise UsageError(
-            f"{seat.local_size} processes on a machine with {torch.cuda.device_count()} GPUs",
+            f"{mine.local_size} processes on a machine with {torch.cuda.device_count()} GPUs",
             fix=f"start {torch.cuda.device_count()}, or model.device: cpu",
         )
-    torch.cuda.set_device(seat.local_rank)
+    torch.cuda.set_device(mine.local_rank)
     return True

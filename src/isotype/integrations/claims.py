@@ -19,8 +19,7 @@ from ..dtypes import name as dtype_name
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
-from ..precision.precision import Precision
-from ..precision.presets import PRESETS
+from ..precision.precision import PRESETS, Precision
 from ..precision.quantised_base import check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips

@@ -27,9 +27,9 @@ from ..environment.versions import environment
 from ..lora.plain import lora_layers, why_not_fused
 from ..observe import Observation, Observer, observing
 from ..observe.record import as_written, noted
-from ..optimize import fused_head
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
+from ..optimize.head import fused_head_of
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
@@ -220,7 +220,7 @@ class FirstSteps:
     def _heads(self) -> Counter[str]:
         found = Counter(answered)
         for module in self.model.modules():
-            head = fused_head.placed(module)
+            head = fused_head_of(module)
             found += Counter(
                 {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
             )

@@ -22,7 +22,8 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import RunError
 from ..observe import share_changed
-from ..optimize import deferring
+from ..optimize import check_placed, deferring
+from ..optimize.generation import from_training
 from ..optimize.instances import library_of
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
@@ -77,7 +78,10 @@ class Guards(TrainerCallback):
         self.trainer.args.logging_nan_inf_filter = self._filter
 
     def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        loss = original(*args, **kwargs)
+        check_placed(self.trainer.model)
+        # samples that a step trains on (GRPO, OnlineDPO) are drawn as in an unattached trainer
+        with from_training():
+            loss = original(*args, **kwargs)
         if not math.isfinite(float(loss)):
             raise self._not_finite("the loss")
         self._last_call.arguments = None

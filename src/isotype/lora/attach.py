@@ -1,29 +1,45 @@
 """Puts the fused op on PEFT's own layers, by instance, and takes it off again. No class is patched.
 
-At every call a fused layer checks whether it is still plain and looks its weights up. If it is not plain, it runs PEFT's code. So an
-adapter may be merged, disabled, switched, hooked or replaced at any time. The forward is a bound method; deepcopy binds it to the copy.
+What a layer is was decided when it was placed (`Plan`), and is asked again once a step (`look_again`). A call asks PEFT's own state alone:
+whether the adapter is disabled or merged, and which one is active. Tensors, scale and dropout are read at the call. The forward is a bound
+method; deepcopy binds it to the copy.
+
+Layers with the same input are a group: the first computes all of them, and each of the others hands its own result out if its input is the
+same tensor, else it computes its own. No attention or MLP class is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..instance_method import InstanceMethod
-from ..ops.backend import reference_runs, results_are_kept
-from ..ops.recompute import hooks_read_here, is_recomputed
+from ..ops.autocast import autocast_dtype
+from ..ops.backend import results_are_kept
+from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
-from . import siblings
-from .call import Call, call_now, wants_fp32_branch
-from .dropout import dropout_mask
-from .dtypes import LoraDtypes
-from .group import Projection, lora_group
-from .linear import lora_linear
-from .plain import forget_parts, has_hooks, kind_reason, lora_layers, why_not_fused
+from .group import lora_group
+from .linear import LoraDtypes, Projection, apply_linear, decide
+from .plain import DENSE, has_hooks, kind_reason, lora_layers, parts_of, parts_reason, why_not_fused
+from .quantised import state_reason
 
-_FUSED = "_isotype_fused"
+FUSED, _PLAN, _GROUP, _READY, _BRANCH = (f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32"))
+
+# Children of one module that transformers' and diffusers' families call with one tensor, the first of them first.
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
+    ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
+)  # fmt: skip
+CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
+"""The same of cross-attention, whose Q reads another tensor."""
+_CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
+"""How families name a layer's cross-attention, which is often of the self-attention's own class."""
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
@@ -40,109 +56,253 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             if "forward" in vars(layer):
                 reason = "the layer's forward has been replaced by another library"
             else:
-                vars(layer)[_FUSED] = InstanceMethod(forward, layer)
-                vars(layer)[_FUSED].put()
+                vars(layer)[FUSED] = InstanceMethod(forward, layer)
+                vars(layer)[FUSED].put()
         if reason is None:
-            wants_fp32_branch(layer, branch_fp32)
-        reason = reason or why_not_fused(layer)
+            # past nn.Module's own __setattr__
+            vars(layer)[_BRANCH] = branch_fp32
+            look_again(layer)
+            reason = why_not_fused(layer)
         placements.append(Placement("lora", path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
     if placements:
         for path, module in model.named_modules():
-            siblings.link(module, path, is_fused)
+            _link(module, path)
     return placements
 
 
 def unfuse_lora(model: nn.Module) -> int:
     """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other libraries added since, are unchanged."""
-    fused = [layer for _, layer in lora_layers(model) if _FUSED in vars(layer)]
+    fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
-        vars(layer).pop(_FUSED).take_back()
-        wants_fp32_branch(layer, False)
-        siblings.unlink(layer)
-        forget_parts(layer)
+        vars(layer).pop(FUSED).take_back()
+        for word in (_PLAN, _GROUP, _READY, _BRANCH):
+            vars(layer).pop(word, None)
     return len(fused)
 
 
 def is_fused(layer: nn.Module) -> bool:
     """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
-    own = layer.__dict__
-    method = own.get("forward")
-    return own.get(_FUSED, layer) is method and method.stands
+    return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
+
+
+def _link(parent: nn.Module, path: str) -> None:
+    """Records in the first layer of a group which siblings follow it, where every one is fused.
+
+    path  of `parent` in the model. With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw
+    """
+    crosses = getattr(parent, "is_cross_attention", False) or _CROSS.search(path.rpartition(".")[2])
+    for names in CROSS_GROUPS if crosses else GROUPS:
+        layers: list[Any] = [getattr(parent, name, None) for name in names]
+        if all(layer is not None and is_fused(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+            # in a tuple they are no children of the first
+            vars(layers[0])[_GROUP] = tuple(layers[1:])
+
+
+# --- what a layer is
+
+
+class Plan:
+    """What a LoRA layer was found to be; a copy or a pickle of the layer makes its own.
+
+    active  PEFT's names of its active adapters, as they were
+    reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
+    """
+
+    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "forward", "reason")
+
+    def __init__(self, layer: Any) -> None:
+        # an adapter may be appended to a list in place
+        self.active = list(layer._active_adapter) if isinstance(layer._active_adapter, list) else layer._active_adapter
+        self.reason = parts_reason(layer)
+        if self.reason is None:
+            self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
+            self.forward = self.base.__dict__.get("forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def look_again(layer: Any) -> Plan:
+    """Decides anew what a fused layer is: when it is placed, once a step, and where PEFT's own state has changed."""
+    plan = layer.__dict__[_PLAN] = Plan(layer)
+    return plan
+
+
+def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | None:
+    """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
+
+    graph  a graph is made, which has guards of its own
+    """
+    if layer._disable_adapters or layer.merged_adapters:
+        return None
+    if graph:
+        if parts_reason(layer) is not None:
+            return None
+        adapter, a, b, dropout, base = parts_of(layer)
+    else:
+        plan: Plan | None = layer.__dict__.get(_PLAN)
+        if plan is None or layer._active_adapter != plan.active:
+            plan = look_again(layer)
+        if plan.reason is None:
+            # an adapter may be deleted and added again under the same name; accelerate's forward loads a weight for each call
+            same = layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a and plan.base.__dict__.get("forward") is plan.forward
+            plan = plan if same else look_again(layer)
+        if plan.reason is not None:
+            return None
+        adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base
+    parameters = base._parameters
+    weight, bias, a_RK, b_OR = parameters["weight"], parameters["bias"], a._parameters["weight"], b._parameters["weight"]
+    state, dtype = None, weight.dtype
+    if type(base) is not nn.Linear:
+        if state_reason(base) is not None:
+            return None
+        if not base.compute_type_is_set:
+            # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
+            base.set_compute_type(x)
+            base.compute_type_is_set = True
+        state, dtype = weight.quant_state, base.compute_dtype
+    elif type(weight) not in DENSE:
+        return None
+    if type(a_RK) not in DENSE or type(b_OR) not in DENSE:
+        return None
+    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH])
+    values = (weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
+    return Projection(*values) if graph else _projection(values)
+
+
+# Projection(*values), without a call in Python
+_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
+
+
+def bare_projection(layer: Any) -> Projection:
+    """Of a linear layer without an adapter."""
+    state, dtype = (None, layer.weight.dtype) if type(layer) is nn.Linear else (layer.weight.quant_state, layer.compute_dtype)
+    return Projection(layer.weight, layer.bias, None, None, state, 1.0, 0.0, (dtype, state is None, None, None, False))
+
+
+# --- a call
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
-    if args or kwargs or not x.dtype.is_floating_point or reference_runs() or results_are_kept():
+    if args or kwargs or not x.dtype.is_floating_point:
         return _peft_forward(self, x, *args, **kwargs)
-    call = call_now(self, x)
+    if torch.compiler.is_dynamo_compiling():
+        # a graph's compiler finds what projections share
+        call = projection(self, x, graph=True)
+        return _peft_forward(self, x) if call is None else apply_linear(x, call, decided(call, x, x.dtype))
+    ready = self.__dict__.pop(_READY, None)
+    if ready is not None and ready[0] is x and not self._disable_adapters:
+        _, output, version, grad = ready
+        if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
+            made: Tensor = output
+            return made
+    if not runs_fused():
+        return _peft_forward(self, x)
+    call = projection(self, x)
     if call is None:
         return _peft_forward(self, x)
-    if has_hooks(self) and is_recomputed():
+    if layers_running and self._forward_hooks and has_hooks(self):
         hooks_read_here()
-    ready = siblings.take(self, x, call.tensors)
-    if ready is not None:
-        return ready
-    together = _together(self, x, call)
-    if together is not None:
-        return together
-    assert call.a is not None
-    assert call.b is not None
-    numbers: dict[str, Any] = {"scale": call.scale, "dropout": call.dropout, "branch_fp32": call.branch_fp32}
-    return lora_linear(x, call.weight, call.a, call.b, call.bias, quant_state=call.quant_state, compute_dtype=call.compute_dtype, **numbers)
+    followers = self.__dict__.get(_GROUP)
+    if followers is not None:
+        together = _together(followers, x, call)
+        if together is not None:
+            return together
+    return apply_linear(x, call, dtypes_of(call, x, x.dtype), now=True)
 
 
-def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
-    """Computes this layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
-    group = siblings.group_of(layer)
-    if group is None:
-        return None
-    rest, calls = group.followers, [call]
-    for other in rest:
-        siblings.forget(other)
-        its_call = call_now(other, x) if is_fused(other) else None
-        if its_call is None:
+def runs_fused() -> bool:
+    """Whether fused functions may run now, outside a graph: not under torch.func, in forward-mode AD, nor where selective checkpointing
+    keeps what operators give, since they add in place."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return not torch._C._len_torch_dispatch_stack() or not results_are_kept()
+
+
+def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor | None:
+    """Computes a layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
+    calls = [first]
+    for other in followers:
+        own = other.__dict__
+        own.pop(_READY, None)
+        call = projection(other, x) if FUSED in own and own.get("forward") is own[FUSED] else None
+        if call is None:
             return None
-        calls.append(its_call)
+        calls.append(call)
     dtypes = shared_dtypes(x, calls)
-    at = siblings.common_call(group, x)
-    if dtypes is None or at is None:
+    if dtypes is None:
         return None
-    y, *others = lora_group(x, projections(x, calls), dtypes)
-    for other, its_call, output in zip(rest, calls[1:], others):
-        siblings.leave(other, x, output, its_call.tensors, at)
+    y, *others = lora_group(x, calls, dtypes)
+    version, grad = 0 if x.is_inference() else x._version, torch.is_grad_enabled()
+    for other, output in zip(followers, others):
+        # past nn.Module's own __setattr__, which takes 2 us
+        other.__dict__[_READY] = _Ready((x, output, version, grad))
     return y
 
 
-def shared_dtypes(x: Tensor, calls: list[Call]) -> LoraDtypes | None:
-    """The dtypes with which these calls can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
-    features = x.shape[-1]
-    first, *rest = calls
-    kind = first.kind
+class _Ready(tuple[Any, ...]):
+    """(x, a layer's output for it, x's version, whether gradients were on); no part of a copy or a pickle of the model."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+# Decisions that were taken: a model asks for the same few, several times a layer
+_known: dict[tuple[Any, ...], LoraDtypes] = {}
+
+
+def dtypes_of(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+    """The dtypes of this projection for an input of `x_dtype` on x's device."""
+    device = x.device.type
+    if device == "meta":
+        cast = autocast_dtype(x)
+    else:
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = (x_dtype, cast, device, call.kind)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = decided(call, x, x_dtype)
+    return found
+
+
+def decided(call: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
+    """`dtypes_of`, not kept: where a graph is made."""
+    weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = call.kind
+    adapter = None if call.a is None else torch.promote_types(a_dtype, b_dtype)
+    return decide(x, weight_dtype or x_dtype, adapter, quantised=not dense, branch_fp32=branch_fp32, x_dtype=x_dtype)
+
+
+def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..., LoraDtypes] = dtypes_of) -> LoraDtypes | None:
+    """The dtypes with which these can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
+    first, features = calls[0], x.shape[-1]
+    dtypes = dtypes_of(first, x, x.dtype)
     for call in calls:
-        if call.features != features:
+        if call.kind != first.kind and dtypes_of(call, x, x.dtype) != dtypes:
             return None
-    dtypes = first.decide(x)
-    for call in rest:
-        # of one kind the dtypes are the same
-        if call.kind != kind and call.decide(x) != dtypes:
+        if features != (call.a.shape[1] if call.a is not None else call.features):
             return None
     return None if dtypes.wide else dtypes
-
-
-def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
-    """The calls' tensors, each with its dropout drawn in the order in which PEFT's layers would draw them."""
-    return [call.projection(dropout_mask(x, call.dropout).reshape(-1, x.shape[-1]) if call.dropout else None) for call in calls]
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and later gradients would be wrong."""
     base = layer.base_layer
-    own: Callable[..., Tensor] = type(layer).forward
+    own: Any = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)
     if not repacks:
-        return own(layer, x, *args, **kwargs)
+        made: Tensor = own(layer, x, *args, **kwargs)
+        return made
     base.support_avx512bf16_for_cpu = False
     try:
-        return own(layer, x, *args, **kwargs)
+        made = own(layer, x, *args, **kwargs)
     finally:
         base.support_avx512bf16_for_cpu = repacks
+    return made

@@ -10,146 +10,109 @@ T tokens, K in features, O out features of a projection, R ranks of all projecti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import applied, refuse_second_derivative
+from ..ops.autocast import autocast_off, now_without_autocast
+from ..ops.backend import apply_of, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
-from . import inside
-from .dtypes import LoraDtypes
-from .linear import adapted_product, after_dropout, base_product, base_weight, out_features
-from .narrow import narrow, stacked
-from .products import add_product_, adds_in_place, gradient_product, scaled_product
+from .linear import (
+    NO_SECOND_DERIVATIVE,
+    LoraDtypes,
+    Projection,
+    adapted_product,
+    adapter_first,
+    after_dropout,
+    base_product,
+    base_weight,
+    bias_gradient,
+    dropout_mask,
+    dropped_scale,
+)
+from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, gradient_product, scaled_product
 
-
-class Projection(NamedTuple):
-    """One member: weight [O K] or packed with the state of a 4-bit weight, bias [O] or None, a [r K] and b [O r] or None without adapter.
-
-    scale   of the branch, the dropout's 1 / (1 - p) included
-    keep    bool[T K]: what the dropout before A keeps; None where there is none
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    quant_state: Any
-    scale: float = 1.0
-    keep: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that are given to autograd, TENSORS of them. The result depends on the first four."""
-        return self.weight, self.bias, self.a, self.b, self.keep
-
-
+# tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what the dropout before A keeps
 TENSORS = 5
 
 
-class Multiplied(NamedTuple):
-    """What the projections of one input gave, and what backward needs of it."""
-
-    ys: list[Tensor]
-    xa_TR: Tensor
-    a_RK: Tensor
-    bs: list[Tensor | None]
+# x Aᵀ of all projections, and A and B as cast down: of all in one tensor, and of each
+Branches = tuple[Tensor, Tensor, list[Tensor | None]]
+Narrow = tuple[Tensor, list[Tensor | None]]
 
 
 def parts(bs: Sequence[Tensor | None]) -> list[slice]:
     """The columns of x Aᵀ that belong to each projection: none without an adapter."""
-    ends = [0]
+    found, start = [], 0
     for b in bs:
-        ends.append(ends[-1] + (0 if b is None else b.shape[1]))
-    return [slice(ends[i], ends[i + 1]) for i in range(len(bs))]
+        end = start if b is None else start + b.shape[1]
+        found.append(slice(start, end))
+        start = end
+    return found
 
 
-class Branches(NamedTuple):
-    """x Aᵀ of all projections, and A and B as cast down."""
-
-    xa_TR: Tensor
-    a_RK: Tensor
-    bs: list[Tensor | None]
-
-
-Narrow = tuple[Tensor, list[Tensor | None]]
+def all_none(tensors: Sequence[Tensor | None]) -> bool:
+    # asked at every call: no generator
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None:
+            return False
+    return True
 
 
-def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> Narrow:
-    """Every A in one tensor, and each B, in the products' dtype."""
-    every_a = [a for a in flat[2::TENSORS] if a is not None]
-    bs = [None if b is None else narrow(b, dtype) for b in flat[3::TENSORS]]
-    if not every_a:
-        weight = flat[0]
-        assert weight is not None
-        return torch.empty(0, features, dtype=dtype, device=weight.device), bs
-    return stacked(every_a, dtype), bs
-
-
-def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None) -> Branches:
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None, *, now: bool = False) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
-    keeps = flat[4::TENSORS]
-    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1]) if down is None else down
+    if down is None:
+        assert flat[0] is not None
+        down = cast_down(flat[2::TENSORS], flat[3::TENSORS], flat[0], x_TK.shape[1], x_TK.dtype)
+    a_RK, bs = down
     if not a_RK.shape[0]:
-        return Branches(x_TK[:, :0], a_RK, bs)
-    if all(keep is None for keep in keeps):
-        return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
-    parted = zip(keeps, parts(bs))
-    return Branches(torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
-
-
-def with_adapters(tokens_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> list[Tensor] | None:
-    """[W | s B] of every projection where `inside` wants the adapters in the product of these tokens, or None."""
-    bs, packed = flat[3::TENSORS], [w for w in flat[0::TENSORS] if w is not None]
-    ranks = [0 if b is None else b.shape[1] for b in bs]
-    if not inside.wanted(tokens_TK, [out_features(w, state) for w, state in zip(packed, states)], ranks, states):
-        return None
-    return inside.weights(packed, states, [b for b in bs if b is not None], scales, tokens_TK.dtype)
+        return x_TK[:, :0], a_RK, bs
+    keeps = flat[4::TENSORS]
+    if all_none(keeps):
+        return scaled_product(x_TK, a_RK.t(), now=now), a_RK, bs
+    return torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, parts(bs))], 1), a_RK, bs
 
 
 def multiply(
-    x_TK: Tensor,
+    x: Tensor,
     flat: Sequence[Tensor | None],
     scales: Sequence[float],
     states: Sequence[Any],
-    ready: Sequence[Tensor] | None = None,
     down: Narrow | None = None,
-) -> Multiplied:
-    """Every projection of x, in x's dtype.
+    *,
+    now: bool = False,
+) -> tuple[list[Tensor], Branches]:
+    """Every projection of x, in x's dtype and dimensions, and what backward needs of their adapters.
 
-    ready  what `with_adapters` gave for tokens of which x is a tile
-    down   what `cast_down` gave, for all tiles
+    down  what `cast_down` gave, for all tiles
+    now   what `at_once` says of the adapters' products
     """
-    made = branches(x_TK, flat, down)
-    before = inside.before_or_inside(x_TK)
-    if ready is None and before:
-        ready = with_adapters(x_TK, flat, scales, states)
-    if ready is not None:
-        both = inside.inputs(x_TK, made.xa_TR)
-        biases = [None if bias is None else bias.to(x_TK.dtype) for bias in flat[1::TENSORS]]
-        return Multiplied([F.linear(both, weight, bias) for weight, bias in zip(ready, biases)], *made)
-    ys = []
-    for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
+    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    xa_TR, a_RK, bs = branches(x_TK, flat, down, now=now)
+    before, start, ys = not now and adapter_first(x_TK), 0, []
+    for i, b in enumerate(bs):
+        weight, bias = flat[TENSORS * i], flat[TENSORS * i + 1]
         assert weight is not None
         if b is None:
-            ys.append(base_product(x_TK, weight, bias, state))
-        else:
-            ys.append(adapted_product(x_TK, weight, bias, state, made.xa_TR[:, part], b, scale, before=before))
-    return Multiplied(ys, *made)
+            ys.append(base_product(x_TK, weight, bias, states[i]))
+            continue
+        end = start + b.shape[1]
+        ys.append(adapted_product(x, weight, bias, states[i], xa_TR[:, start:end], b, scales[i], before=before, now=now))
+        start = end
+    return ys, (xa_TR, a_RK, bs)
 
 
-def branch_gradient(dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor) -> Tensor:
+def branch_gradient(
+    dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor, *, now: bool = False
+) -> Tensor:
     """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
     if like_TR.shape[1] == 0:
         return like_TR
-    columns = [
-        scaled_product(dy, b, scale) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1])
-        for dy, b, scale in zip(dys, bs, scales)
-        if b is not None
-    ]
+    columns = []
+    for dy, b, scale in zip(dys, bs, scales):
+        if b is not None:
+            columns.append(scaled_product(dy, b, scale, now=now) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1]))
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
@@ -159,19 +122,23 @@ def input_gradient(
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     states: Sequence[Any],
-    keeps: Sequence[Tensor | None],
+    keeps: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     dtype: torch.dtype,
+    *,
+    now: bool = False,
 ) -> Tensor:
     """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a time.
 
     The small share is rounded to the products' dtype, and each large product is summed onto it inside itself; or, where the kernels
     run, the share is added to the sum unrounded.
+
+    keeps  None where there is no dropout
     """
     share_TK = None
-    plain, last = all(keep is None for keep in keeps), False
-    if plain:
-        last = adds_in_place(dtype, dxa_TR, a_RK)
+    last = False
+    if keeps is None:
+        last = (now and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= SKINNY) or adds_in_place(dtype, dxa_TR, a_RK)
         share_TK = dxa_TR @ a_RK if a_RK.shape[0] and not last else None
     else:
         for keep, part in zip(keeps, slices):
@@ -181,7 +148,7 @@ def input_gradient(
     dx_TK = None if share_TK is None else share_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
         if dy is not None:
-            w_OK = base_weight(weight, state, dxa_TR.dtype)
+            w_OK = weight if state is None and weight.dtype == dxa_TR.dtype else base_weight(weight, state, dxa_TR.dtype)
             if dx_TK is None:
                 dx_TK = (dy @ w_OK).to(dtype)
             elif dtype == dy.dtype:
@@ -189,7 +156,7 @@ def input_gradient(
             else:
                 dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    return add_product_(dx_TK, dxa_TR, a_RK) if last else dx_TK
+    return add_product_(dx_TK, dxa_TR, a_RK, now=now) if last else dx_TK
 
 
 def tensor_gradients(
@@ -199,41 +166,43 @@ def tensor_gradients(
     dys: Sequence[Tensor | None],
     wide_dys: Sequence[Tensor | None],
     scales: Sequence[float],
-    keeps: Sequence[Tensor | None],
+    keeps: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
+    *,
+    now: bool = False,
 ) -> list[Tensor | None]:
     """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A has one.
 
     dys       in the products' dtype
     wide_dys  as they came, for the biases
+    keeps     None where there is no dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
-    for i, (dy, wide_dy) in enumerate(zip(dys, wide_dys)):
-        weight, bias, _, b, _ = range(TENSORS * i, TENSORS * (i + 1))
+    together: Tensor | None = None
+    for i, dy in enumerate(dys):
+        weight = TENSORS * i
+        bias, a, b = weight + 1, weight + 2, weight + 3
+        wide_dy = wide_dys[i]
         if dy is None or wide_dy is None:
             continue
         if needs[weight]:
             assert x_TK is not None
             grads[weight] = (dy.t() @ x_TK).to(dtypes[weight])
         if needs[bias]:
-            grads[bias] = wide_dy.sum(0, dtype=torch.promote_types(torch.float32, wide_dy.dtype)).to(dtypes[bias])
+            grads[bias] = bias_gradient(wide_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
         if needs[b]:
-            dtype = dtypes[b]
-            assert dtype is not None
-            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtype)
-    wanted = [i for i, dy in enumerate(dys) if dy is not None and needs[TENSORS * i + 2]]
-    if wanted:
-        assert x_TK is not None
-        widest = torch.promote_types(torch.float32, x_TK.dtype)
-        together = gradient_product(dxa_TR, x_TK, 1.0, widest) if all(keep is None for keep in keeps) else None
-        for i in wanted:
-            if together is not None:
+            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b], now=now)  # type: ignore[arg-type]
+        if needs[a]:
+            assert x_TK is not None
+            widest = torch.promote_types(torch.float32, x_TK.dtype)
+            if keeps is None:
+                together = gradient_product(dxa_TR, x_TK, 1.0, widest, now=now) if together is None else together
                 da = together[slices[i]]
             else:
-                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest)
-            grads[TENSORS * i + 2] = da.to(dtypes[TENSORS * i + 2])
+                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest, now=now)
+            grads[a] = da.to(dtypes[a])
     return grads
 
 
@@ -249,47 +218,66 @@ class LoraGroup(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scales: tuple[float, ...], states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None
     ) -> tuple[Tensor, ...]:
-        x_TK = x.reshape(-1, x.shape[-1])
-        with autocast_off(x):
-            x_TK = narrowed(x_TK, dtypes.compute)
-            made = multiply(x_TK, flat, scales, states)
-            ys = tuple([no_view(narrowed(y, dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys])
-        saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
-        ctx.make_x, kept_x = kept_for(x, saved_x)
-        ctx.save_for_backward(made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
-        ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype
+        compute, out, _ = dtypes
+        now = at_once(compute, x)
+        with now_without_autocast() if now else autocast_off(x):
+            low = x if x.dtype == compute else x.to(compute)
+            ys, (xa_TR, a_RK, bs) = multiply(low, flat, scales, states, now=now)
+        if out != compute:
+            ys = [y.to(out) for y in ys]
+        ctx.make_x, kept_x = kept_for(x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None)
+        ctx.save_for_backward(xa_TR, a_RK, *bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
+        ctx.given = scales, states, compute, x.shape, x.dtype, now
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
         ctx.set_materialize_grads(False)
-        return ys
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(
-            "lora_group", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
-        )
+        if torch.is_grad_enabled():
+            refuse_second_derivative("lora_group", **NO_SECOND_DERIVATIVE)
         n, needs = len(dys), ctx.needs_input_grad[4:]
         xa_TR, a_RK, *rest = ctx.saved_tensors
-        bs, weights, keeps, kept_x = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
-        if all(dy is None for dy in dys):
+        bs, weights, kept_x = rest[:n], rest[n : 2 * n], rest[3 * n :]
+        if all_none(dys):
             return (None,) * (4 + len(needs))
-        slices = parts(bs)
-        with autocast_off(xa_TR):
+        scales, states, compute, x_shape, x_dtype, now = ctx.given
+        keeps = None if all_none(rest[2 * n : 3 * n]) else rest[2 * n : 3 * n]
+        slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
+        with now_without_autocast() if now else autocast_off(xa_TR):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
-            narrow = [None if dy is None else dy.to(ctx.dtypes.compute) for dy in came]
-            dxa_TR = branch_gradient(narrow, bs, ctx.scales, xa_TR)
-            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(ctx.dtypes.compute)
-            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, narrow, came, ctx.scales, keeps, slices, needs, ctx.leaf_dtypes)
+            down = [None if dy is None else dy.to(compute) for dy in came]
+            dxa_TR = branch_gradient(down, bs, scales, xa_TR, now=now)
+            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
+            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, down, came, scales, keeps, slices, needs, ctx.leaf_dtypes, now=now)
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = input_gradient(dxa_TR, a_RK, narrow, weights, ctx.states, keeps, slices, ctx.x_dtype).view(ctx.x_shape)
+                dx = input_gradient(dxa_TR, a_RK, down, weights, states, keeps, slices, x_dtype, now=now).view(x_shape)
         return dx, None, None, None, *grads
 
 
-def lora_group(x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
-    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
+_apply = apply_of(LoraGroup)
+
+
+def flattened(x: Tensor, calls: Sequence[Projection]) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
+    """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit weights): what an autograd function takes.
+
+    Dropouts are drawn in the order in which PEFT's layers would draw them, and their factor goes into the scale.
+    """
+    flat: list[Tensor | None] = []
+    scales, states = [], []
+    for weight, bias, a, b, state, scale, dropout, _ in calls:
+        keep = dropout_mask(x, dropout).reshape(-1, x.shape[-1]) if dropout else None
+        flat += (weight, bias, a, b, keep)
+        scales.append(dropped_scale(scale, dropout) if dropout else scale)
+        states.append(state)
+    return flat, tuple(scales), tuple(states)
+
+
+def lora_group(x: Tensor, calls: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
+    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch). Not under torch.func or in a graph."""
     assert not dtypes.wide
-    flat = [t for p in projections for t in (p.weight, p.bias, p.a, p.b, p.keep)]
-    scales, states = tuple(p.scale for p in projections), tuple(p.quant_state for p in projections)
-    outs: tuple[Tensor, ...] = applied(LoraGroup, x, scales, states, dtypes, *flat)
+    flat, scales, states = flattened(x, calls)
+    outs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)
     return outs

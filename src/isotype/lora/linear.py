@@ -1,4 +1,4 @@
-"""`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function.
+"""`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups of projections share with it.
 
 Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a
 byte per element where there is dropout.
@@ -9,24 +9,99 @@ T tokens, K in features, O out features, R rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ShapeError
-from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import applied, refuse_second_derivative
-from ..ops.recompute import output_is_unused, unwritten
+from ..dtypes import name
+from ..environment.planned import stands_for
+from ..errors import DtypeError, ShapeError
+from ..ops.autocast import autocast_dtype, autocast_off, no_view, now_without_autocast
+from ..ops.backend import applied, apply_of, refuse_second_derivative
+from ..ops.contract import OpContract
+from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
-from . import wide_branch
-from .dropout import dropout_mask, dropped_scale
-from .dtypes import LoraDtypes, decide
-from .inside import before_or_inside
-from .narrow import narrow
-from .products import add_product_, adds_in_place, gradient_product, scaled_product
+from .products import SKINNY, add_product_, adds_in_place, at_once, gradient_product, row_blocks, scaled_product
 from .quantised import dequantised, product_4bit
+
+LORA_LINEAR = OpContract(
+    "x: X[*n k], weight: W[o k], a: A[r k], b: A[o r] -> X[*n o]",
+    inside="X, or fp32 for the branch of an adapter whose dtype is not X",
+    grads={"x": "X", "weight": "W", "a": "A", "b": "A"},
+    autocast="follows",
+)
+"""For a dense weight. Without autocast X and W are one dtype."""
+
+NO_SECOND_DERIVATIVE = {"why": "its backward is fused", "fix": "isotype.restore(model), or isotype.lora.unfuse_lora(model)"}
+
+
+class LoraDtypes(NamedTuple):
+    """compute  both operands of the base product
+    out      what the caller gets: always PEFT's
+    wide     whether the adapter branch is computed in fp32, row block by row block, instead of in `compute`
+    """
+
+    compute: torch.dtype
+    out: torch.dtype
+    wide: bool
+
+
+def decide(
+    x: Tensor,
+    weight_dtype: torch.dtype,
+    adapter_dtype: torch.dtype | None,
+    *,
+    quantised: bool,
+    branch_fp32: bool = False,
+    x_dtype: torch.dtype | None = None,
+) -> LoraDtypes:
+    """The dtypes of one call.
+
+    weight_dtype   a dense weight's own dtype; for a quantised weight the layer's compute dtype
+    adapter_dtype  None without an adapter
+    x_dtype        decides as if x had this dtype, for an input that is not computed yet
+    branch_fp32    asks for the adapter branch in fp32 wherever `compute` is narrower
+
+    A dense product follows autocast; a quantised one computes in its layer's dtype and answers in its input's, as bitsandbytes does.
+    PEFT's adapter branch runs in autocast's dtype, or else in the adapter's. Where that is not `compute`, the branch is computed in fp32,
+    which loses nothing.
+
+    Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain `nn.Linear` refuses those too
+    """
+    cast, x_dtype = autocast_dtype(x), x_dtype or x.dtype
+    if quantised:
+        compute, out = weight_dtype, x_dtype
+    elif cast is not None and torch.float64 not in (x_dtype, weight_dtype):
+        compute = out = cast
+    elif x_dtype == weight_dtype:
+        compute = out = x_dtype
+    else:
+        raise DtypeError(
+            f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with autocast off, declared one dtype",
+            code="DT001",
+            fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
+        )
+    peft_branch = adapter_dtype if cast is None else cast
+    narrow = compute in (torch.bfloat16, torch.float16)
+    return LoraDtypes(compute, out, adapter_dtype is not None and narrow and (branch_fp32 or peft_branch != compute))
+
+
+# --- dropout: a mask of a byte an element, and a factor that goes into the branch's scale
+
+
+def dropout_mask(like: Tensor, p: float) -> Tensor:
+    """bool, in the shape of `like`: what a dropout keeps of it, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask.
+
+    PyTorch draws in the order in which a tensor lies in memory: the mask of a transposed one is transposed too.
+    """
+    return torch.empty_like(like, dtype=torch.bool).bernoulli_(1.0 - p)
+
+
+def dropped_scale(scale: float, p: float) -> float:
+    """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
+    return scale / (1.0 - p) if p < 1.0 else 0.0
 
 
 def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
@@ -34,12 +109,17 @@ def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
     return x_TK if keep_TK is None else x_TK * keep_TK
 
 
+# --- the base product
+
+
 def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any) -> Tensor:
     """x Wᵀ + bias in x's dtype."""
-    bias = None if bias is None else bias.to(x_TK.dtype)
+    dtype = x_TK.dtype
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
     if quant_state is not None:
         return product_4bit(x_TK, weight, quant_state, bias)
-    return F.linear(x_TK, narrowed(weight, x_TK.dtype), bias)
+    return F.linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
 
 
 def out_features(weight: Tensor, quant_state: Any) -> int:
@@ -50,35 +130,140 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if quant_state is None else dequantised(weight, quant_state, dtype)
 
 
-def input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * share + dy W in `dtype`, overwriting `share`.
-
-    The small addend is rounded to the products' dtype, the large one is not: it is summed onto it inside the product. Where `dtype`
-    is another one the sum belongs there.
-    """
-    if dtype == share_TK.dtype:
-        return share_TK.addmm_(dy_TO, w_OK, beta=scale)
-    return (dy_TO @ w_OK).to(dtype).add_(share_TK, alpha=scale)
+def adapter_first(x_TK: Tensor) -> bool:
+    """Whether the adapter's product of x is made before the large one: on a GPU, for more than a generated token's row, which has a
+    product of its own over the packed weight."""
+    gpu = not x_TK.is_cpu and stands_for(x_TK.device) != "cpu" and x_TK.shape[0] > 1
+    return gpu and not torch.compiler.is_compiling()
 
 
 def adapted_product(
-    x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any, xa_TR: Tensor, b_OR: Tensor, scale: float, *, before: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quant_state: Any,
+    xa_TR: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    *,
+    before: bool,
+    now: bool,
 ) -> Tensor:
-    """x Wᵀ + bias + scale xa Bᵀ in x's dtype.
+    """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
 
     On a GPU the adapter's product is made first and the large one is summed onto it inside itself, which reads it while it multiplies: 2
-    bytes an element of the output, where a sum after the product takes 4. Where the adapter goes into the product itself: `inside`.
+    bytes an element of the output, where a sum after the product takes 4.
 
-    before  what `before_or_inside` says of x
+    before  what `adapter_first` says of x
+    now     what `at_once` says of the adapter's product
     """
+    dtype = x.dtype
+    if not before and quant_state is None and bias is None and weight.dtype == dtype:
+        y: Tensor = F.linear(x, weight)
+        add_product_(y if y.dim() == 2 else y.view(-1, y.shape[-1]), xa_TR, b_OR.t(), scale, now=now)
+        return y
+    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not before:
-        return add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale)
-    w_OK = base_weight(weight, quant_state, x_TK.dtype)
-    if bias is None:
-        y_TO = scaled_product(xa_TR, b_OR.t(), scale)
+        y_TO = add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale, now=now)
     else:
-        y_TO = torch.addmm(bias.to(x_TK.dtype), xa_TR, b_OR.t(), alpha=scale)
-    return y_TO.addmm_(x_TK, w_OK.t())
+        w_OK = base_weight(weight, quant_state, dtype)
+        y_TO = scaled_product(xa_TR, b_OR.t(), scale) if bias is None else torch.addmm(bias.to(dtype), xa_TR, b_OR.t(), alpha=scale)
+        y_TO.addmm_(x_TK, w_OK.t())
+    return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+
+
+def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(dtype)
+
+
+# --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the product's without autocast, where PEFT
+# widens the whole input. One block of rows at a time, so that no activation is widened whole
+
+
+def add_branch_fp32(y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """Adds scale (x Aᵀ) Bᵀ to `y` in place and returns x Aᵀ.
+
+    y       any float [T O]   written: the caller's own, fresh
+    x       any float [T K]
+    a, b    fp32[R K], fp32[O R]
+    ->      fp32[T R]
+    """
+    xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
+    for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
+        xa_TR[rows] = _block_fp32(x_TK, keep_TK, rows) @ a_RK.t()
+        y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(y_TO.dtype)
+    return xa_TR
+
+
+def _block_fp32(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
+    block = x_TK[rows].float()
+    return block if keep_TK is None else block * keep_TK[rows]
+
+
+def branch_gradients_fp32(
+    dy_TO: Tensor,
+    x_TK: Tensor | None,
+    xa_TR: Tensor | None,
+    keep_TK: Tensor | None,
+    a_RK: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    dx_TK: Tensor | None,
+    *,
+    needs_a: bool,
+    needs_b: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dA, dB) in fp32; adds the branch's share to `dx` in place where there is one.
+
+    dy      any float [T O]
+    dx      any float [T K]   written: the caller's own, fresh
+    """
+    da = torch.zeros_like(a_RK) if needs_a else None
+    db = torch.zeros_like(b_OR) if needs_b else None
+    for rows in row_blocks(dy_TO.shape[0], dy_TO.shape[1] + a_RK.shape[1], dy_TO.device):
+        dy_fp32 = dy_TO[rows].float()
+        if db is not None:
+            assert xa_TR is not None
+            db.addmm_(dy_fp32.t(), xa_TR[rows], alpha=scale)
+        if da is None and dx_TK is None:
+            continue
+        dxa_fp32 = dy_fp32 @ b_OR
+        if da is not None:
+            assert x_TK is not None
+            da.addmm_(dxa_fp32.t(), _block_fp32(x_TK, keep_TK, rows), alpha=scale)
+        if dx_TK is not None:
+            share = dxa_fp32 @ a_RK if keep_TK is None else (dxa_fp32 @ a_RK).mul_(keep_TK[rows])
+            dx_TK[rows] = share.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)
+    return da, db
+
+
+# --- the op
+
+
+class Projection(NamedTuple):
+    """A linear layer with its adapter: weight [O K] or packed with the state of a 4-bit weight, bias [O] or None, a [r K] and b [O r], or
+    None without an adapter.
+
+    dropout  of the branch's input: the part that is dropped
+    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a 4-bit layer's for its products, whether
+             the weight is dense, A's dtype, B's, and whether the branch is asked for in fp32
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    quant_state: Any = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    kind: tuple[Any, ...] = ()
+
+    @property
+    def features(self) -> int:
+        """In features, of the layer as autograd sees it."""
+        if self.a is not None:
+            return self.a.shape[1]
+        return int((self.weight if self.quant_state is None else self.quant_state).shape[1])
 
 
 class LoraLinear(torch.autograd.Function):
@@ -98,72 +283,108 @@ class LoraLinear(torch.autograd.Function):
         dtypes: LoraDtypes,
     ) -> Tensor:
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
-        x_TK = x.reshape(-1, x.shape[-1])
+        compute, out, wide = dtypes
+        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        with autocast_off(x):
-            narrow_TK = narrowed(x_TK, dtypes.compute)
-            unused = output_is_unused(ctx)
-            if dtypes.wide:
-                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(dtypes.out)
+        unused, now = bool(layers_running) and output_is_unused(ctx), not wide and at_once(compute, x)
+        with now_without_autocast() if now else autocast_off(x):
+            narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
+            low = narrow_TK.view(x.shape)
+            if wide:
+                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(out)
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
-                xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
+                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
+                y = no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
-                branch_TK, a, b = narrow_TK, narrow(a_RK, dtypes.compute), narrow(b_OR, dtypes.compute)
-                xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
+                branch_TK, a, b = narrow_TK, a_RK.to(compute), b_OR.to(compute)
+                xa_TR = scaled_product(branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), now=now)
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
-                    y_TO = unwritten((x_TK.shape[0], out_features(weight, quant_state)), narrow_TK, dtypes.out)
+                    y = unwritten((*x.shape[:-1], out_features(weight, quant_state)), low, out)
                 else:
-                    y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale, before=before_or_inside(narrow_TK))
-        saved_x = branch_TK if needs_a or needs_weight else None
-        saved_weight = weight if needs_x else None
-        ctx.make_x, kept_x = kept_for(x, saved_x)
-        ctx.save_for_backward(saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x)
-        ctx.branch_scale, ctx.quant_state, ctx.dtypes, ctx.x_shape, ctx.x_dtype = branch_scale, quant_state, dtypes, x.shape, x.dtype
+                    before = not now and adapter_first(narrow_TK)
+                    y = adapted_product(low, weight, bias, quant_state, xa_TR, b, branch_scale, before=before, now=now)
+        ctx.make_x, kept_x = kept_for(x, branch_TK if needs_a or needs_weight else None)
+        ctx.save_for_backward(
+            weight if needs_x else None, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x
+        )
+        ctx.given = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
-        return no_view(narrowed(y_TO, dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
+        return y if y.dtype == out else y.to(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(
-            "lora_linear", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
-        )
+        if torch.is_grad_enabled():
+            refuse_second_derivative("lora_linear", **NO_SECOND_DERIVATIVE)
         weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
-        compute, scale = ctx.dtypes.compute, ctx.branch_scale
+        scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.given
+        now = now and not torch._C._len_torch_dispatch_stack()
         dx_TK = dweight = dbias = da = db = None
-        with autocast_off(dy):
+        with now_without_autocast() if now else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
             x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
-            if ctx.make_x is not None and not ctx.dtypes.wide:
+            if ctx.make_x is not None and not wide:
                 x_TK = x_TK.to(compute)
             if needs_weight:
                 dweight = (narrow_TO.t() @ x_TK.to(compute)).to(weight_dtype)
             if needs_bias:
-                dbias = dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(bias_dtype)
-            if ctx.dtypes.wide:
+                dbias = bias_gradient(dy_TO, bias_dtype)
+            if wide:
                 if needs_x:
-                    dx_TK = (narrow_TO @ base_weight(weight, ctx.quant_state, compute)).to(ctx.x_dtype)
-                da, db = wide_branch.gradients(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
+                    dx_TK = (narrow_TO @ base_weight(weight, quant_state, compute)).to(x_dtype)
+                da, db = branch_gradients_fp32(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
             else:
                 if needs_x or needs_a:
-                    dxa_TR = scaled_product(narrow_TO, b)
+                    dxa_TR = scaled_product(narrow_TO, b, now=now)
                 if needs_b:
-                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype)
+                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, now=now)
                 if needs_a:
-                    da = gradient_product(dxa_TR, after_dropout(x_TK, keep_TK), scale, a_dtype)
+                    da = gradient_product(dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now)
                 if needs_x:
-                    w_OK = base_weight(weight, ctx.quant_state, compute)
-                    if keep_TK is None and adds_in_place(ctx.x_dtype, dxa_TR, a):
-                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale)
+                    w_OK = weight if quant_state is None and weight.dtype == compute else base_weight(weight, quant_state, compute)
+                    if keep_TK is None and ((now and x_dtype == compute and a.shape[0] <= SKINNY) or adds_in_place(x_dtype, dxa_TR, a)):
+                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, now=now)
                     else:
-                        dx_TK = input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, ctx.x_dtype)
+                        dx_TK = _input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, x_dtype)
             da = None if da is None else da.to(a_dtype)
             db = None if db is None else db.to(b_dtype)
-            dx = None if dx_TK is None else dx_TK.to(ctx.x_dtype).view(ctx.x_shape)
+            dx = None if dx_TK is None else dx_TK.to(x_dtype).view(x_shape)
         return dx, dweight, dbias, da, db, None, None, None, None
+
+
+def _input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale * share + dy W in `dtype`, overwriting `share`.
+
+    The small addend is rounded to the products' dtype, the large one is not: it is summed onto it inside the product. Where `dtype`
+    is another one the sum belongs there.
+    """
+    if dtype == share_TK.dtype:
+        return share_TK.addmm_(dy_TO, w_OK, beta=scale)
+    return (dy_TO @ w_OK).to(dtype).add_(share_TK, alpha=scale)
+
+
+_apply = apply_of(LoraLinear)
+
+
+def apply_linear(x: Tensor, call: Projection, dtypes: LoraDtypes, *, now: bool = False) -> Tensor:
+    """A projection with an adapter, in these dtypes.
+
+    now  it is neither under torch.func nor in a graph
+    """
+    weight, bias, a, b, state, scale, dropout, _ = call
+    assert a is not None
+    assert b is not None
+    if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
+        raise ShapeError(f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k], [o r]", code="SH001")
+    keep = None
+    if dropout:
+        keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
+    given = (x, weight, bias, a, b, keep, scale, state, dtypes)
+    out: Tensor = _apply(*given) if now else applied(LoraLinear, *given)
+    return out
 
 
 def lora_linear(
@@ -191,14 +412,7 @@ def lora_linear(
     grads    each in its tensor's dtype; none for a 4-bit weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """
-    rank, features = a.shape
-    if x.shape[-1] != features or b.shape[-1] != rank:
-        raise ShapeError(f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k], [o r]", code="SH001")
     weight_dtype = weight.dtype if quant_state is None else compute_dtype or x.dtype
     adapter_dtype = torch.promote_types(a.dtype, b.dtype)
     dtypes = decide(x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32)
-    keep = None
-    if dropout > 0.0:
-        keep, scale = dropout_mask(x, dropout), dropped_scale(scale, dropout)
-    out: Tensor = applied(LoraLinear, x, weight, bias, a, b, keep, scale, quant_state, dtypes)
-    return out
+    return apply_linear(x, Projection(weight, bias, a, b, quant_state, scale, dropout), dtypes)

@@ -18,29 +18,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import applied, fused_runs, refuse_second_derivative
+from ..ops.autocast import autocast_off, no_view, now_without_autocast
+from ..ops.backend import applied, apply_of, fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
-from ..ops.recompute import is_recomputed, output_is_unused, unwritten
-from .dtypes import LoraDtypes
+from ..ops.recompute import is_recomputed, layers_running, output_is_unused, unwritten
+from .attach import FUSED, bare_projection, decided, dtypes_of, is_fused, projection, runs_fused, shared_dtypes
 from .group import (
     TENSORS,
     Branches,
-    Multiplied,
     Narrow,
-    Projection,
+    all_none,
     branch_gradient,
     branches,
-    cast_down,
+    flattened,
     input_gradient,
     multiply,
     parts,
     tensor_gradients,
     wants_input,
-    with_adapters,
 )
-from .linear import base_weight, out_features
-from .products import product_fp32, scaled_product
+from .linear import (
+    NO_SECOND_DERIVATIVE,
+    LoraDtypes,
+    Projection,
+    base_weight,
+    dropout_mask,
+    dropped_scale,
+    out_features,
+)
+from .plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, bare_reason, has_hooks, is_lora, why_not_fused
+from .products import at_once, cast_down, product_fp32, scaled_product
 
 # Tokens of a tile: a product of 2,048 x 4,096 x 14,336 is 0.3 ms on an H200, 50 launches, and 896 tiles of 128 x 256 for its 132
 # multiprocessors. Gate, up and the gradient of their product are 56 MB each then
@@ -65,31 +72,30 @@ def _forward(
     states: Sequence[Any],
     *,
     unused: bool = False,
-    ready: Sequence[Tensor] | None = None,
     down: tuple[Narrow | None, Narrow | None] = (None, None),
-) -> tuple[Multiplied, Branches, Tensor]:
-    """(gate and up, what backward needs of down, the output, or no values where it is unused).
+    now: bool = False,
+) -> tuple[list[Tensor], Branches, Branches, Tensor]:
+    """(gate and up, what backward needs of them and of down, the output, or no values where it is unused).
 
     down  `_adapters`, where they are cast for all tiles
     """
-    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], ready, down[0])
-    gate, up = halves(inner.ys)
+    ys, inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], down[0], now=now)
+    gate, up = halves(ys)
     if unused:
         weight = flat[-TENSORS]
         assert weight is not None
-        return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
-            (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
-        )  # fmt: skip
-    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down=down[1])
-    return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
+        output = unwritten((x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype)
+        return ys, inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), output
+    (output,), outer = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down[1], now=now)
+    return ys, inner, outer, output
 
 
 def _forward_in_tiles(
     kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
-) -> tuple[Multiplied, Branches, Tensor]:
+) -> tuple[list[Tensor], Branches, Branches, Tensor]:
     """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
     # once for all tiles
-    ready, wide_weights = _widened(x_TK, flat, scales, states)
+    wide_weights = _widened(x_TK, flat, states)
     down = _adapters(x_TK, flat, states)
     wide = list(flat)
     wide[0::TENSORS] = wide_weights
@@ -97,32 +103,35 @@ def _forward_in_tiles(
     inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
     for rows in _tiles(x_TK.shape[0]):
         # gate and up of one tile at a time: what this gives is dropped with it
-        first, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, ready=ready, down=down)
-        widths, a_RK, bs = [y.shape[1] for y in first.ys], first.a_RK, first.bs
-        inner_xas.append(first.xa_TR)
-        outer_xas.append(outer.xa_TR)
+        ys, inner, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, down=down)
+        widths = [y.shape[1] for y in ys]
+        inner_xas.append(inner[0])
+        outer_xas.append(outer[0])
         outputs.append(y_TO)
-        del first, y_TO
-    inner = Multiplied([unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths], torch.cat(inner_xas), a_RK, bs)
-    return inner, outer._replace(xa_TR=torch.cat(outer_xas)), torch.cat(outputs)
+        del ys, y_TO
+    empty = [unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
+    return empty, (torch.cat(inner_xas), *inner[1:]), (torch.cat(outer_xas), *outer[1:]), torch.cat(outputs)
 
 
 def _adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Narrow, Narrow]:
     """A and B as cast down, of gate and up and of down."""
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     features = widths[0] if len(widths) == 3 else widths[0] // 2
-    return cast_down(flat[:-TENSORS], x_TK.dtype, x_TK.shape[1]), cast_down(flat[-TENSORS:], x_TK.dtype, features)
+    like, dtype, n = weight_of(flat), x_TK.dtype, -TENSORS
+    return (
+        cast_down(flat[2:n:TENSORS], flat[3:n:TENSORS], like, x_TK.shape[1], dtype),
+        cast_down(flat[n + 2 : n + 3], flat[n + 3 : n + 4], like, features, dtype),
+    )
 
 
-def _widened(
-    x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
-) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """(gate's and up's weights with their adapters beside them where those go into the product, else None; every weight), in x's dtype."""
-    ready = with_adapters(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
-    weights = [(weight, state) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
-    rest = weights if ready is None else weights[-1:]
-    wide = [base_weight(weight, state, x_TK.dtype) for weight, state in rest]
-    return ready, wide if ready is None else [*(both[:, : x_TK.shape[1]] for both in ready), *wide]
+def weight_of(flat: Sequence[Tensor | None]) -> Tensor:
+    assert flat[0] is not None
+    return flat[0]
+
+
+def _widened(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[Tensor]:
+    """Every weight, in x's dtype."""
+    return [base_weight(weight, state, x_TK.dtype) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
 
 
 def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
@@ -130,7 +139,7 @@ def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequen
     if flat[4] is not None or not fused_runs(gate_TI) or gate_TI.shape[0] <= TILE:
         return branches(gated_product(kind, gate_TI, up_TI), flat)
     made = [branches(gated_product(kind, gate_TI[rows], up_TI[rows]), flat) for rows in _tiles(gate_TI.shape[0])]
-    return made[0]._replace(xa_TR=torch.cat([m.xa_TR for m in made]))
+    return torch.cat([xa for xa, _, _ in made]), *made[0][1:]
 
 
 class _Down(NamedTuple):
@@ -147,6 +156,7 @@ class _Down(NamedTuple):
     scale: float
     state: Any
     leaves: Sequence[torch.dtype | None]
+    now: bool
 
     def gradients(
         self, gate_TI: Tensor, up_TI: Tensor, needs: Sequence[bool], *, tiled: bool
@@ -156,7 +166,7 @@ class _Down(NamedTuple):
         tiled   gate and up are the caller's to overwrite
         """
         narrow_TK, slices = self.dy_TK.to(self.compute), parts([self.b])
-        dha_TR = branch_gradient([narrow_TK], [self.b], [self.scale], self.ha_TR)
+        dha_TR = branch_gradient([narrow_TK], [self.b], [self.scale], self.ha_TR, now=self.now)
         tiled = tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous() and not needs[0]
         if not tiled:
             dh_TI = self._input_gradient(dha_TR, narrow_TK, self.weight, self.state, slices)
@@ -184,12 +194,26 @@ class _Down(NamedTuple):
         return gate_TI, up_TI, grads
 
     def _input_gradient(self, dha_TR: Tensor, dy: Tensor, weight: Tensor, state: Any, slices: Sequence[slice]) -> Tensor:
-        return input_gradient(dha_TR, self.a_RI, [dy], [weight], [state], [self.keep], slices, self.compute)
+        return input_gradient(
+            dha_TR, self.a_RI, [dy], [weight], [state], None if self.keep is None else [self.keep], slices, self.compute, now=self.now
+        )
 
     def _tensors(
         self, h: Tensor | None, ha: Tensor, dha: Tensor, dy: Tensor, slices: Sequence[slice], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        return tensor_gradients(h, ha, dha, [dy], [self.dy_TK], [self.scale], [self.keep], slices, needs, self.leaves)
+        return tensor_gradients(
+            h,
+            ha,
+            dha,
+            [dy],
+            [self.dy_TK],
+            [self.scale],
+            None if self.keep is None else [self.keep],
+            slices,
+            needs,
+            self.leaves,
+            now=self.now,
+        )
 
 
 def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
@@ -199,21 +223,22 @@ def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool
     return frozen and wants_input(needs[:-TENSORS]) and all(t.dtype == torch.float32 for t in adapters)
 
 
-def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
+def _nothing_but_adapters(
+    x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
+) -> tuple[list[Tensor], Branches, Branches, Tensor]:
     """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward computes every tensor of token size."""
     tokens, dtype = x_TK.shape[0], x_TK.dtype
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     (a_RK, inner_bs), (a_RI, outer_bs) = _adapters(x_TK, flat, states)
     ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
     xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
-    return Multiplied(ys, xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
+    return ys, (xa_TR, a_RK, inner_bs), (ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
 
 
 class _Whole(NamedTuple):
     """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
 
-    wide   weights in the products' dtype
-    ready  gate's and up's with their adapters beside them, or None
+    wide  weights in the products' dtype
     """
 
     kind: Gated
@@ -221,7 +246,6 @@ class _Whole(NamedTuple):
     a_RI: Tensor
     bs: Sequence[Tensor | None]
     wide: Sequence[Tensor]
-    ready: Sequence[Tensor] | None
     scales: Sequence[float]
     leaves: Sequence[torch.dtype | None]
 
@@ -238,27 +262,27 @@ class _Whole(NamedTuple):
         dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
         for rows in _tiles(x_TK.shape[0]):
             x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
-            inner = multiply(x, flat, self.scales[:-1], none, self.ready, (self.a_RK, list(self.bs[:-1])))
+            ys, (xa, a_RK, _) = multiply(x, flat, self.scales[:-1], none, (self.a_RK, list(self.bs[:-1])))
             dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
             down = parts(self.bs[-1:])
-            dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)
-            dgate, dup, h = gated_gradients_(self.kind, *halves(inner.ys), dh)
+            dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], None, down, x.dtype)
+            dgate, dup, h = gated_gradients_(self.kind, *halves(ys), dh)
             ha = scaled_product(h, self.a_RI.t()) if self.a_RI.shape[0] else h[:, :0]
             last = tensor_gradients(
-                h, ha, dha, [dy], [dy], self.scales[-1:], [None], down, needs[-TENSORS:], self.leaves[-TENSORS:]
+                h, ha, dha, [dy], [dy], self.scales[-1:], None, down, needs[-TENSORS:], self.leaves[-TENSORS:]
             )  # fmt: skip
             dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
-            dxa = branch_gradient(dys, self.bs[:-1], self.scales[:-1], inner.xa_TR)
+            dxa = branch_gradient(dys, self.bs[:-1], self.scales[:-1], xa)
             first = tensor_gradients(
-                x, inner.xa_TR, dxa, dys, dys, self.scales[:-1], none, slices, needs[:-TENSORS], self.leaves[:-TENSORS]
+                x, xa, dxa, dys, dys, self.scales[:-1], None, slices, needs[:-TENSORS], self.leaves[:-TENSORS]
             )  # fmt: skip
             for i, grad in enumerate((*first, *last)):
                 before = totals[i]
                 totals[i] = grad if before is None or grad is None else before.add_(grad)
             if dx_TK is not None:
-                dx_TK[rows] = input_gradient(dxa, inner.a_RK, dys, self.wide[:-1], none, none, slices, dx_TK.dtype)
+                dx_TK[rows] = input_gradient(dxa, a_RK, dys, self.wide[:-1], none, None, slices, dx_TK.dtype)
             # before the next tile's are made
-            del inner, dh, dgate, dup, h, dys
+            del ys, dh, dgate, dup, h, dys
         return dx_TK, totals
 
 
@@ -270,69 +294,137 @@ class LoraMlp(torch.autograd.Function):
         ctx: Any, x: Tensor, kind: Gated, scales: tuple[float, ...], states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
-        x_TK = x.reshape(-1, x.shape[-1])
-        ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
-        with autocast_off(x):
-            x_TK = narrowed(x_TK, dtypes.compute)
+        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        ctx.owns, unused, compute = False, False, dtypes.compute
+        if layers_running:
+            ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
+        now = at_once(compute, x)
+        with now_without_autocast() if now else autocast_off(x):
+            x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             # the layer will run again, so that what is saved now is dropped: gate, up and product exist for one tile at a time
-            tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
+            tiled = x_TK.shape[0] > TILE and fused_runs(x_TK) and all_none(flat[4::TENSORS])
             if tiled and unused and _backward_can_start_at_x(flat, needs):
-                inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
+                ys, inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
             elif tiled and ctx.owns:
-                inner, outer, y_TO = _forward_in_tiles(kind, x_TK, flat, scales, states)
+                ys, inner, outer, y_TO = _forward_in_tiles(kind, x_TK, flat, scales, states)
             else:
-                inner, outer, y_TO = _forward(kind, x_TK, flat, scales, states, unused=unused)
+                ys, inner, outer, y_TO = _forward(kind, x_TK, flat, scales, states, unused=unused, now=now)
+        (xa_TR, a_RK, inner_bs), (ha_TR, a_RI, outer_bs) = inner, outer
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
-            saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
-            *inner.ys, *inner.bs, *outer.bs, *flat[0::TENSORS], *flat[4::TENSORS],
+            saved_x, xa_TR, a_RK, ha_TR, a_RI, *ys, *inner_bs, *outer_bs, *flat[0::TENSORS], *flat[4::TENSORS],
         )  # fmt: skip
-        ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
+        ctx.given = kind, scales, states, compute, x.shape, x.dtype, now
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+        return y_TO if x.dim() == 2 else no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("lora_mlp", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)")
-        needs, leaves, scales, states = ctx.needs_input_grad[5:], ctx.leaf_dtypes, ctx.scales, ctx.states
+        if torch.is_grad_enabled():
+            refuse_second_derivative("lora_mlp", **NO_SECOND_DERIVATIVE)
+        kind, scales, states, compute, x_shape, x_dtype, now = ctx.given
+        needs, leaves, now = ctx.needs_input_grad[5:], ctx.leaf_dtypes, now and not torch._C._len_torch_dispatch_stack()
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
         n = len(scales) - 1
         ys, bs, weights, keeps = rest[:n], rest[n : 2 * n + 1], rest[2 * n + 1 : 3 * n + 2], rest[3 * n + 2 :]
-        compute = ctx.dtypes.compute
-        with autocast_off(dy):
+        inner_keeps = None if all_none(keeps[:-1]) else keeps[:-1]
+        with now_without_autocast() if now else autocast_off(dy):
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
                 # the recompute has left gate and up out
                 flat = [t for w, b in zip(weights, bs) for t in (w, None, None, b, None)]
-                ready, wide = _widened(x_TK, flat, scales, states)
-                whole = _Whole(ctx.kind, a_RK, a_RI, bs, wide, ready, scales, leaves)
-                dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, ctx.x_dtype if ctx.needs_input_grad[0] else None)
-                return None if dx_TK is None else dx_TK.view(ctx.x_shape), None, None, None, None, *grads
-            down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])
+                whole = _Whole(kind, a_RK, a_RI, bs, _widened(x_TK, flat, states), scales, leaves)
+                dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, x_dtype if ctx.needs_input_grad[0] else None)
+                return None if dx_TK is None else dx_TK.view(x_shape), None, None, None, None, *grads
+            down = _Down(kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:], now)
             gate, up = halves(ys)
             dgate_TI, dup_TI, last = down.gradients(gate, up, needs[-TENSORS:], tiled=ctx.owns and keeps[-1] is None and n == 2)
             dys = [dgate_TI, dup_TI] if n == 2 else [torch.cat((dgate_TI, dup_TI), -1)]
             slices = parts(bs[:-1])
-            dxa_TR = branch_gradient(dys, bs[:-1], scales[:-1], xa_TR)
+            dxa_TR = branch_gradient(dys, bs[:-1], scales[:-1], xa_TR, now=now)
             first = tensor_gradients(
-                x_TK, xa_TR, dxa_TR, dys, dys, scales[:-1], keeps[:-1], slices, needs[:-TENSORS], leaves[:-TENSORS]
+                x_TK, xa_TR, dxa_TR, dys, dys, scales[:-1], inner_keeps, slices, needs[:-TENSORS], leaves[:-TENSORS], now=now
             )  # fmt: skip
             dx = None
             if ctx.needs_input_grad[0]:
-                dx = input_gradient(dxa_TR, a_RK, dys, weights[:-1], states[:-1], keeps[:-1], slices, ctx.x_dtype).view(ctx.x_shape)
+                dx = input_gradient(dxa_TR, a_RK, dys, weights[:-1], states[:-1], inner_keeps, slices, x_dtype, now=now).view(x_shape)
         return dx, None, None, None, None, *first, *last
 
 
-def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gated, dtypes: LoraDtypes) -> Tensor:
+_apply = apply_of(LoraMlp)
+
+
+def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gated, dtypes: LoraDtypes, *, now: bool = False) -> Tensor:
     """down(activation(gate) * up), where gate and up are `inner`'s two outputs, or the halves of its one.
 
     x       any float [*n K]
     ->      Y[*n K]   the one dtype that all three layers compute and answer in
     grads   each in its tensor's dtype; adapter gradients are summed in fp32
+
+    now  it is neither under torch.func nor in a graph
     """
     assert not dtypes.wide
     assert dtypes.out == dtypes.compute
-    every = [*inner, down]
-    flat = [t for p in every for t in (p.weight, p.bias, p.a, p.b, p.keep)]
-    out: Tensor = applied(LoraMlp, x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
+    flat, scales, states = flattened(x, inner)
+    keep, scale = None, down.scale
+    if down.dropout:
+        # the product that is dropped from is not made yet: of it only the shape and the device count
+        keep = dropout_mask(torch.empty((*x.shape[:-1], down.features), dtype=torch.bool, device=x.device), down.dropout)
+        keep, scale = keep.reshape(-1, down.features), dropped_scale(scale, down.dropout)
+    flat += (down.weight, down.bias, down.a, down.b, keep)
+    given = (x, kind, (*scales, scale), (*states, down.quant_state), dtypes, *flat)
+    out: Tensor = _apply(*given) if now else applied(LoraMlp, *given)
     return out
+
+
+# --- over a model's own layers
+
+
+def why_not_one(layers: Sequence[Any]) -> str | None:
+    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function, or None."""
+    adapted = 0
+    for layer in layers:
+        if has_hooks(layer):
+            return "a hook on a layer"
+        if is_lora(layer):
+            if not is_fused(layer):
+                return "a LoRA layer that is not fused"
+            reason = why_not_fused(layer)
+            adapted += 1
+        else:
+            reason = bare_reason(layer)
+        if reason is not None:
+            return reason
+    return None if adapted else "no LoRA layer"
+
+
+def run_gated(layers: Sequence[Any], x: Tensor, kind: Gated) -> Tensor | None:
+    """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
+    graph = torch.compiler.is_dynamo_compiling()
+    if not x.dtype.is_floating_point or not (graph or runs_fused()):
+        return None
+    calls = []
+    adapted = False
+    for layer in layers:
+        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        if (hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL) and has_hooks(layer):
+            return None
+        own = layer.__dict__
+        # `fuse_lora` puts its forward on LoRA layers only
+        if FUSED in own and own.get("forward") is own[FUSED]:
+            call, adapted = projection(layer, x, graph=graph), True
+            if call is None:
+                return None
+        elif is_lora(layer) or bare_reason(layer) is not None:
+            return None
+        else:
+            call = bare_projection(layer)
+        calls.append(call)
+    if not adapted:
+        return None
+    *inner, down = calls
+    decide = decided if graph else dtypes_of
+    dtypes = shared_dtypes(x, inner, decide)
+    if dtypes is None or dtypes.out != dtypes.compute or decide(down, x, dtypes.out) != dtypes:
+        return None
+    return lora_mlp(x, inner, down, kind, dtypes, now=not graph)

@@ -1,22 +1,27 @@
-"""The adapters' own products, one of whose dimensions is a rank: by the C++ kernels (`cpp`) where those run, else PyTorch's.
+"""The adapters' own products, one of whose dimensions is a rank: by C++ kernels for bf16 on a CPU that multiplies it, else PyTorch's.
 
-An adapter's gradient is summed and returned in fp32 though its operands are narrow. On a CPU PyTorch has no such product; without
-the kernels it is made of two (bf16) or in blocks of rows (fp16), so that no activation is widened whole.
+A kernel reads each large operand once, sums in fp32 and rounds a result once. An adapter's gradient is summed and returned in fp32 though
+its operands are narrow. On a CPU PyTorch has no such product; without the kernels it is made of two (bf16) or in blocks of rows (fp16), so
+that no activation is widened whole.
 
 T tokens, M and N features, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..environment.planned import stands_for
 from ..ops.autocast import wide
-from ..ops.backend import keeps_fp32_sums
-from . import cpp
+from ..ops.backend import PLAIN, cpp_allowed, forced_path, keeps_fp32_sums
+from ..ops.cpp import CppKernels, fallbacks
+from ..ops.library import library_op
 
 # Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds; elsewhere 256 MiB, one block for most layers,
 # since each is a launch.
@@ -31,12 +36,142 @@ SMALL_ELEMENTS = 2**16
 SKINNY = 64
 
 
-def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one slice inside a compiled graph."""
-    elements = BLOCK_ELEMENTS if stands_for(device) == "cpu" else BLOCK_ELSEWHERE
-    step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
-    # at least one step, so that an empty batch takes the same path
-    return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
+# --- the kernels
+
+KERNELS = CppKernels(
+    Path(__file__).with_name("kernels.cpp"), in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif"
+)
+
+# the answer of `native`, for graphs: Dynamo cannot trace the question
+_known: dict[str, bool] = {}
+
+
+@cache
+def native() -> bool:
+    """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler supports its instructions."""
+    if not KERNELS.loaded():
+        return False
+    # no tensor, which would be one without data while memory is planned
+    answer = ctypes.c_int64()
+    KERNELS("native", ctypes.addressof(answer))
+    _known["native"] = bool(answer.value)
+    return _known["native"]
+
+
+def why_not_native() -> str:
+    """Why PyTorch's products run on this CPU instead, or ""."""
+    if native():
+        return ""
+    return fallbacks().get(KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler")
+
+
+def kernels_run(x: Tensor) -> bool:
+    """Whether the kernels take bf16 operands on x's device: a CPU with AVX512-BF16, for which a compiler has built them."""
+    if x.dtype is not torch.bfloat16 or not x.is_cpu:
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return _known.get("native", False)
+    return native() and cpp_allowed()
+
+
+def at_once(dtype: torch.dtype, x: Tensor) -> bool:
+    """Whether the products of x in `dtype` call the kernels past PyTorch's dispatcher: where nothing looks at operators, as an observer, a
+    plan or a compiler does. Asked once for all products of a function."""
+    if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN:
+        return False
+    return native() and forced_path() in (None, "cpp")
+
+
+@library_op("lora_shrink_cpp(Tensor x, Tensor a, float scale) -> Tensor", fake=lambda x, a, scale: x.new_empty(x.shape[0], a.shape[0]))
+def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
+    return scaled_product(x_TN, a_RN.t(), scale, now=True)
+
+
+@library_op("lora_expand_cpp(Tensor(a!) y, Tensor left, Tensor right, float scale) -> ()", fake=lambda *_: None)
+def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> None:
+    add_product_(y_TN, left_TR, right_RN, scale, now=True)
+
+
+@library_op(
+    "lora_gradient_cpp(Tensor left, Tensor right, float scale) -> Tensor",
+    fake=lambda left, right, scale: left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32),
+)
+def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
+    return gradient_product(left_TM, right_TN, scale, torch.float32, now=True)
+
+
+# --- products. now: what `at_once` says of them; the kernels' operands have adjacent rows or, of a rank's matrix, columns
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0, *, now: bool = False) -> Tensor:
+    """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled before it is rounded.
+
+    left    F[T N]
+    right   F[N R]
+    """
+    features, ranks = right.shape
+    if now and ranks <= SKINNY:
+        left = left if left.stride(1) == 1 else left.contiguous()
+        right = right if 1 in right.stride() else right.contiguous()
+        out, threads = left.new_empty((left.shape[0], ranks)), torch.get_num_threads()
+        KERNELS.calls["shrink"](
+            left.data_ptr(), right.data_ptr(), out.data_ptr(), left.shape[0], features, ranks, left.stride(0), right.stride(1),
+            right.stride(0), ranks, scale, threads,
+        )  # fmt: skip
+        return out
+    if ranks <= SKINNY and left.dtype is torch.bfloat16 and kernels_run(right):
+        return _shrink(left, right.t(), scale)
+    if scale == 1.0:
+        return left @ right
+    return left.new_empty(left.shape[0], ranks).addmm_(left, right, beta=0.0, alpha=scale)
+
+
+def adds_in_place(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
+    """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, in one pass."""
+    return dtype == left_TR.dtype and 0 < right_RN.shape[0] <= SKINNY and kernels_run(left_TR)
+
+
+def add_product_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0, *, now: bool = False) -> Tensor:
+    """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
+    ranks = right_RN.shape[0]
+    if now and 0 < ranks <= SKINNY:
+        left_TR = left_TR if left_TR.stride(1) == 1 else left_TR.contiguous()
+        right_RN = right_RN if 1 in right_RN.stride() else right_RN.contiguous()
+        rows, columns = y_TN.shape
+        assert y_TN.stride(1) == 1
+        KERNELS.calls["expand"](
+            y_TN.data_ptr(), left_TR.data_ptr(), right_RN.data_ptr(), rows, columns, ranks, y_TN.stride(0), left_TR.stride(0),
+            right_RN.stride(0), right_RN.stride(1), scale, torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TN
+    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces that again, and the autocast that was
+    # switched off around it stays off for what follows (torch 2.13)
+    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1):
+        _expand_(y_TN, left_TR, right_RN, scale)
+        return y_TN
+    return y_TN.addmm_(left_TR, right_RN, alpha=scale)
+
+
+def gradient_product(left_TM: Tensor, right_TN: Tensor, scale: float, dtype: torch.dtype, *, now: bool = False) -> Tensor:
+    """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more than the operands' own."""
+    if dtype == left_TM.dtype and scale == 1.0:
+        return left_TM.t() @ right_TN
+    if not now:
+        return product_fp32(left_TM, right_TN, scale).to(dtype)
+    left_TM = left_TM if left_TM.stride(1) == 1 else left_TM.contiguous()
+    right_TN = right_TN if right_TN.stride(1) == 1 else right_TN.contiguous()
+    tokens, m = left_TM.shape
+    n = right_TN.shape[1]
+    out_MN = left_TM.new_empty((m, n), dtype=torch.float32)
+    # the kernel's ranks are the narrower side
+    large, small, steps = (right_TN, left_TM, (n, 1)) if m <= n else (left_TM, right_TN, (1, n))
+    KERNELS.calls["gradient"](
+        large.data_ptr(), small.data_ptr(), out_MN.data_ptr(), tokens, max(m, n), min(m, n), large.stride(0), small.stride(0), *steps,
+        scale, torch.get_num_threads(),
+    )  # fmt: skip
+    return out_MN if dtype is torch.float32 else out_MN.to(dtype)
 
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
@@ -50,8 +185,8 @@ def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tenso
     ->      fp32[M N]
     """
     assert left_TM.dtype == right_TN.dtype
-    if cpp.runs(left_TM, right_TN):
-        return cpp.gradient(left_TM, right_TN, scale)
+    if kernels_run(left_TM):
+        return _gradient(left_TM, right_TN, scale)
     product_MN = _product_fp32(left_TM, right_TN)
     return product_MN if scale == 1.0 else product_MN.mul_(scale)
 
@@ -84,36 +219,28 @@ def _two_terms(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     return high_MN.float().add_(rest_MN)
 
 
-def gradient_product(left_TM: Tensor, right_TN: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more than the operands' own."""
-    if dtype == left_TM.dtype and scale == 1.0:
-        return left_TM.t() @ right_TN
-    return product_fp32(left_TM, right_TN, scale).to(dtype)
+def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one slice inside a compiled graph."""
+    elements = BLOCK_ELEMENTS if stands_for(device) == "cpu" else BLOCK_ELSEWHERE
+    step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
+    # at least one step, so that an empty batch takes the same path
+    return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
 
-def adds_in_place(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
-    """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, in one pass."""
-    return dtype == left_TR.dtype and 0 < right_RN.shape[0] <= SKINNY and cpp.runs(left_TR, right_RN)
+# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions are given the matrices themselves, and
+# return gradients in their dtype
 
 
-def add_product_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0) -> Tensor:
-    """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
-    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces that again, and the autocast that was
-    # switched off around it stays off for what follows (torch 2.13)
-    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (torch.compiler.is_compiling() or y_TN.stride(-1) == 1):
-        cpp.expand_(y_TN, left_TR, right_RN, scale)
-        return y_TN
-    return y_TN.addmm_(left_TR, right_RN, alpha=scale)
-
-
-def scaled_product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled before it is rounded.
-
-    left    F[T N]
-    right   F[N R]
-    """
-    if right.shape[1] <= SKINNY and cpp.runs(left, right):
-        return cpp.shrink(left, right.t(), scale)
-    if scale == 1.0:
-        return left @ right
-    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0.0, alpha=scale)
+def cast_down(
+    a_s: Sequence[Tensor | None], bs: Sequence[Tensor | None], like: Tensor, features: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then on the device of `like`."""
+    every: list[Tensor] = []
+    low_bs: list[Tensor | None] = []
+    for a, b in zip(a_s, bs):
+        if a is not None:
+            every.append(a.to(dtype))
+        low_bs.append(None if b is None else b.to(dtype))
+    if not every:
+        return torch.empty(0, features, dtype=dtype, device=like.device), low_bs
+    return every[0] if len(every) == 1 else torch.cat(every), low_bs

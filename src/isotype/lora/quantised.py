@@ -73,18 +73,6 @@ def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return widen_4bit(packed, state, dtype)
 
 
-def widened_beside(packed: Tensor, state: Any, dtype: torch.dtype, columns: int) -> Tensor:
-    """W in `dtype` as the first columns of dtype[O, K + columns]; the others are the caller's to fill.
-
-    packed  of a 4-bit weight, or the weight itself where there is no state
-    """
-    if state is not None:
-        return widen_4bit(packed, state, dtype, beside=columns)
-    both = packed.new_empty(packed.shape[0], packed.shape[1] + columns, dtype=dtype)
-    both[:, : packed.shape[1]] = packed
-    return both
-
-
 def recomputing() -> bool:
     """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward follows."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

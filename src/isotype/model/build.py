@@ -12,7 +12,7 @@ from ..config.kind import is_kept_on_host
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..optimize import Manifest, optimize
-from ..optimize.base import base_notes as notes_of_optimize
+from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
 from ..precision.parts import Part
 from ..precision.precision import Precision

@@ -1,7 +1,7 @@
 """Loads or builds a causal language model and its tokenizer in the declared dtypes. Each failure is an error of one line with a fix.
 
 Processes that share a model load it in the dtype of its files: transformers then maps the files, a weight is read when it is used, and
-each process casts only the rows that it keeps (`precision.part`).
+each process casts only the rows that it keeps (`precision.parts`).
 """
 
 from __future__ import annotations

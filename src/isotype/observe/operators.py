@@ -17,11 +17,11 @@ FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16,
 LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PRODUCTS = _names(
+_PRODUCTS = names(
     """
     mm addmm bmm baddbmm addbmm mv addmv dot vdot addr ger matmul linear linear_backward bilinear _trilinear convolution
     convolution_overrideable _convolution convolution_backward convolution_backward_overrideable mkldnn_convolution mkldnn_linear conv1d
@@ -36,7 +36,7 @@ _PRODUCTS = _names(
     """
 )
 # sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what leaves it is not
-_SUMS = _names(
+_SUMS = names(
     """
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
     _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
@@ -45,32 +45,32 @@ _SUMS = _names(
     _adaptive_avg_pool2d renorm cosine_similarity dist _foreach_norm index_add scatter_add
     """
 )
-LOSSES = _names(
+LOSSES = names(
     """
     _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
     nll_loss_forward smooth_l1_loss
     """
 )
 # of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
-LOG_SUMS = _names(
+LOG_SUMS = names(
     """
     _log_softmax logsumexp
     """
 )
 # what a norm does to the values that it divides by
-NORM_SUMS = _names(
+NORM_SUMS = names(
     """
     linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean
     """
 )
 # functions whose values a table holds
-CURVED = _names(
+CURVED = names(
     """
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
     """
 )
 # operators that move, choose or compare values
-_EXACT = _names(
+_EXACT = names(
     """
     view _unsafe_view reshape _reshape_alias t transpose permute movedim expand slice select unsqueeze squeeze cat stack split
     split_with_sizes unbind chunk narrow index gather index_select take embedding clone detach alias as_strided masked_fill where
@@ -85,20 +85,20 @@ _EXACT = _names(
     embedding_dense_backward
     """
 )
-_CREATES = _names(
+_CREATES = names(
     """
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full arange range linspace logspace eye rand rand_like randn randn_like randint randint_like randperm normal uniform
     scalar_tensor tril_indices triu_indices exponential random log_normal cauchy geometric hann_window
     """
 )
-_CASTS = _names(
+_CASTS = names(
     """
     _to_copy copy to _autocast_to_reduced_precision _autocast_to_full_precision
     """
 )
 # operators that put values on a grid, or edit their bits
-_ROUNDS = _names(
+_ROUNDS = names(
     """
     round floor ceil trunc fix frac fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
     fake_quantize_per_tensor_affine fake_quantize_per_channel_affine _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
@@ -108,20 +108,20 @@ _ROUNDS = _names(
     __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
     """
 )
-ADDITIONS = _names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
-RAMPS = _names("arange range linspace logspace")
-CHOICES = _names("topk argmax sort argsort max")
+ADDITIONS = names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
+RAMPS = names("arange range linspace logspace")
+CHOICES = names("topk argmax sort argsort max")
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created here
-_LIFTS = _names("lift lift_fresh lift_fresh_copy")
+_LIFTS = names("lift lift_fresh lift_fresh_copy")
 # what may be far larger than what it is given, beside products
-_REACHING = _names("pow mul exp square sum linalg_vector_norm add cumsum")
+_REACHING = names("pow mul exp square sum linalg_vector_norm add cumsum")
 
 _KINDS = {
     name: kind
-    for kind, names in (
+    for kind, members in (
         (EXACT, _EXACT), (CREATE, _CREATES), (CAST, _CASTS), (SUM, _SUMS), (PRODUCT, _PRODUCTS), (ROUND, _ROUNDS),
     )
-    for name in names
+    for name in members
 }  # fmt: skip
 # whose kernels another package holds to a contract: bitsandbytes' 4-bit products are declared by `base: nf4`
 _TRUSTED = ("isotype", "bitsandbytes")

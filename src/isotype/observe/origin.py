@@ -26,6 +26,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # libraries whose models and layers are what plain practice means here; models of the Hub lie in a folder of transformers' cache
 _PRACTICE = tuple(mark + name + os.sep for mark in _PACKAGES for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
+_TOOLS = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # computes an adapter's own products where `lora_branch` is fp32
 _BRANCH = os.path.join(_ISOTYPE, "lora", "wide_branch.py")
 # methods of a deferred tensor that run an operator of others on its values
@@ -142,10 +143,11 @@ def here(depth: int = 2) -> Site | None:
 
 def callers(depth: int = 1) -> list[Site]:
     """Every line on the stack but an observer's, innermost first."""
-    return [Site(frame.f_code, frame.f_lineno) for frame in _frames(depth + 1) if _room(frame.f_code.co_filename) != _OBSERVER]
+    return [Site(frame.f_code, frame.f_lineno) for frame in running_frames(depth + 1) if _room(frame.f_code.co_filename) != _OBSERVER]
 
 
-def _frames(depth: int) -> Iterator[FrameType]:
+def running_frames(depth: int = 1) -> Iterator[FrameType]:
+    """Innermost first."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -171,6 +173,14 @@ def short(file: str) -> str:
 def in_library(file: str) -> bool:
     """Whether the file is installed code rather than the user's own."""
     return _room(file) not in (USER, OURS) or any(mark in file for mark in _PACKAGES)
+
+
+def may_be_at_fault(file: str) -> bool:
+    """Whether code in this file may have a fault that a check finds: not torch, Triton, NumPy, the standard library or a checker."""
+    for mark in _PACKAGES:
+        if mark in file:
+            return file.rpartition(mark)[2].split(os.sep)[0] not in _TOOLS
+    return _room(file) in (USER, OURS)
 
 
 def users_line(stack: list[Site]) -> Site | None:

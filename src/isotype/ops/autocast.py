@@ -35,6 +35,11 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
 
 
+# Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype` still answers as outside): a context manager
+# in C++, which PyTorch's own compiled graphs use too
+now_without_autocast = torch._C._DisableAutocast
+
+
 class _Off:
     """Autocast of one kind of device, switched off within the block; it was on."""
 

@@ -31,6 +31,10 @@ Path = Literal["triton", "cpp", "plain", "graph", "reference"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
+# the path that `using` asks for, or None
+forced_path = _forced.get
+# tensors whose memory a kernel may be given past PyTorch's dispatcher
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | Non
 
     fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the formula, which is plain PyTorch too.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return "graph"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "reference"
@@ -171,13 +175,21 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     return kernels.take(*tensors)
 
 
+def apply_of(function: type[Function]) -> Callable[..., Any]:
+    """`applied` of this function, for calls that are neither under torch.func nor in a graph: no call in Python."""
+    of_this: Any = function
+    direct: Any = super(Function, of_this)
+    made: Callable[..., Any] = direct.apply
+    return made
+
+
 def applied(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, for a function without `setup_context`.
 
     Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a transform has left behind, which PyTorch's
     dispatcher does again: 150 calls a decoder layer with adapters, of 20 arguments 28 us instead of 15.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     of_this: Any = function
     direct: Any = super(Function, of_this)

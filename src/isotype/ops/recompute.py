@@ -61,7 +61,7 @@ class RecomputedLayer:
 
 def _now() -> RecomputedLayer | None:
     """The layer that runs now; None outside recomputed layers and in a compiled graph."""
-    return None if torch.compiler.is_compiling() or not layers_running else layers_running[-1]
+    return None if not layers_running or torch.compiler.is_compiling() else layers_running[-1]
 
 
 def is_recomputed() -> bool:

@@ -1,12 +1,13 @@
 """`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops; `isotype.restore(model)` undoes it.
 
-manifest   the list of replaced modules, and the reasons why others were not replaced
-norms, gated, rotary, head   one kind of module each: recognise it by structure, probe it, replace it on the instance
-deferred   logits not yet computed
-generation `model.generate` in the middle of training
-base       the manifest's notes on the weights of the base
-regions, compile_layers  decoder layers as graphs of `torch.compile`, which a run asks for (`model.compile`)
-place      the walk over a model
+place       the walk over a model, and the question once a step whether it is still what it was
+manifest    the list of replaced modules, and the reasons why others were not replaced
+instances   a forward put on one instance, also over private globals; probes
+layers, norms, gated, rotary, attention, head, denoiser, joint_attention
+            one kind of module each: recognise it by structure, probe it, replace it on the instance
+deferred, deferred_tensor, deferred_values
+            logits not yet computed, for losses in other people's loops
+generation  `model.generate` in the middle of training
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 from .head import deferring
 from .manifest import Manifest
-from .place import optimize, restore
+from .place import check_placed, optimize, restore
 
-__all__ = ["Manifest", "deferring", "optimize", "restore"]
+__all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):

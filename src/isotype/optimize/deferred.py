@@ -26,15 +26,27 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
-from .deferred_log_probs import log_softmax
-from .deferred_loss import DeferredLoss, Divisor
-from .deferred_tensor import DeferredTensor, in_graph
-from .deferred_values import answered, argmax, gather, logsumexp, loses_nothing, mean
-from .deferred_views import HOOKS, VIEWS, Views, again, needs_the_memory
-from .weight_changes import change_count
+from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
+from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
+
+
+# besides names that end in one underscore: what needs the memory or the graph of the tensor itself
+_IN_PLACE = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_VIEWS = {
+    *(Tensor.detach, torch.detach, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.__getitem__),
+    *(Tensor.flatten, torch.flatten),
+}  # what may share its argument's memory
+
+
+class Memory:
+    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them, or hooked it; None so far."""
+
+    def __init__(self) -> None:
+        self.changed: str | None = None
 
 
 @dataclass
@@ -135,9 +147,7 @@ class DeferredLogits(DeferredTensor):
     """See the module's docstring. Made by `defer`."""
 
     recipe: Recipe
-    views: Views
-    made_from: tuple[Any, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
-    in_place: bool  # whether `computed` is that view
+    memory: Memory
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
@@ -148,40 +158,42 @@ class DeferredLogits(DeferredTensor):
             return made
 
         made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
-        made.recipe, made.computed = recipe, None
-        made.made_from, made.in_place, made.views = None, False, Views()
-        made.views.add(made)
+        made.recipe, made.computed, made.memory = recipe, None, Memory()
         return made
 
     @property
     def grad_was_on(self) -> bool:
         return self.recipe.grad
 
-    def viewed(self, made: DeferredLogits, how: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        """`made` as what `how` makes of this: both may share memory."""
-        made.made_from, made.views = (self, how), self.views
-        made.views.add(made)
-        return made
-
     def materialise(self, asked_by: str = "materialise") -> Tensor:
         """The real tensor, computed once; a training step's is counted with its line."""
         if self.computed is None:
+            self.check()
             if torch.is_grad_enabled() and self.recipe.hidden.requires_grad:
                 materialised[f"{asked_by} at {_caller()}"] += 1
             self.computed = self.recipe.compute()
         return self.computed
+
+    def check(self) -> None:
+        """Raises IsotypeError where other logits in the same memory were written to before these were computed."""
+        if self.computed is None and self.memory.changed is not None:
+            raise IsotypeError(
+                f"{self.memory.changed}() on logits from which these were sliced or reshaped, or that were made from these",
+                fix="logits.clone() before what changes them in place, or isotype.restore(model)",
+            )
 
     @classmethod
     def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
+            first.check()
             known = rule(*args, **kwargs)
-            if isinstance(known, DeferredLogits) and known is not first and func in VIEWS:
-                return first.viewed(known, again(func, args[1:], {k: v for k, v in kwargs.items() if k != "input"}))
+            if isinstance(known, DeferredLogits) and known is not first and func in _VIEWS:
+                known.memory = first.memory
             if known is not None:
                 return known
-        if needs_the_memory(func, kwargs):
+        if _needs_the_memory(func, kwargs):
             _give_memory(getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
         return None
 
@@ -200,16 +212,23 @@ def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits
     return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product, product))
 
 
+def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to a tensor that it is given, or hooks it."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
+
+
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a write in place or a hook: every tensor that would share memory with one of these becomes real."""
+    """Before a write in place or a hook: these become real, and others that would share their memory are refused from then on."""
     for x in arguments:
         if isinstance(x, DeferredLogits):
-            if name in HOOKS and x.recipe.passed_by.a_loss:
+            if name in _HOOKS and x.recipe.passed_by.a_loss:
                 raise IsotypeError(
                     f"{name}() on logits that a loss was already computed from, without them: their gradient does not exist",
                     fix=f"forward without labels, and the loss from outputs.logits after {name}(); or isotype.restore(model)",
                 )
-            x.views.make_real()
+            x.materialise(name)
+            x.memory.changed = name
 
 
 def _caller() -> str:

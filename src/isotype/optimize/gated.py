@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lora.gated import run_gated, why_not_one
-from ..lora.plain import has_hooks, is_lora
+from ..lora.mlp import run_gated, why_not_one
+from ..lora.plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
 from ..placement import Placement
-from .instances import placement, put, same_in_both_modes, settings_of, stand_in
+from .instances import MARK, placement, put, same_in_both_modes, stand_in
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Ten
 class GatedSettings:
     """Names of the children; `up` is None where one layer makes both halves.
 
-    function  the activation that was probed, for `computes_another`
+    function  the activation that was probed: another one is the class's to call
     """
 
     gate: str
@@ -120,19 +120,20 @@ def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
     return down(ACTIVATIONS[s.op][1](gate, up))
 
 
-def computes_another(module: nn.Module, s: GatedSettings) -> bool:
-    """Whether the activation was exchanged since, or has hooks that the op would not call."""
-    activation = getattr(module, s.activation)
-    return activation is not s.function or (isinstance(activation, nn.Module) and has_hooks(activation))
-
-
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    settings = settings_of(self)
-    if args or kwargs or computes_another(self, settings):
+    s: GatedSettings = self.__dict__[MARK][0]
+    children = self._modules
+    # an activation that was exchanged, or has hooks that the op would not call
+    activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)
+    another = activation is not s.function
+    if not another and isinstance(activation, nn.Module) and (activation._forward_hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL):
+        another = has_hooks(activation)
+    if args or kwargs or another:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    together = run_gated(layers_of(self, settings), hidden_states, settings.op)
-    return compute(self, hidden_states, settings) if together is None else together
+    layers = (children[s.gate], children[s.down]) if s.up is None else (children[s.gate], children[s.up], children[s.down])
+    together = run_gated(layers, hidden_states, s.op)
+    return compute(self, hidden_states, s) if together is None else together
 
 
 def place(path: str, module: nn.Module) -> Placement:

@@ -1,18 +1,17 @@
 """Makes `model.generate` during training return the same tokens as outside it, and leave training unchanged.
 
-Generation in a callback and training can disturb each other in two ways. First, sampling uses the same random generators as dropout and
-the data order. In a callback it therefore gets a separate random stream. Called from the training step itself (GRPO, OnlineDPO, a
-`compute_loss`), it is part of training and uses the training generators. Second, a layer with gradient checkpointing in training mode
-discards the key-value cache and would see one token without the earlier ones. Gradient checkpointing is therefore switched off during
-generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
+Generation and training can disturb each other in two ways. First, sampling uses the same random generators as dropout and the data order.
+Once a model has been trained, it therefore gets a random stream of its own, which a seed set before it restarts. Samples that are trained
+on (GRPO, OnlineDPO) draw from training's generators in a trainer that is attached (`from_training`). Second, a layer with gradient
+checkpointing in training mode discards the key-value cache and would see one token without the earlier ones. Gradient checkpointing is
+therefore switched off during generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,56 +23,73 @@ from ..precision.apply import inner_model
 from .instances import placement
 
 PART = "generate"
-# whose functions call callbacks, and in whose functions named `train...` training steps run; TRL's trainers use both
-_CALLBACKS, _LOOP = "transformers.trainer_callback", "transformers.trainer"
 _STREAM = "_isotype_generation"
 
 
 class Stream:
-    """The generator states for sampling in callbacks: one random stream that continues from callback to callback and never repeats.
+    """The generator states for sampling beside training: one random stream that continues from generation to generation and never repeats.
 
-    left      the states that a generation gave back to training
-    went_on   where that generation's own draws ended
-    trained   the CPU generator's state in the last training step; None where there was none since the last generation
-    seeded    the state in which a callback's own seed was found
-    Where a callback has seeded the generators, the stream begins anew with that seed.
+    trained  the CPU generator's state in the last training step; None where there was none
+    left     the states that the last generation from the stream gave back
+    ended    the states at its end
+    seeded   the states at the end of the last generation from a seed of the caller's own, which the next one continues
     """
 
     def __init__(self) -> None:
-        self.left: list[Tensor] = []
-        self.went_on: list[Tensor] = []
         self.trained: Tensor | None = None
-        self.seeded: Tensor | None = None
+        self.left: list[Tensor] = []
+        self.ended: list[Tensor] = []
+        self.seeded: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy or a pickle of the model begins its own
         return Stream, ()
 
-    def is_seeded(self, before: list[Tensor]) -> bool:
-        """Whether a callback has seeded the generators since the last generation."""
-        if not torch.equal(before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()):
-            return False
-        if self.trained is None:
-            # two generations in a row: the first gave the seeded state back
-            return not _equal(before, self.left)
-        # a training that draws nothing leaves the generators as they were seeded: that seed is a callback's only if it was one before
-        return not torch.equal(before[0], self.trained) or (self.seeded is not None and torch.equal(before[0], self.seeded))
-
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, *, training: bool) -> Iterator[None]:
+        """Around a generation. A seed that the caller has set since the last training step is obeyed.
+
+        training  the model is in training mode, as it is in a trainer's loop before the first step
+        """
         before = generator_states()
-        if self.is_seeded(before):
-            self.seeded = before[0]
-        elif len(self.went_on) == len(before):
-            set_generator_states(self.went_on)
+        if _draws.from_training or (self.trained is None and not training):
+            yield
+            return
+        fresh = torch.equal(before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state())
+        if self.trained is not None and (_equal(before, self.seeded) or (fresh and not torch.equal(before[0], self.trained))):
+            yield
+            self.seeded = generator_states()
+            return
+        if self.trained is None and fresh and not _equal(before, self.left):
+            # the stream begins with the seed: the trainer's, or the caller's
+            pass
+        elif len(self.ended) == len(before):
+            set_generator_states(self.ended)
         else:
             # not the numbers that training is about to draw
             torch.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
-            self.left, self.went_on, self.trained = before, generator_states(), None
+            self.left, self.ended = before, generator_states()
             set_generator_states(before)
+
+
+class _Draws(threading.local):
+    from_training = False
+
+
+_draws = _Draws()
+
+
+@contextmanager
+def from_training() -> Iterator[None]:
+    """Within this block generation draws from training's generators: around a training step that trains on its own samples."""
+    before, _draws.from_training = _draws.from_training, True
+    try:
+        yield
+    finally:
+        _draws.from_training = before
 
 
 def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
@@ -101,19 +117,6 @@ def random_state_kept() -> Iterator[None]:
         set_generator_states(states)
 
 
-def called_from_a_callback() -> bool:
-    """Whether a trainer's callback is among the callers, and no training step between it and here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if module == _CALLBACKS:
-            return True
-        if module == _LOOP and "train" in frame.f_code.co_name:
-            return False
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def checkpointing_off(model: nn.Module) -> Iterator[None]:
     """Within this block no layer recomputes: there are no gradients, and the key-value cache is used."""
@@ -129,11 +132,8 @@ def checkpointing_off(model: nn.Module) -> Iterator[None]:
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream: Stream = self.__dict__[_STREAM][0]
-    with checkpointing_off(self):
-        if not called_from_a_callback():
-            return type(self).generate(self, *args, **kwargs)
-        with stream.apart():
-            return type(self).generate(self, *args, **kwargs)
+    with checkpointing_off(self), stream.apart(training=self.training):
+        return type(self).generate(self, *args, **kwargs)
 
 
 class SeesTraining:
@@ -143,7 +143,7 @@ class SeesTraining:
         self.stream = stream
 
     def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
-        # reading the generator would break a compiled graph; of a compiled model a callback's own seed may then go unnoticed
+        # reading the generator would break a compiled graph; a compiled model's samples then come from training's generators
         if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
             self.stream.trained = torch.get_rng_state()
 

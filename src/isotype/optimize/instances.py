@@ -8,17 +8,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import InstanceMethod
+from ..instance_method import InstanceMethod, MadeMethod
 from ..placement import Placement
 
 T = TypeVar("T")
-_MARK = "_isotype_settings"
+MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
 
@@ -47,7 +50,7 @@ def foreign(module: nn.Module) -> str | None:
 
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
-    return "already optimized" if _MARK in module.__dict__ else foreign(module)
+    return "already optimized" if MARK in module.__dict__ else foreign(module)
 
 
 def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
@@ -65,21 +68,27 @@ def put(module: nn.Module, forward: Callable[..., Any], settings: Any, entries: 
 
 def put_method(module: nn.Module, method: InstanceMethod, settings: Any, entries: int) -> None:
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings, entries, method
+    module.__dict__[MARK] = settings, entries, method
     method.put()
 
 
 def settings_of(module: nn.Module) -> Any:
     """What `put` was given for this instance; None where nothing was put."""
-    return module.__dict__.get(_MARK, (None,))[0]
+    return module.__dict__.get(MARK, (None,))[0]
+
+
+def method_of(module: nn.Module) -> InstanceMethod | None:
+    """What `put` has put on this instance; None where nothing was put."""
+    found: InstanceMethod | None = module.__dict__.get(MARK, (None, 0, None))[2]
+    return found
 
 
 def take_back(module: nn.Module) -> int:
     """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
     nothing to undo."""
-    if _MARK not in module.__dict__:
+    if MARK not in module.__dict__:
         return 0
-    _, entries, method = module.__dict__.pop(_MARK)
+    _, entries, method = module.__dict__.pop(MARK)
     method.take_back()
     count: int = entries
     return count
@@ -182,3 +191,51 @@ def same_in_both_modes(twin: nn.Module, f: Callable[[], Tensor], g: Callable[[],
     acts in training alone, and models are loaded in evaluation mode."""
     every = {id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))}
     return all(same(f, g, *every.values()) for _ in map(twin.train, (True, False)))
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """The replacement of a global: `make(the global, *options)`.
+
+    name     as the forward's globals have it
+    make     a function or class of a module, so that a pickle finds it by name
+    options  plain values
+    """
+
+    name: str
+    make: Callable[..., Any]
+    options: tuple[Any, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Distinguishes replacements of the same name."""
+        return "-".join((self.name, self.make.__name__, *map(str, self.options)))
+
+
+def why_not_rebuilt(forward: Any) -> str | None:
+    """Why this forward cannot be rebuilt over other globals, or None."""
+    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+    return None if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
+
+
+def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
+    """The instance's forward, over globals with these replacements."""
+    put_method(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
+
+
+def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
+    """A forward that does not read these globals is another one, which the class has by now; it stays."""
+    if why_not_rebuilt(forward) or any(r.name not in forward.__globals__ for r in replacements):
+        return forward
+    name = ".".join(("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements)))
+    module = sys.modules.get(name)
+    if module is None:
+        module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")
+        # the copy includes __builtins__, which Dynamo needs
+        module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
+        module.__dict__.update({r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements})
+        sys.modules[name] = module
+    made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
+    made.__qualname__ = forward.__qualname__
+    return made

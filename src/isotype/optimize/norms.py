@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..instance_method import InstanceMethod
 from ..ops import add_rms_norm, rms_norm
 from ..ops.remade import remember
 from ..placement import Placement
-from . import ahead
-from .instances import placement, put, same_in_both_modes, settings_of, stand_in
+from .instances import MARK, placement, put, same_in_both_modes, stand_in
 
 PART = "norm"
 
@@ -29,19 +29,6 @@ class NormSettings:
     unit_offset: bool
     out_dtype: torch.dtype | None
     remade: bool = False
-
-
-class Beside:
-    """What a call of a norm is given and leaves besides its input and output.
-
-    residual  is added to the input first; None adds nothing
-    total     the sum, as the call leaves it, whose gradient comes back together with the norm's
-    """
-
-    __slots__ = ("residual", "total")
-
-    def __init__(self, residual: Tensor | None) -> None:
-        self.residual, self.total = residual, residual
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -78,48 +65,42 @@ def recognise(module: nn.Module) -> NormSettings | None:
     return None
 
 
-def is_ours(norm: nn.Module) -> bool:
-    """Whether the norm's call runs `rms_norm`, with no wrapper around it, on a weight that is its parameter and not made from others."""
-    return getattr(norm.__dict__.get("forward"), "__func__", None) is norm_forward and "weight" in norm._parameters
-
-
-def normed_sum(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) of a norm that `is_ours`, without a call of the module."""
-    s: NormSettings = settings_of(norm)
-    weight: Any = norm._parameters["weight"]
-    return add_rms_norm(x, residual, weight, epsilon(norm, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype)
-
-
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees the call."""
-    ours = is_ours(norm) and not torch.compiler.is_compiling()
-    changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-    if not ours or any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()):
-        # a hook may change what the norm is given, or its gradient
+    method = norm.__dict__.get("forward")
+    ours = type(method) is InstanceMethod and method.function is norm_forward and not torch.compiler.is_dynamo_compiling()
+    hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    if not ours or "weight" not in norm._parameters or (hooks and _changed_by_hooks(norm)):
+        # no wrapper around it, on a weight that is its parameter and not made from others; a hook may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
-    beside = Beside(residual)
+    beside = [residual]
     normed: Tensor = norm(x, beside=beside)
-    assert beside.total is not None
-    return normed, beside.total
+    (made,) = beside
+    return normed, x if made is None else made
 
 
-def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | None = None, **kwargs: Any) -> Tensor:
-    s: NormSettings = settings_of(self)
-    ready = None if args or kwargs or s.remade or (beside is not None and beside.residual is not None) else ahead.take(self, hidden_states)
-    if beside is not None:
-        normed, beside.total = (ready, hidden_states) if ready is not None else normed_sum(self, hidden_states, beside.residual)
-        return normed
-    if ready is not None:
-        return ready
+def _changed_by_hooks(norm: nn.Module) -> bool:
+    changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    return any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values())
+
+
+def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: list[Tensor | None] | None = None, **kwargs: Any) -> Tensor:
+    """beside  one tensor that is added to the input first, or None: the call leaves the sum there, whose gradient comes back too"""
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    norm = partial(rms_norm, eps=epsilon(self, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    s: NormSettings = self.__dict__[MARK][0]
+    eps = _USUAL_EPSILON if s.eps is None else self.__dict__[s.eps]
     # read once: `torch.nn.utils.parametrize` makes it anew at every reading
-    weight: Tensor = self.weight
-    made = norm(hidden_states, weight)
-    return remember(made, norm, hidden_states, weight) if s.remade else made
+    weight: Tensor = self._parameters["weight"] if beside is not None else self.weight
+    if beside is not None:
+        made, beside[0] = add_rms_norm(hidden_states, beside[0], weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+        return made
+    if not s.remade:
+        return rms_norm(hidden_states, weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    norm = partial(rms_norm, eps=eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    return remember(norm(hidden_states, weight), norm, hidden_states, weight)
 
 
 def _further_inputs(module: nn.Module) -> list[str]:

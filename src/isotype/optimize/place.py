@@ -9,18 +9,19 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
-from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
+from ..lora.attach import is_fused, look_again
+from ..lora.products import why_not_native
 from ..ops.backend import why_no_kernels
 from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
-from . import attention, boundary, denoiser, gated, generation, head, layers, norms, rotary
-from .base import base_notes
-from .compile_layers import uncompile_layers
-from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
-from .manifest import Manifest
-from .private import Replacement, put_rebuilt
+from . import attention, denoiser, gated, generation, head, layers, norms, rotary
+from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, method_of, placement, put, put_rebuilt, take_back, taken
+from .layers import uncompile_layers
+from .manifest import Manifest, base_notes
+
+_PLACED = "_isotype_placed"
 
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
@@ -79,7 +80,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     # first, because a gated MLP asks whether its layers are fused
     adapters = fuse_lora(model, branch_fp32=lora_branch == "fp32")
     if on_cpu and any(adapter.op for adapter in adapters):
-        slower = rank_products.why_not()
+        slower = why_not_native()
         manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
     tables = rotary.tables_of(model)
     for path, module in model.named_modules():
@@ -93,11 +94,12 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
             manifest.entries.append(layers.place(path, module))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.entries.append(placement("experts", path, module, None, "its experts are one stacked parameter: no op for those"))
-    boundary.link(model, layers.first_norm)
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
     manifest.entries += adapters
+    # past nn.Module's own __setattr__
+    vars(model)[_PLACED] = [m for m in model.modules() if method_of(m) is not None or is_fused(m)]
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
@@ -150,13 +152,30 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
     return placement("4-bit", path, module, "linear_4bit", "for when the adapter's op does not run" if path.endswith(".base_layer") else "")
 
 
+def check_placed(model: nn.Module) -> None:
+    """Whether the model is still what `optimize` placed ops in: asked once a step, by the training loop and by an attached trainer.
+
+    A LoRA layer that has got a hook or another part inside runs PEFT's code from now on, or the fused code again.
+    Raises  UsageError where a class was given another forward since
+    """
+    for module in vars(model).get(_PLACED, ()):
+        method = method_of(module)
+        if method is not None and not method.stands:
+            raise UsageError(
+                f"{type(module).__name__}.{method.name} was replaced after isotype.optimize(), which no longer computes it",
+                fix="isotype.restore(model) before a class is patched, and isotype.optimize(model) after it",
+            )
+        if is_fused(module):
+            look_again(module)
+
+
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
+    vars(model).pop(_PLACED, None)
     undone = unfuse_lora(model)
     uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
-        boundary.unlink(module)
         head.remove_hooks(module)
         undone += generation.take_back(module)
     return undone

@@ -1,4 +1,4 @@
-"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`private`).
+"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`rebuilt`).
 
 It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that is only named like a rotation is left
 alone, with a line in the manifest.
@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops import rope
 from ..placement import Placement
-from .instances import KERNEL_LIBRARIES, library_of, placement, same, taken
-from .private import Replacement, why_not_rebuilt
+from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 
 PART = "rotary"
 
@@ -147,39 +144,17 @@ def with_values(module: nn.Module) -> nn.Module:
     return filled
 
 
-_FORM = "_isotype_form"
-
-
-def still_of_the_form(table: Tensor, repeated: bool) -> bool:
-    """Whether the table stands twice as it did when the model was optimised: its module may have been replaced since, or have a hook.
-
-    Looked at once a table, which all layers share, and on a CPU alone: elsewhere the host would wait for the device.
-    """
-    if torch.compiler.is_compiling() or type(table) is not Tensor or table.device.type != "cpu" or is_functorch_wrapped_tensor(table):
-        return True
-    moment = repeated, 0 if table.is_inference() else table._version
-    known: tuple[tuple[bool, int], bool] | None = getattr(table, _FORM, None)
-    if known is None or known[0] != moment:
-        half = table.shape[-1] // 2
-        # selective checkpointing counts a forward's operators, and its recompute does not look again
-        with _disable_current_modes():
-            one, other = (table[..., ::2], table[..., 1::2]) if repeated else (table[..., :half], table[..., half:])
-            known = moment, torch.equal(one, other)
-        setattr(table, _FORM, known)
-    return known[1]
-
-
 def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
-        if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
-            return original(*args, **kwargs)
-        q, k, cos, sin = *args, *(kwargs[name] for name in names[len(args) :])
+        if len(args) != 4 or kwargs:
+            if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
+                return original(*args, **kwargs)
+            args = (*args, *(kwargs[name] for name in names[len(args) :]))
+        q, k, cos, sin = args
         if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
-            return original(q, k, cos, sin)
-        if not (still_of_the_form(cos, repeated) and still_of_the_form(sin, repeated)):
             return original(q, k, cos, sin)
         return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
 

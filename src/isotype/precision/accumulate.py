@@ -3,19 +3,150 @@
 DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside `.grad`: a hook adds each gradient to
 its buffer and then frees it. Processes that train together sum theirs once per step, between `begin_sums` and `finish_sums`, without a
 wrapper around the model.
+
+Sums gradients over processes in buckets, of which each can be sent while backward still computes the others.
+
+A bucket is sent as soon as all its gradients have arrived and the buckets before it are sent. So all processes send the same buckets in
+the same order, whichever gradient arrives first, and the sums have the same bits whether they are sent early or after the backward. The
+first step sends after its backward, and sees whether each gradient arrives once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
-from .bucket_sums import BucketSums, Processes
+from ..errors import RunError
 from .parts import local_part
+
+BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
+IN_FLIGHT = 4  # buckets that are sent and not received yet: the memory that the sums take besides the gradients
+
+
+class Processes(Protocol):
+    """What is needed of the processes that train together."""
+
+    size: int
+
+    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to sum a tensor over all of them, in place; returns a function that waits for the sum."""
+
+
+class Gradients(Protocol):
+    """Where the gradients are."""
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
+
+    def gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor: ...
+
+
+class BucketSums:
+    """The sums of one step after the other.
+
+    A parameter without a gradient in this process adds zeros, and gets the sum of the others.
+
+    dtype  of the sums
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients, processes: Processes, dtype: torch.dtype) -> None:
+        self._gradients, self._processes, self._dtype = gradients, processes, dtype
+        # backward makes the gradients of the last parameters first
+        self._buckets = list(neighbours(list(reversed(parameters)), dtype))
+        self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+        self._arrived: set[int] | None = None  # parameters whose gradients the last backward of a step has made; None: it does not run
+        self._missing: list[int] = []  # of each bucket, how many have not arrived
+        # whether buckets are sent early: not where a layer runs a backward of its own, which may make a gradient in several parts.
+        # None: the first step has not shown it yet
+        self._early: bool | None = None
+        self._parts = False
+        self._sent = 0
+        self._sent_dtypes: list[torch.dtype] = []
+        self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
+
+    def begin(self) -> None:
+        """Before the last backward of a step, whose gradients are complete when they arrive."""
+        self._arrived, self._missing = set(), [len(bucket) for bucket in self._buckets]
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """A backward has made this parameter's gradient. Raises  RunError where it makes one again that was sent."""
+        if self._arrived is None:
+            return
+        number = self._bucket_of[id(parameter)]
+        if id(parameter) in self._arrived:
+            if number < self._sent:
+                raise RunError(
+                    f"backward made the gradient of a weight with shape {list(parameter.shape)} in two parts, unlike in the first step, "
+                    "and the first part was already summed over the processes",
+                    fix="parallel.kind: shard, or one process",
+                )
+            self._parts = True
+            return
+        self._arrived.add(id(parameter))
+        self._missing[number] -= 1
+        while self._early and self._sent < len(self._buckets) and self._missing[self._sent] == 0:
+            self._send()
+
+    def finish(self) -> list[torch.dtype]:
+        """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket was sent."""
+        if self._arrived is not None and self._early is None:
+            self._early = not self._parts
+        while self._sent < len(self._buckets):
+            self._send()
+        while self._in_flight:
+            self._receive()
+        sent = self._sent_dtypes
+        self.forget()
+        return sent
+
+    def forget(self) -> None:
+        """Ends a step, finished or not."""
+        self._arrived, self._sent, self._sent_dtypes = None, 0, []
+        self._in_flight.clear()
+
+    def _send(self) -> None:
+        if len(self._in_flight) == IN_FLIGHT:
+            self._receive()
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        flats = [self._flat_gradient(p) for p in bucket]
+        # a large gradient of this dtype is summed where it is
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        self._sent_dtypes.append(flat.dtype)
+        self._in_flight.append((bucket, flat, self._processes.begin_add_up(flat)))
+
+    def _flat_gradient(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self._gradients.gradient(parameter)
+        if gradient is None:
+            return torch.zeros(parameter.numel(), dtype=self._dtype, device=parameter.device)
+        return gradient.detach().flatten().to(self._dtype)
+
+    def _receive(self) -> None:
+        bucket, flat, wait = self._in_flight.popleft()
+        wait()
+        for parameter, summed in zip(bucket, flat.split([p.numel() for p in bucket])):
+            gradient = self._gradients.gradient_or_zeros(parameter)
+            if gradient.data_ptr() != summed.data_ptr():
+                gradient.copy_(summed.view_as(gradient))
+
+
+def neighbours(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one device, together at most BUCKET bytes in `dtype`, or a single one."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for p in parameters:
+        bytes_ = p.numel() * dtype.itemsize
+        if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += bytes_
+    if bucket:
+        yield bucket
 
 
 class Summed(Protocol):

@@ -18,11 +18,78 @@ from torch import Tensor, nn
 from ..dtypes import to_torch
 from ..environment import planned
 from ..instance_method import MadeMethod
-from .denoiser_blocks import denoiser_blocks
-from .keep_in_fp32 import is_kept_in_fp32, modules_kept_in_fp32, names_kept_in_fp32
 from .parts import Part
 from .precision import Precision
-from .sums_by_block import remove, sum_by_block
+
+
+def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of module lists whose class a diffusers model names in `_no_split_modules`, in the order of the model; of nested ones
+    the inner (a U-Net's resnet and transformer blocks). Empty for other models."""
+    for owner in model.modules():
+        if type(owner).__module__.startswith("diffusers.") and getattr(owner, "_no_split_modules", None):
+            classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names, where there is one
+            lists = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
+            members = {block for blocks in lists for block in blocks if type(block).__name__ in classes}
+            return [block for block in owner.modules() if block in members and not _holds_another(block, members)]
+    return []
+
+
+def _holds_another(block: nn.Module, members: set[nn.Module]) -> bool:
+    return any(inner in members for inner in block.modules() if inner is not block)
+
+
+def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
+    """The names that stay fp32 in a model of `dtype`. transformers keeps `_keep_in_fp32_modules` in fp16 only, and its strict list in bf16
+    too; diffusers keeps its one list in both."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return frozenset()
+    strict, plain = getattr(model, "_keep_in_fp32_modules_strict", ()), getattr(model, "_keep_in_fp32_modules", None) or ()
+    of_transformers = hasattr(type(model), "_keep_in_fp32_modules_strict")
+    taken = set(strict or ())
+    if not of_transformers or dtype == torch.float16:
+        taken |= {plain} if isinstance(plain, str) else set(plain)
+    return frozenset(taken)
+
+
+def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
+    """Whether a module or parameter of this path is among them; an adapter's own weights are not."""
+    path = f".{full}."
+    return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
+
+
+def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
+    """Every such module, and every module below one."""
+    in_fp32 = names_kept_in_fp32(model, dtype)
+    return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)} if in_fp32 else set()
+
+
+class SumByBlock:
+    """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where the gradients of its uses meet."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (_met(args), _met(kwargs)) if torch.is_grad_enabled() else None
+
+
+def _met(given: Any) -> Any:
+    """The same with views in the place of tensors that need a gradient, inside tuples, lists and dictionaries too."""
+    if isinstance(given, Tensor):
+        return given.view_as(given) if given.requires_grad else given
+    if type(given) in (tuple, list):
+        return type(given)(map(_met, given))
+    if type(given) is dict:
+        return {name: _met(value) for name, value in given.items()}
+    return given
+
+
+def sum_by_block(block: nn.Module) -> None:
+    block.register_forward_pre_hook(SumByBlock(), with_kwargs=True)
+
+
+def remove(module: nn.Module) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, SumByBlock)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
 
 _STATE = "_isotype_precision"
 
@@ -82,7 +149,7 @@ def is_norm(module: nn.Module) -> bool:
 def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = None) -> None:
     """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change.
 
-    Parameters that the model's class keeps in fp32 (`precision.keep_in_fp32`) become or stay fp32.
+    Parameters that the model's class keeps in fp32 (`precision.apply`) become or stay fp32.
 
     part  of a model that will be shared: only the rows that this process keeps are cast
     """

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..dtypes import parse
 from ..errors import UsageError
-from .named_roles import NAMED_ROLES
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
@@ -24,6 +23,26 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "loss_scaling": ("none", "dynamic"),
 }
 ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+
+
+# every role of every preset is written out, so that a preset can be read as a row of a table
+_FP32_INSIDE = {"grads": "fp32", "reduce": "fp32", "optimizer": "fp32", "loss": "fp32", "norms": "fp32"}
+
+NAMED_ROLES: dict[str, dict[str, str]] = {
+    "fp32": dict(base="fp32", trainable="fp32", compute="fp32", generate="fp32", save="fp32", **_FP32_INSIDE),
+    "bf16-mixed": dict(
+        base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="model bf16, adapter fp32", **_FP32_INSIDE
+    ),
+    "bf16-lora": dict(base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
+    "nf4-lora": dict(base="nf4", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
+    "bf16-pure": dict(
+        base="bf16", trainable="bf16", compute="bf16", generate="bf16", save="bf16", rounding="stochastic", **_FP32_INSIDE
+    ),
+    "fp16-mixed": dict(
+        base="fp16", trainable="fp32", compute="fp16", generate="fp16",
+        save="model fp16, adapter fp32", loss_scaling="dynamic", **_FP32_INSIDE,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,3 +187,15 @@ def _parse_save(text: str) -> tuple[str, str]:
     model = parts.get("model") or parts["adapter"]
     adapter = parts.get("adapter") or parts["model"]
     return _word("save_model", model.strip()), _word("save_adapter", adapter.strip())
+
+
+PRESETS: dict[str, Precision] = {name: Precision(**roles) for name, roles in NAMED_ROLES.items()}
+
+ABOUT = {
+    "fp32": "everything in fp32, the reference",
+    "bf16-mixed": "full fine-tuning: fp32 weights, bf16 products",
+    "bf16-lora": "LoRA: bf16 base, fp32 adapters",
+    "nf4-lora": "QLoRA: 4-bit base, fp32 adapters",
+    "bf16-pure": "full fine-tuning in half the memory: bf16 weights with stochastic rounding, fp32 gradients",
+    "fp16-mixed": "for GPUs without bf16: fp16 products with loss scaling; activations above 65504 overflow",
+}

@@ -13,7 +13,7 @@ from ..config.keys import default, keys
 from ..config.load import recipe
 from ..config.sources import short_names
 from ..config.yaml_text import write_value
-from ..precision.presets import PRESETS
+from ..precision.precision import PRESETS
 from ..wording import counted
 from .chart import length_chart, line_chart
 from .plots import MANY, length_bars, loss_plot, plots, smoothed

@@ -11,8 +11,8 @@ from typing import Any
 _LAZY = {
     "ampcheck": "isotype.testing.amp.check",
     "compile_matrix": "isotype.testing.kernel_matrix",
-    "ConformanceError": "isotype.testing.amp.report",
-    "Report": "isotype.testing.amp.report",
+    "ConformanceError": "isotype.testing.amp.check",
+    "Report": "isotype.testing.amp.check",
 }
 __all__ = [*_LAZY]
 

@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def ampcheck(request: pytest.FixtureRequest) -> Any:
     """`isotype.testing.ampcheck`; findings whose codes the marker `ampcheck("AC003", ...)` allows do not fail the test."""
     from ..finding import Severity
+    from .amp.check import ConformanceError
     from .amp.check import ampcheck as check
-    from .amp.report import ConformanceError
 
     marker = request.node.get_closest_marker("ampcheck")
     allowed = set(marker.args) if marker is not None else set()

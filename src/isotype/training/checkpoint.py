@@ -95,7 +95,7 @@ def restore_random_state_of_rank(tensors: dict[str, Tensor], state: Mapping[str,
 
 
 def seed_of_rank(seed: int, step: int, rank: int) -> None:
-    """Draws of their own for each process, the same in every run: dropout must differ between rows, whoever computes them."""
+    """Draws of their own for each process, the same in every run: dropout must differ between rows, whichever process computes them."""
     import numpy as np
 
     own = int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4])

@@ -292,7 +292,7 @@ class Loop:
         return allowed
 
     def _sample(self) -> None:
-        # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
+        # the first samples of a run are watched; a step's number decides, so that a resumed run does as an uninterrupted one
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
         seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)

@@ -26,7 +26,7 @@ from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
 from ..optimize import Manifest
-from ..optimize.compile_layers import compile_layers
+from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,8 +17,8 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
-from ..lora.narrow import copies_kept
 from ..observe import share_changed
+from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
@@ -87,7 +86,7 @@ class Stepper:
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_sum, self.world, self.sharding = loss_sum, world, sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
-        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
+        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
         self.measured: Tensor | None = None
         self._sampled = sampled_elements(accumulator.parameters)
 
@@ -100,22 +99,19 @@ class Stepper:
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
         self.measured = None
-        # Adapters are cast down once for all micro-batches. One alone would hold copies that only a recompute uses again; shards would hold
-        # those of weights that they give back
-        with copies_kept() if len(batches) > 1 and self.sharding is None else nullcontext():
-            for number, batch in enumerate(batches, 1):
-                loss_sum = self._loss_sum(batch)
-                if loss_sum.dim():
-                    measured = loss_sum[1:].detach().float() / weight
-                    self.measured = measured if self.measured is None else self.measured + measured
-                    loss_sum = loss_sum[0]
-                self.loss_dtype = loss_sum.dtype
-                # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-                loss = loss_sum.float() / weight
-                if for_all and number == len(batches):
-                    self.accumulator.begin_sums()
-                (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
-                total = loss.detach() if total is None else total + loss.detach()
+        for number, batch in enumerate(batches, 1):
+            loss_sum = self._loss_sum(batch)
+            if loss_sum.dim():
+                measured = loss_sum[1:].detach().float() / weight
+                self.measured = measured if self.measured is None else self.measured + measured
+                loss_sum = loss_sum[0]
+            self.loss_dtype = loss_sum.dtype
+            # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
+            loss = loss_sum.float() / weight
+            if for_all and number == len(batches):
+                self.accumulator.begin_sums()
+            (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
         return total
 
@@ -124,6 +120,7 @@ class Stepper:
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
+        check_placed(self.model)
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
         own_loss, loss, norm, measures = self._add_up(loss_tensor)
@@ -194,7 +191,7 @@ class Stepper:
         if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
             return error
         found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
-        rank, (_, message, fix) = next(((rank, told) for rank, told in enumerate(found) if told[0]), (0, found[0]))
+        rank, (_, message, fix) = next(((rank, one) for rank, one in enumerate(found) if one[0]), (0, found[0]))
         return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
 
 

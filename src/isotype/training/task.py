@@ -280,7 +280,7 @@ class Task(Protocol):
     def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
         """Loads what `save` wrote in the way a user would, under the run's precision. `part`: as in `build_model`."""
 
-    # what is told
+    # what is shown and recorded
 
     def header(self) -> list[tuple[str, str]]:
         """Lines of the run's header about its data."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from isotype.doctor.trace.advice import fix_of
-from isotype.doctor.trace.operands import Operand
+from isotype.doctor.trace.operands import Operand, fix_of
 from isotype.doctor.trace.origin import Origin
-from isotype.doctor.trace.source import Site
+from isotype.observe.origin import Site
 
 
 def round_trip(up, down, x):

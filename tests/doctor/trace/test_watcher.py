@@ -7,7 +7,7 @@ import pkgutil
 import torch
 
 from isotype.doctor.trace import tracer, watchers
-from isotype.doctor.trace.watcher import EVENTS, Subscriptions, Watcher
+from isotype.doctor.trace.context import EVENTS, Subscriptions, Watcher
 from isotype.finding import Finding, Place, Severity
 
 
@@ -29,10 +29,10 @@ class CountsSteps(Watcher):
         return [Finding(code="TR099", severity=Severity.NOTE, message=f"{len(self.seen)} relus", place=Place())]
 
 
-def test_every_file_of_the_folder_has_one_watcher():
-    modules = sorted(kind.__module__.rpartition(".")[2] for kind in watchers.every())
-    assert modules == sorted(module.name for module in pkgutil.iter_modules(watchers.__path__))
-    assert len({kind.order for kind in watchers.every()}) == len(modules)
+def test_every_file_of_the_folder_has_watchers_and_their_order_is_fixed():
+    modules = {kind.__module__.rpartition(".")[2] for kind in watchers.every()}
+    assert modules == {module.name for module in pkgutil.iter_modules(watchers.__path__)}
+    assert len({kind.order for kind in watchers.every()}) == len(watchers.every())
 
 
 def test_a_watcher_is_called_for_the_events_that_it_overrides():

@@ -10,8 +10,7 @@ import torch
 from isotype.data.rows import Row
 from isotype.environment.planned import planned_for
 from isotype.optimize import optimize
-from isotype.optimize.attention import why_no_document_mask
-from isotype.optimize.document_mask import DocumentMask, why_mask_is_read
+from isotype.optimize.attention import DocumentMask, why_mask_is_read, why_no_document_mask
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language import loss

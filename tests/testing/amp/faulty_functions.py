@@ -106,37 +106,6 @@ class ReturnsHalf(Function):
         return d.to(x.dtype) * x.cos()
 
 
-class AllocatesLikeTheWeight(Function):
-    @staticmethod
-    def forward(ctx, x, w):  # HERE
-        ctx.save_for_backward(x, w)
-        out = torch.empty(x.shape, dtype=w.dtype)
-        return out.copy_(x.float() * w.float())
-
-    @staticmethod
-    def backward(ctx, d):
-        x, w = ctx.saved_tensors
-        return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum(0).to(w.dtype)
-
-
-@torch.library.custom_op("isotype_tests::scaled_rows", mutates_args=())
-def scaled_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # HERE
-    return torch.empty(x.shape, dtype=w.dtype).copy_(x.float() * w.float())
-
-
-@scaled_rows.register_fake
-def _(x, w):
-    return torch.empty_like(x)
-
-
-def _scaled_rows_backward(ctx, d):
-    x, w = ctx.saved_tensors
-    return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum(0).to(w.dtype)
-
-
-scaled_rows.register_autograd(_scaled_rows_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
-
-
 class LeavesAutocastOff(Function):
     @staticmethod
     def forward(ctx, x):  # HERE
@@ -207,23 +176,6 @@ class SumsColumnsInLowPrecision(Function):
         scale = x.square().sum(-1, keepdim=True).rsqrt()
         d_fp32 = d.float()
         return (scale * (d_fp32 - x * scale.square() * (d_fp32 * x).sum(-1, keepdim=True))).to(d.dtype)
-
-
-class WritesTheWeightInItsLoop(Function):
-    """The weight's gradient is written by the loop over rows alone, and left as found where there are none."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, d):  # HERE
-        x, w = ctx.saved_tensors
-        dw = torch.empty(w.shape, dtype=torch.float32)
-        for i in range(len(x)):
-            dw = dw.mul_(i > 0).nan_to_num_() + (d[i].float() * x[i].float())
-        return (d * w).to(x.dtype), dw.to(w.dtype)
 
 
 class ForgetsTheTail(Function):
@@ -368,18 +320,6 @@ class AssumesContiguous(Function):
 _buffers: dict[tuple, torch.Tensor] = {}
 
 
-class KeepsItsBuffer(Function):
-    @staticmethod
-    def forward(ctx, x):  # HERE
-        out = _buffers.setdefault((x.shape, x.dtype), torch.empty_like(x))
-        torch.mul(x, 3, out=out)
-        return torch.empty(0, dtype=x.dtype).set_(out)
-
-    @staticmethod
-    def backward(ctx, d):
-        return d * 3
-
-
 class DequantisesToBf16(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -408,18 +348,6 @@ def index_put_of_another_dtype(x, w):
     out = torch.zeros(h.shape, dtype=x.dtype)
     out[torch.arange(len(h))] = h  # HERE
     return out
-
-
-class ForgetsTheBias(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, d):  # HERE
-        x, weight = ctx.saved_tensors
-        return (d @ weight.to(d.dtype)).to(x.dtype), (d.t() @ x.to(d.dtype)).to(weight.dtype), None
 
 
 def soft_cap(x):
@@ -451,32 +379,8 @@ def row_scale_backward(ctx, d):  # HERE
 row_scale.register_autograd(row_scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
-class KeepsTheFirstDtype(nn.Module):  # HERE
-    def __init__(self):
-        super().__init__()
-        self.table = None
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.arange(x.shape[-1]).float().cos().to(x.dtype)
-        return x * self.table
-
-
-class PromotesByATable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        wave = torch.sin(torch.linspace(0, 1, x.shape[-1]) * 3)
-        return x * self.scale + wave  # HERE
-
-
 FAULTY = {
     "custom op, frozen input": (row_scale, (drawn(5, 6), drawn(6)), "AC012"),
-    "first dtype": (KeepsTheFirstDtype(), (drawn(4, 8),), "AC024"),
-    "table": (PromotesByATable(), (drawn(4, 8),), "AC025"),
-    "forgotten bias": (ForgetsTheBias, (drawn(4, 8), drawn(6, 8), drawn(6)), "AC023"),
     "saturated": (soft_cap, (drawn(16, 64, scale=50),), "AC006"),
     "log of zero": (entropy, (drawn(8, 32, scale=20, dtype=torch.float16),), "AC006"),
     "positions": (rotates_by_rounded_positions, (drawn(600, 4),), "AC006"),
@@ -491,8 +395,6 @@ FAULTY = {
     "mixed product": (MixedProductInBackward, (drawn(4, 8), drawn(6, 8)), "AC002"),
     "narrow gradient": (NarrowsItsGradient, (drawn(4, 8), drawn(4, 8, seed=1)), "AC003"),
     "half output": (ReturnsHalf, (drawn(4, 8),), "AC004"),
-    "weight's dtype": (AllocatesLikeTheWeight, (drawn(4, 8), drawn(8)), "AC026"),
-    "fake kernel": (lambda x, w: scaled_rows(x, w), (drawn(4, 8), drawn(8)), "AC026"),
     "autocast leak": (LeavesAutocastOff, (drawn(4, 8),), "AC005"),
     "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),
@@ -508,7 +410,5 @@ FAULTY = {
     "checkpoint": (RemembersItsFirstCall(), (drawn(4, 8),), "AC013"),
     "gradient ignored": (IgnoresTheGradient, (drawn(4, 8),), "AC015"),
     "layout": (AssumesContiguous, (drawn(4, 8),), "AC016"),
-    "kept buffer": (KeepsItsBuffer, (drawn(4, 8),), "AC017"),
-    "no rows": (WritesTheWeightInItsLoop, (drawn(4, 8), drawn(8)), "AC019"),
     "unwritten tail": (ForgetsTheTail, (drawn(4, 8),), "AC021"),
 }

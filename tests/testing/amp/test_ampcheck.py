@@ -21,7 +21,13 @@ from isotype.testing import ConformanceError, ampcheck
 SOURCE = Path(faulty_functions.__file__).read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", RIGHT)
+def some(names, *, of):
+    """The first name of each kind in every run, the others in the full one."""
+    kinds = [of(name) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.full] if of(name) in kinds[:at] else []) for at, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", some(list(RIGHT), of=lambda name: list(RIGHT).index(name) % 6))
 def test_silent_on_right_functions(name):
     function, inputs = RIGHT[name]
     report = ampcheck(function, inputs, raises=False)
@@ -44,7 +50,7 @@ def test_rows_that_a_router_sends_elsewhere_are_no_rounding_of_weights(seed):
     assert ampcheck(Router(), (drawn(6, 8),), raises=False).codes() == []
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", some(list(FAULTY), of=lambda name: FAULTY[name][2]))
 def test_finds_the_fault_and_its_line(name):
     function, inputs, code = FAULTY[name]
     report = ampcheck(function, inputs, raises=False)
@@ -92,15 +98,6 @@ def test_inputs_without_floats_are_a_usage_error(inputs):
 def test_what_cannot_be_called_is_a_usage_error():
     with pytest.raises(UsageError, match="cannot call a int"):
         ampcheck(3, drawn(2))
-
-
-def test_a_wrong_second_derivative_is_a_note_and_a_refused_one_is_accepted():
-    inputs = (drawn(4, 8), drawn(8))
-    (finding,) = ampcheck(rms_norm, inputs).findings
-    assert (finding.code, finding.severity) == ("AC020", Severity.NOTE)
-    assert "RMSNorm.backward" in finding.message
-    assert page("AC020")
-    assert not ampcheck(SiluMul, (drawn(4, 8), drawn(4, 8, seed=1))).findings
 
 
 def test_every_sample_of_several_is_tried():
@@ -152,23 +149,6 @@ def test_reference_judges_an_activation_element_by_element():
     assert "tanh(0.79" in report.render()
     assert ampcheck(lambda x: gelu(x.float()).to(x.dtype), (drawn(32, 64),), reference=reference).ok
     assert ampcheck(lambda x: x * torch.tanh(F.softplus(x)), (drawn(32, 64),), reference=F.mish).ok
-
-
-def test_a_table_that_does_not_ask_gets_no_gradient_without_a_word():
-    class Scale(Function):
-        @staticmethod
-        def forward(ctx, x, table):
-            ctx.save_for_backward(table)
-            return x * table
-
-        @staticmethod
-        def backward(ctx, d):
-            return d * ctx.saved_tensors[0], None
-
-    x, table = drawn(4, 8), drawn(8)
-    assert ampcheck(Scale, (x, table.detach())).ok
-    assert ampcheck(Scale, (x.detach(), table.detach())).ok
-    assert ampcheck(Scale, (x, table), raises=False).codes() == ["AC023"]
 
 
 def test_reference_decides_which_combinations_must_run():
@@ -299,32 +279,6 @@ def test_a_reference_with_the_modules_own_weights_is_skipped_with_a_note():
     report = ampcheck(layer, (drawn(3, 5, 8),), reference=lambda x: layer(x) + 0.0, raises=False)
     assert report.codes() == [], report.render()
     assert any("own weights" in text for text in report.skipped)
-
-
-def test_a_reference_over_weights_of_a_function_is_not_asked_for_their_second_derivative():
-    w = torch.nn.Parameter(drawn(8))
-
-    class Scale(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, d):
-            x, w = ctx.saved_tensors
-            return (d * w).to(x.dtype), (d * x).sum(0).to(w.dtype)
-
-    class Owns(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = torch.nn.Parameter(w.detach().clone())
-
-        def forward(self, x):
-            return Scale.apply(x, self.gain)
-
-    report = ampcheck(Owns(), (drawn(4, 8),), reference=lambda x: x * w.detach(), raises=False)
-    assert "AC020" not in report.codes(), report.render()
 
 
 class _Pool(torch.nn.Module):

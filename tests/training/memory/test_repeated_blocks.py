@@ -14,7 +14,7 @@ from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 
 from isotype.config.load import load
 from isotype.environment.hardware import detect
-from isotype.precision.denoiser_blocks import denoiser_blocks
+from isotype.precision.apply import denoiser_blocks
 from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses

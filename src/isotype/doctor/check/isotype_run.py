@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config import RunConfig
 from ...finding import Finding, Place, Severity
-from ...precision.presets import PRESETS
+from ...precision.precision import PRESETS
 from ...precision.resolve import resolve
 from ...precision.rules import Facts as PrecisionFacts
 from ...precision.rules import Setting as PrecisionSetting

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ...finding import Finding, Severity
-from .advice import cause_of, fix_of
+from ...observe.operators import Operator, floating
+from ...observe.origin import Site, callers, place_of, statement, users_line
+from ...observe.tape import Running
 from .context import Context
-from .operands import Operand, dtypes_of, odd_one
-from .ops import Op, floating
+from .operands import Operand, cause_of, dtypes_of, fix_of, odd_one
 from .origin import Origin
 from .refusals import explain_refusal
-from .source import Site, callers, own_line, place_of, statement
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
@@ -39,7 +39,7 @@ class Failures:
         self._seen: list[Finding] = []
         self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
 
-    def op_failed(self, error: Exception, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
         """Called below the dispatcher, with what the op itself got."""
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
@@ -57,7 +57,7 @@ class Failures:
         if hasattr(error, _MARK) or not MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}"):
             return
         context = self._context
-        outer, context.stack = context.stack, [module]
+        outer, context.modules.stack = context.stack, [Running("", module)]
         try:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
@@ -66,7 +66,7 @@ class Failures:
                 error.add_note(finding.render())
                 setattr(error, _MARK, finding)
         finally:
-            context.stack = outer
+            context.modules.stack = outer
 
     def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
         """A Triton kernel that did not compile or launch for what it got."""
@@ -105,7 +105,7 @@ class Failures:
             return
         if not MENTIONS_DTYPE.search(str(error)) and "same" not in str(error):
             return  # mixed operands, but the complaint is about something else (a shape, an index)
-        self._context.before_explaining()
+        self._context.names.find_live()
         operands = [Operand.of(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
             for origin in operand.origin.chain():
@@ -130,9 +130,9 @@ class Failures:
         value = re.match(r"value cannot be converted to type", str(error)) is not None
         odd = odd_one(operands, context.census_of_failure(), name)
         on = torch.is_autocast_enabled(context.device)
-        state, before = context.autocast_state()
+        state, before = context.autocast.state()
         generate = next((s for s in stack if s.function.rpartition(".")[2] in ("generate", "_sample")), None) is not None
-        leak = context.default_leak()
+        leak = context.defaults.explain()
         called = context.calling_name()
         title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
         others = [operand for operand in operands if operand is not odd]
@@ -171,7 +171,7 @@ class Failures:
             cause=cause,
             fix=fix,
             observed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            details=_details(operands, node, state, own_line(stack), site),
+            details=_details(operands, node, state, users_line(stack), site),
         )
 
 

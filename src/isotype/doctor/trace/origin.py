@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...dtypes import name as dtype_name
-from .source import Site
+from ...observe.origin import Site
 
 _FOLLOWS = re.compile(r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\(")
 LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from .context import Context
+from .context import Context, now_and_then
 
 FIRST = 8  # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a power of two,
 EVERY = 64  # and every so-manieth, for what comes up late
-UNWATCHED = "or made by a step like those before it, which was not watched"
 _NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
 _NESTED, _LONG = 3, 16  # of containers among the inputs: how deep, and how many items are told apart
 
@@ -124,11 +123,6 @@ class Pace:
         """Called as something begins that repeats itself."""
         self._count[kind] += 1
         return self._count[kind] > FIRST and not _sampled(self._count[kind])
-
-
-def now_and_then(count: int, first: int) -> bool:
-    """Whether something that costs is looked at for the count-th time: the `first` times, then where the count is a power of two."""
-    return count <= first or not count & (count - 1)
 
 
 def _sampled(number: int) -> bool:

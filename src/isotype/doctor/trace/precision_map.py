@@ -13,10 +13,9 @@ import torch
 from ...dtypes import name as dtype_name
 from ...errors import UsageError
 from ...finding import Finding
+from ...observe.operators import FLOATS
 from ...version import __version__
-from .context import Context
-from .naming import clean
-from .ops import FLOATS
+from .context import Context, clean
 from .origin import Origin
 
 _CHANGES = 64  # conversions listed for one module
@@ -34,7 +33,7 @@ class PrecisionMap:
 
     @property
     def looking(self) -> bool:
-        return self._context.pace.looking
+        return bool(self._context.pace.looking)
 
     def left(self, module: torch.nn.Module, args: Any, output: Any, *, root: bool) -> None:
         """A module's forward has ended."""

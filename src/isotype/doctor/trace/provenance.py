@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from ...dtypes import name as dtype_name
+from ...observe.operators import Operator
 from .context import Context
-from .ops import Op
 from .origin import Origin
 
 MARK = "_isotype_origin"
@@ -79,7 +80,7 @@ class Provenance:
         op, module = mark[1]
         return f"{op} in {module}" if module else op
 
-    def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
+    def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
         """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
         context = self._context
         if op.view and inputs:
@@ -89,7 +90,7 @@ class Provenance:
             else:
                 out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
             return
-        module = context.names.of(context.stack[-1]) if context.stack else ""
+        module = context.names.of(context.stack[-1].module) if context.stack else ""
         dtype = out.dtype
         same = None
         narrower = False  # whether an operand was widened to the result's dtype
@@ -110,7 +111,7 @@ class Provenance:
             return  # in place: the dtype stays what it was
         self.set(out, self._made(op, inputs, out), (op.name, module))
 
-    def _made(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
+    def _made(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
         context = self._context
         site, module, node = context.here()
         called = context.calling_name()
@@ -121,7 +122,7 @@ class Provenance:
             if op.cast or not op.factory:
                 what = f"{f'.{called}()' if called else op.name} of whole numbers"
             elif context.default_dtype_decides(site, out.dtype, op):
-                what += f" without dtype= (the default dtype is {context.default_word()})"
+                what += f" without dtype= (the default dtype is {dtype_name(torch.get_default_dtype())})"
             return Origin(out.dtype, "created", what, **made)
         if wide is not None and len(inputs) > 1:
             made["via"], made["writer"] = self.get(wide), self.writer(wide)

@@ -13,10 +13,10 @@ import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Severity, listed
+from ...observe.operators import FLOATS, LOW
+from ...observe.origin import Site, in_library, place_of, short, statement, users_line
 from .context import Context
-from .operands import Operand, share_of
-from .ops import FLOATS, LOW
-from .source import Site, in_library, own_line, place_of, short, statement
+from .operands import Operand, cause_of, fix_of, share_of
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ def gather(context: Context, error: BaseException) -> Evidence:
 
 def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
-    context.before_explaining()
+    context.names.find_live()
     evidence = gather(context, error)
     text = str(error)
     own = evidence.stack and not in_library(evidence.stack[0].file)
@@ -98,13 +98,13 @@ def _finding(
     context: Context, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = ""
 ) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
-    own = own_line(evidence.stack)
+    own = users_line(evidence.stack)
     at = own or raised
     groups = [(f"{dtype_name(dtype)}", listed(names)) for dtype, names in evidence.parameters.items()]
     details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")] if raised is not None and raised != own else []
     if own is not None:
         details.append(("called at", f"{own}: {own.text}"))
-    state, _ = context.autocast_state()
+    state, _ = context.autocast.state()
     details += [("autocast", state), *groups]
     return Finding(
         code=code,
@@ -125,7 +125,7 @@ def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Find
     low = [n for n, _ in trainable] or low
     if not low:
         return None
-    changed = next((line for _, p in trainable if (line := context.parameter_history(p))), "")
+    changed = next((line for _, p in trainable if (line := context.parameters.of(p))), "")
     return _finding(
         context,
         error,
@@ -205,7 +205,7 @@ def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> F
         )
         if a != b
     ]
-    recompute = context.recomputation()
+    recompute = context.autocast.recomputation()
     if not differing and recompute is None:
         return None
     if recompute is not None:
@@ -256,7 +256,6 @@ _KNOWN: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | 
 
 def _from_tensors(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """Any other check: the tensors of the failing frame with their chains."""
-    from .advice import cause_of, fix_of
 
     operands = [Operand.of(context, label, tensor) for label, tensor in evidence.tensors[:12]]
     if not operands:
@@ -267,7 +266,7 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
     strays = [o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)]
     odd = (strays or operands)[0]
     name = evidence.stack[0].function
-    state, _ = context.autocast_state()
+    state, _ = context.autocast.state()
     others = [o for o in operands if o is not odd]
     cause = cause_of(odd, name, census, "" if usual is None else share_of(census) and "")
     finding = _finding(

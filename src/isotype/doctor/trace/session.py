@@ -1,15 +1,23 @@
-"""`with isotype.trace(model):` and what the command line builds on: a trace, its findings, and the end of the traced program."""
+"""`with isotype.trace(model):`, and a program run under it: `SCRIPT.py [args]` or `FILE.py:FUNCTION`, as it would run by itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 import torch
 
+from ...errors import UsageError
 from ...finding import Finding, Place, Severity, worst_first
+from ...observe.origin import OBSERVERS, TORCH
 from .tracer import Tracer
 
 
@@ -77,3 +85,148 @@ def program_failed(error: BaseException, file: str | None, line: int | None) -> 
         place=Place(file=file, line=line),
         cause="not a dtype error as far as the trace can see",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A script, or a function of a file."""
+
+    path: Path
+    function: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """`train.py` or `train.py:run`.
+
+        Raises  UsageError when there is no such file, or it is no Python file
+        """
+        path, function = Path(text), None
+        if not path.is_file() and ":" in text:
+            head, _, function = text.rpartition(":")
+            path = Path(head)
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file", fix="isotype doctor trace SCRIPT.py [args], or isotype doctor trace FILE.py:FUNCTION")
+        if path.suffix not in (".py", ""):
+            raise UsageError(f"{path}: not a Python file")
+        if function is not None and not function.isidentifier():
+            raise UsageError(f"{text}: {function!r} is not the name of a function")
+        return cls(path.resolve(), function)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a traced program left: the trace, and the exception that ended it."""
+
+    seen: trace
+    error: BaseException | None
+
+    @property
+    def findings(self) -> list[Finding]:
+        found = list(self.seen.findings)
+        if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
+            spot = next(
+                (f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((*OBSERVERS, TORCH))),
+                None,
+            )
+            found.append(program_failed(self.error, spot.filename if spot else None, spot.lineno if spot else None))
+        return found
+
+    @property
+    def status(self) -> int:
+        """The program's own exit status."""
+        match self.error:
+            case None:
+                return 0
+            case SystemExit(code=None):
+                return 0
+            case SystemExit(code=int(code)):
+                return code
+            case _:
+                return 1
+
+
+def run(target: Target, arguments: Sequence[str] = (), *, map: Path | None = None) -> Outcome:
+    """Runs it under a trace; its exceptions end it, not us.
+
+    Raises  UsageError when the file has no such function
+    """
+    with _as_main(target, arguments):
+        seen = trace(map=map.resolve() if map is not None else None)
+        error: BaseException | None = None
+        try:
+            if target.function is None:
+                code = compile(target.path.read_text(encoding="utf-8"), str(target.path), "exec")
+                main = ModuleType("__main__")
+                main.__file__ = str(target.path)
+                main.__dict__["__builtins__"] = __builtins__
+                sys.modules["__main__"] = main
+                with seen:
+                    exec(code, main.__dict__)
+            else:
+                with seen:
+                    _function(target)()
+        except KeyboardInterrupt:
+            raise
+        except UsageError:
+            raise
+        except BaseException as raised:
+            error = raised
+    return Outcome(seen, error)
+
+
+def plain_traceback(error: BaseException) -> str:
+    """The traceback as it would be without the trace: without Isotype's frames, and without a note, as the finding replaces it."""
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(OBSERVERS)])
+        link.__notes__ = None
+        link = link.__cause__ or link.__context__
+    return "".join(shown.format()).rstrip()
+
+
+def _function(target: Target) -> Callable[[], object]:
+    name = target.path.stem
+    spec = importlib.util.spec_from_file_location(name, target.path)
+    assert spec is not None
+    assert spec.loader is not None
+    assert target.function is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    spec.loader.exec_module(module)
+    function: Callable[[], object] | None = getattr(module, target.function, None)
+    if function is None or not callable(function):
+        defined = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == name]
+        raise UsageError(
+            f"{target.path.name} has no function {target.function!r}", fix=f"one of: {', '.join(defined)}" if defined else None
+        )
+    return function
+
+
+@contextmanager
+def _as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
+    """sys.argv, sys.path and __main__ as `python SCRIPT.py args` would have them."""
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    sys.argv = [str(target.path), *arguments]
+    sys.path.insert(0, str(target.path.parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What the program prints goes to stderr, at the level of file descriptors too, so that stdout holds our answer only."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    stream, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = stream
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,4 +1,4 @@
-"""The tracer: one dispatch mode (what every op really got), with the function mode of `calls` above it, and module hooks (where it was).
+"""The tracer: a reader of the tape (what every op really got), of the calls above it, and of module hooks (where it was).
 
 The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While the program repeats itself they are
 switched off (`pace`). The tracer calls the watchers (`watcher`), which share its state as their `Context`.
@@ -15,28 +15,23 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...dtypes import name as dtype_name
 from ...finding import Finding
-from ...observe import observing
-from .calls import Calls
-from .context import Recompute
+from ...observe.operators import FLOATS, Operator, floating_operands
+from ...observe.origin import OBSERVERS, Site, here, statement
+from ...observe.tape import Calls, Modules, Running, Tape, observing
+from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
-from .naming import Names
-from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
-from .pace import UNWATCHED, Pace
+from .pace import Pace
 from .precision_map import PrecisionMap
 from .provenance import MARK, Provenance
-from .source import Locator, Site, statement
-from .watcher import Subscriptions, Watcher
 from .watchers import every
 from .watchers.autocast import Autocast
-from .watchers.broken_steps import BrokenSteps
 from .watchers.defaults import DefaultDtype
 from .watchers.guards import Guards
-from .watchers.overflow import Overflows
+from .watchers.overflow import BrokenSteps, Overflows
 from .watchers.parameters import Parameters
 from .watchers.promotions import Promotions
 from .watchers.scaling import Scaling
@@ -49,15 +44,13 @@ W = TypeVar("W", bound=Watcher)
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
-class Tracer(TorchDispatchMode):
+class Tracer:
     """Gives every floating tensor an origin while it is entered, and tells the `watchers` what happened."""
 
     def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
-        super().__init__()
         self.names = Names()
-        self.stack: list[torch.nn.Module] = []
+        self.modules = Modules()
         self.calling: Any = None
-        self.locator = Locator()
         self.provenance = Provenance(self)
         self.failures = Failures(self)
         self._watchers = {kind: kind(self) for kind in every()}
@@ -71,21 +64,24 @@ class Tracer(TorchDispatchMode):
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
-        self._ran: weakref.ref[torch.nn.Module] | None = None  # the module with parameters that was called last from outside any other
+        self._last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
         self.device = "cpu"
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
         self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
-        self.ops = 0
+        self.ops = 0  # watched
         self.forwards = 0  # calls of root modules
         self._model = model
-        self._ops: dict[int, Op] = {}
         self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         self._hooks: list[Any] = []
         self._module_hooks: list[Any] = []
-        self._calls = Calls(self)
+        self._tape, self._calls = Tape(self._ran, learned=self._learned), Calls(self._called)
         self._suspended: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
         if model is not None:
             self.learn(model)
+
+    @property
+    def stack(self) -> list[Running]:
+        return self.modules.stack
 
     def _one(self, kind: type[W]) -> W:
         found = self._watchers[kind]
@@ -101,13 +97,13 @@ class Tracer(TorchDispatchMode):
         for watcher in self._watchers.values():
             watcher.start()
         self._calls.__enter__()
-        super().__enter__()
+        self._tape.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.resume()
         self.pace.stop()
-        super().__exit__(kind, error, traceback)
+        self._tape.__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
         for watcher in reversed(self._watchers.values()):
             watcher.stop()
@@ -126,9 +122,9 @@ class Tracer(TorchDispatchMode):
 
     def suspend(self, *, hooks: bool) -> bool:
         """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
-        if self._suspended is not None or _get_current_dispatch_mode() is not self:
+        if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
-        super().__exit__(None, None, None)
+        self._tape.__exit__(None, None, None)
         calls = _get_current_function_mode() is self._calls
         if calls:
             self._calls.__exit__(None, None, None)
@@ -148,7 +144,7 @@ class Tracer(TorchDispatchMode):
             self._hook_modules()
         if calls:
             self._calls.__enter__()
-        super().__enter__()
+        self._tape.__enter__()
 
     def learn(self, root: torch.nn.Module) -> None:
         """Names a model, and gives its parameters and buffers their origins."""
@@ -185,7 +181,7 @@ class Tracer(TorchDispatchMode):
             self.resume()
             self.forwards += 1
             if next(module.parameters(), None) is not None:
-                self._ran = weakref.ref(module)
+                self._last_root = weakref.ref(module)
             for root_called in self._events.root_called:
                 root_called(module)
             if self.pace.begins(module, args):
@@ -193,34 +189,50 @@ class Tracer(TorchDispatchMode):
             for forward_begins in self._events.forward_begins:
                 forward_begins()
             self._census = None
-        self.stack.append(module)
+        self.stack.append(Running(self.names.of(module), module))
         for entered in self._events.entered:
             entered(module, args)
 
     @observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        while self.stack and self.stack.pop() is not module:
-            pass
+        self.modules.leave(module)
         for left in self._events.left:
             left(module, args, output)
         if self._mapped:
             self.picture.left(module, args, output, root=not self.stack)
 
-    # ---- the mode
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # spares each op the wrapper that torch.compile puts around a mode; Dynamo does not trace under one anyway
+    # ---- the modes
+    def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What the program called, above the dispatcher: names casts and factories, and sees the checks that are made there."""
+        name = func.__name__
+        outer, self.calling = self.calling, func
+        self.autocast_around = torch.is_autocast_enabled(self.device)
+        suspended = name in ("backward", "grad") and self.pace.backward_unwatched() and self.suspend(hooks=True)
+        try:
+            if name == "__set__" and len(args) == 2 and func.__self__.__name__ == "data":
+                for data_set in self._events.data_set:
+                    data_set(*args)
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.failures.call_failed(error, func, args, kwargs)
+            raise
+        finally:
+            if suspended:
+                self.resume()
+            if name == "backward":
+                self.scaling.backward_done()
+            self.calling = outer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        op = self._ops.get(id(func))  # its own hash is slow; the entry keeps the op alive, so the id stays its own
-        if op is None:
-            op = self._ops[id(func)] = self._learn_op(func)
+    def _learned(self, op: Operator) -> None:
+        op.before, op.after = self._events.of_op(op.name)
+
+    def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         self.ops += 1
         if op.factory:
-            self.factory_dtype = (kwargs or {}).get("dtype")
+            self.factory_dtype = kwargs.get("dtype")
         token = op.before(op, args, kwargs) if op.before is not None else None
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = op.func(*args, **kwargs) if kwargs else op.func(*args)
         except Exception as error:
             self.failures.op_failed(error, op, args, kwargs)
             raise
@@ -232,7 +244,7 @@ class Tracer(TorchDispatchMode):
             # an op in forward: the autograd node that it gets has its number already
             number = torch._C._autograd._get_sequence_nr() - 1
             if number not in self._forward_sites:
-                self._forward_sites[number] = (self.stack[-1], self.locator.here())
+                self._forward_sites[number] = (self.stack[-1].module, here())
                 if len(self._forward_sites) > _KEPT_SITES:
                     for old in list(self._forward_sites)[: _KEPT_SITES // 2]:
                         del self._forward_sites[old]
@@ -246,40 +258,35 @@ class Tracer(TorchDispatchMode):
             if out.dtype in FLOATS:
                 if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
                     self.picture.gradient(self._forward_sites.get(node._sequence_nr(), (None, None))[0], out)
-                self.provenance.record(op, dtype_of_tensors(args), out)
+                self.provenance.record(op, floating_operands(args), out)
         elif type(out) in (tuple, list):
             inputs = None
             for item in out:
                 if type(item) is torch.Tensor and item.dtype in FLOATS:
-                    inputs = dtype_of_tensors(args) if inputs is None else inputs
+                    inputs = floating_operands(args) if inputs is None else inputs
                     self.provenance.record(op, inputs, item)
         return out
 
-    def _feeds(self, op: Op, args: tuple) -> None:
+    def _feeds(self, op: Operator, args: tuple) -> None:
         """What goes into a product matters to promotions; while copies are stale, what goes into anything matters."""
         if torch._C._current_autograd_node() is not None:
             return
-        inputs = dtype_of_tensors(args)
+        inputs = floating_operands(args)
         if op.product:
             for tensor in inputs:
-                self.promotions.reached(tensor, f"{op.name} in {self.names.of(self.stack[-1])}" if self.stack else op.name)
+                self.promotions.reached(tensor, f"{op.name} in {self.names.of(self.stack[-1].module)}" if self.stack else op.name)
         if self.autocast.stale and not op.view:
             self.autocast.consumed(inputs)
-
-    def _learn_op(self, func: Any) -> Op:
-        op = Op(func)
-        op.before, op.after = self._events.of_op(op.name)
-        return op
 
     # ---- what the others ask
     def here(self) -> tuple[Site | None, str, str]:
         """Line, module path and (in backward) autograd node of the running op; a backward op stands where its forward stood."""
         node = torch._C._current_autograd_node()
-        site = self.locator.here(3)
+        site = here()
         if node is not None:
             module, forward = self._forward_sites.get(node._sequence_nr(), (None, None))
             return forward or site, self.names.of(module) if module is not None else "", node.name()
-        return site, self.names.of(self.stack[-1]) if self.stack else "", ""
+        return site, self.names.of(self.stack[-1].module) if self.stack else "", ""
 
     def between_passes(self) -> bool:
         """Whether neither a forward of the model nor a backward runs now."""
@@ -288,10 +295,7 @@ class Tracer(TorchDispatchMode):
     def calling_name(self) -> str:
         return getattr(self.calling, "__name__", "").strip("_") if self.calling is not None else ""
 
-    def default_word(self) -> str:
-        return dtype_name(torch.get_default_dtype())
-
-    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Op) -> bool:
+    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
@@ -306,7 +310,7 @@ class Tracer(TorchDispatchMode):
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return False
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(__file__.rpartition("/")[0]):
+        while frame is not None and frame.f_code.co_filename.startswith(OBSERVERS):
             frame = frame.f_back
         return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
@@ -328,43 +332,22 @@ class Tracer(TorchDispatchMode):
         where = f"{UNWATCHED}, " if self.pace.unwatched else ""
         return Origin(tensor.dtype, "input", f"{where}shape {tuple(tensor.shape)}")
 
-    def before_explaining(self) -> None:
-        """Names what has not run yet, so that an explanation can."""
-        self.names.find_live()
-
-    def autocast_state(self) -> tuple[str, bool]:
-        return self.autocast.state()
-
-    def default_leak(self) -> tuple[str, str] | None:
-        return self.defaults.explain()
-
-    def recomputation(self) -> Recompute | None:
-        return self.autocast.recomputation()
-
-    def parameter_history(self, tensor: torch.Tensor) -> str:
-        return self.parameters.of(tensor)
-
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
         return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events
-    def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+    def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
         for promoted in self._events.promoted:
             promoted(op, origin, wide, narrow, out)
         if self._mapped:
             self.picture.changed(origin, narrow.dtype, out)
 
-    def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def cast(self, op: Operator, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         for cast in self._events.cast:
             cast(origin, source, out)
         if self._mapped:
             self.picture.changed(origin, source.dtype, out)
-
-    def attribute_set(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
-        if func.__self__.__name__ == "data":
-            for data_set in self._events.data_set:
-                data_set(tensor, value)
 
     def dtypes_changed(self) -> None:
         self._census = None
@@ -373,15 +356,12 @@ class Tracer(TorchDispatchMode):
     def census(self) -> Counter[torch.dtype]:
         """Parameter elements by dtype of the model that is running."""
         if self._census is None:
-            self._census = self.names.census(self.stack[0] if self.stack else None)
+            self._census = self.names.census(self.stack[0].module if self.stack else None)
         return self._census
 
     def census_of_failure(self) -> Counter[torch.dtype]:
         """The same of the whole model that is running, or that ran last (in a loss, or between two forwards); of all before any has run."""
-        running = self.stack[0] if self.stack else None
+        running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
-            running = self._ran() if self._ran is not None else None
+            running = self._last_root() if self._last_root is not None else None
         return self.names.census(self.names.root_of(running) if running is not None else None)
-
-    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
-        self.failures.call_failed(error, func, args, kwargs)

@@ -6,13 +6,14 @@ In plain PyTorch the same update is 16 launches and holds up to four fp32 copies
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device
-from .op import AdamwNumbers
 
 # 8 values a thread at 4 warps
 BLOCK = 1024
@@ -50,8 +51,8 @@ def adamw_kernel(
 
 
 @on_its_device
-def adamw_(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None, first: int = 0) -> None:
-    """As `adamw_reference_`; all four tensors are contiguous, and `first` is a multiple of 4."""
+def adamw_(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Any, seed: int | None, first: int = 0) -> None:
+    """As `adamw_reference_`, with its AdamwNumbers; all four tensors are contiguous, and `first` is a multiple of 4."""
     if not weight.numel():
         return
     n = numbers

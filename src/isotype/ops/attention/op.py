@@ -232,6 +232,29 @@ def attention(
         )
 
 
+def attention_by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor | None:
+    """`attention` where a kernel computes it; None where PyTorch's own would, also under torch.func."""
+    cast = autocast_dtype(query)
+    if cast is not None and query.dtype != torch.float64:
+        query, key, value = query.to(cast), key.to(cast), value.to(cast)
+    path = path_for(cpu.KERNELS, query, key, value)
+    if path == "reference" or not query.dtype == key.dtype == value.dtype:
+        return None
+    backend: Backend
+    if path == "cpp" and query.is_cpu and _fits(query.dtype, query, key, value, mask):
+        backend = "cpp"
+    else:
+        backend = backend_of(query.dtype, query, key, value, mask, causal=causal)
+        if backend not in ("cpp", "flash", "cudnn"):
+            return None
+    _check(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = call_op(Attention, attention_reference, path, query, key, value, mask, causal, scale, backend, None, None)
+    return out
+
+
 def _with_documents(mask: Tensor | None, documents: Documents | None, query: Tensor) -> Tensor | None:
     if documents is None:
         return mask

@@ -13,18 +13,6 @@ KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiii
 _PARTIAL_SUMS, _ROWS = 64, 16
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[T H], each row's values adjacent."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _fp32(weight_H: Tensor, unit_offset: bool) -> Tensor:
-    w = weight_H if weight_H.dtype is torch.float32 and weight_H.is_contiguous() else weight_H.to(torch.float32).contiguous()
-    return w + 1.0 if unit_offset else w
-
-
 def _fake_forward(
     x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,9 +31,14 @@ def rms_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, 1 / rms of each row, x + residual, empty where there is none)"""
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
-    x_TH, other_TH = _rows(x), None if residual is None else _rows(residual)
+    # rows of adjacent values; the weight in fp32
+    x_TH, w_H = x.reshape(-1, x.shape[-1]), weight_H.to(torch.float32).contiguous()
+    x_TH, w_H = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), w_H + 1.0 if unit_offset else w_H
+    other_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if other_TH is not None and other_TH.stride(1) != 1:
+        other_TH = other_TH.contiguous()
     KERNELS(
-        "forward", x.dtype, out_dtype, x_TH, other_TH, _fp32(weight_H, unit_offset), y, scale, total,
+        "forward", x.dtype, out_dtype, x_TH, other_TH, w_H, y, scale, total,
         *x_TH.shape, x_TH.stride(0), 0 if other_TH is None else other_TH.stride(0), eps,
     )  # fmt: skip
     return y, scale, total
@@ -66,12 +59,17 @@ def rms_norm_backward(
     x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype)
-    x_TH, dy_TH, more_TH = _rows(x), _rows(dy), None if more is None else _rows(more)
-    rows, columns = x_TH.shape
+    columns, w_H = x.shape[-1], weight_H.to(torch.float32).contiguous()
+    x_TH, dy_TH, w_H = x.reshape(-1, columns), dy.reshape(-1, columns), w_H + 1.0 if unit_offset else w_H
+    x_TH, dy_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
+    more_TH = None if more is None else more.reshape(-1, columns)
+    if more_TH is not None and more_TH.stride(1) != 1:
+        more_TH = more_TH.contiguous()
+    rows = x_TH.shape[0]
     block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
     partial_BH = torch.empty((-(-rows // block), columns), dtype=torch.float32) if want_dweight else None
     KERNELS(
-        "backward", x.dtype, dy.dtype, x_TH, _fp32(weight_H, unit_offset), scale.contiguous(), dy_TH, more_TH, dx, partial_BH,
+        "backward", x.dtype, dy.dtype, x_TH, w_H, scale.contiguous(), dy_TH, more_TH, dx, partial_BH,
         rows, columns, x_TH.stride(0), dy_TH.stride(0), 0 if more_TH is None else more_TH.stride(0), block,
     )  # fmt: skip
     # summed in fp32, and narrowed once

@@ -17,19 +17,16 @@ def like(x_BNSD: Tensor) -> Tensor:
     return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
 
 
-def _table(t: Tensor) -> Tensor:
-    return t if t.dtype is torch.float32 and t.is_contiguous() else t.to(torch.float32).contiguous()
-
-
 @library_op(
     "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
     fake=lambda q, k, cos, sin, interleaved, back: (like(q), like(k)),
 )
 def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
-    cos_BSR, sin_BSR = _table(cos_BSR), _table(sin_BSR)
+    cos_BSR, sin_BSR = cos_BSR.to(torch.float32).contiguous(), sin_BSR.to(torch.float32).contiguous()
     made: list[Tensor] = []
     for x in (q_BNSD, k_BMSD):
-        y = like(x)
+        y = torch.empty_like(x)
+        y = y if y.stride(-1) == 1 else like(x)
         x = x if x.stride(-1) == 1 else x.contiguous()
         KERNELS(
             "rotate", x.dtype, x, y, cos_BSR, sin_BSR, *x.shape, cos_BSR.shape[-1], *x.stride()[:3], *y.stride()[:3], cos_BSR.shape[0],

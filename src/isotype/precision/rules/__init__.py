@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from ...finding import Finding
 from ...pages.rules import docstring_page
-from . import device, fp16, gradients, updates, values, weights
+from . import values, weights
 from .rule import RULES, Facts, Setting
 
-__all__ = ["RULES", "Facts", "Setting", "check", "codes", "device", "fp16", "gradients", "page", "updates", "values", "weights"]
+__all__ = ["RULES", "Facts", "Setting", "check", "codes", "page", "values", "weights"]
 
 
 def check(facts: Facts) -> list[Finding]:

@@ -24,8 +24,7 @@ from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
 from ...optimize import Manifest, optimize
-from ...precision.apply import apply_precision
-from ...precision.keep_in_fp32 import is_kept_in_fp32, names_kept_in_fp32
+from ...precision.apply import apply_precision, is_kept_in_fp32, names_kept_in_fp32
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from .families import Family

@@ -13,8 +13,7 @@ from ...dtypes import to_torch
 from ...environment.planned import stands_for
 from ...ops.attention import Documents
 from ...optimize import deferring
-from ...optimize.document_mask import DocumentMask
-from ...optimize.mask_needs import mask_needs
+from ...optimize.attention import DocumentMask, mask_needs
 from .batches import Batch
 
 

@@ -1,32 +1,33 @@
-"""AC008 to AC011, AC017: memory that belongs to someone else, written to.
+"""AC008 to AC011: memory that belongs to someone else, written to; AC021: memory that was never written.
 
-All on one setting that runs, against the same function's own undisturbed gradients; nothing here depends on a tolerance for dtypes.
+All on one setting that runs, against the same function's own gradients; nothing here depends on a tolerance for dtypes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...finding import Place, Severity
-from .attempt import BACKWARD, Outcome, attempt, incoming_gradient
-from .fault import Fault, fault, method_at_fault
+from .attempt import BACKWARD, FORWARD, Fault, Outcome, attempt, fault, incoming_gradient, method_at_fault
+from .dtype_rules import first_line
+from .locate import failure_of
 from .numerics import Numerics
-from .places import failure_of
-from .raising import first_line
-from .samples import Sample
-from .settings import Setting
+from .samples import Setting
 from .subjects import Subject
 
 
 def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     """`baseline` is an undisturbed run under the same setting, with its inputs watched."""
-    subject, sample = numerics.subject, numerics.sample
+    subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
         faults += _strange_gradients(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
-    faults += _reused_output(subject, sample, setting)
     return faults
 
 
@@ -163,27 +164,6 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
     ]
 
 
-def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[Fault]:
-    """Whether a second call writes into the result of the first."""
-    first = attempt(subject, sample, setting, forward_only=True)
-    if not first.ran:
-        return []
-    before = [t.detach().clone() for t in first.outputs]
-    second = attempt(subject, sample, setting, relative_noise=0.25, forward_only=True)
-    if not second.ran or all(same(now.detach(), then) for now, then in zip(first.outputs, before)):
-        return []
-    place = method_at_fault(subject, attempt(subject, sample, setting), "forward")
-    return [
-        fault(
-            "AC017",
-            f"{place.symbol} returns memory that its next call overwrites",
-            place,
-            "the result lives in a buffer kept between calls: the first call's result changed when the second one ran",
-            "allocate the result in every call, or return a clone",
-        )
-    ]
-
-
 def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
     sizes = usual.grads if usual is not None else {}
@@ -200,3 +180,47 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within this block fresh memory (`torch.empty` and the like) holds NaN, and integers their largest value."""
+    on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # a module whose one setting is a property, which its annotations do not show
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=warns)
+        memory.fill_uninitialized_memory = filled
+
+
+def unwritten_memory(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """AC021. Checked first, since this fault would look like many others."""
+    if not (baseline.functions or numerics.plain is not None):
+        return []
+    given = attempt(numerics.subject, numerics.sample, setting, around=poisoned)
+    if not given.ran:
+        return []
+    right = baseline.results()
+    wrong = [n for n, t in given.results().items() if n in right and bool((torch.isfinite(right[n]) & ~torch.isfinite(t)).any())]
+    if not wrong:
+        return []
+    spot = method_at_fault(numerics.subject, baseline, _stage(wrong))
+    return [
+        fault(
+            "AC021",
+            f"{spot.symbol} returns memory it never wrote in its {', '.join(wrong)}",
+            spot,
+            "with fresh memory filled with NaN, NaN is in the result: an element was left as `torch.empty` handed it out. It is usually "
+            "zero or a value of the last step, so that nobody notices",
+            "write every element, masked rows and the tail of the last block too, or allocate with torch.zeros",
+        )
+    ]
+
+
+def _stage(results: list[str]) -> str:
+    return BACKWARD if all(n.startswith("gradient") for n in results) else FORWARD

@@ -1,7 +1,13 @@
-"""One run of the function under one setting, and everything that came of it."""
+"""One run of the function under one setting, and everything that came of it.
+
+What hand-written backwards really received and returned is seen before the engine casts it in silence. `Fault` is what a rule finds.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,13 +16,97 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from .samples import Sample
-from .settings import Setting
+from ...finding import Finding, Place, Severity
+from .samples import Sample, Setting
 from .subjects import Subject
-from .watch import BackwardCall, function_classes, watching_backwards
+
+
+@dataclass
+class BackwardCall:
+    """One call of a Function's backward.
+
+    expected  for each input: the dtype to which autograd will cast its gradient, None where it requires none
+    leaves    for each input: the leaf tensor it is, if it is one
+    returned  what backward gave back, as dtypes
+    context   its ctx, kept only when it raised (reading saved tensors a second time would disturb checkpointing)
+    """
+
+    function: type
+    incoming: list[Tensor] = field(default_factory=list)
+    context: Any = None
+    expected: list[torch.dtype | None] = field(default_factory=list)
+    leaves: list[Tensor | None] = field(default_factory=list)
+    returned: list[torch.dtype | None] | None = None
+
+    def saved(self) -> list[Tensor]:
+        """What it had saved, after it raised."""
+        try:
+            return [t for t in self.context.saved_tensors if isinstance(t, Tensor)] if self.context is not None else []
+        except RuntimeError:  # freed, or changed since
+            return []
+
+
+@contextmanager
+def watching_backwards() -> Iterator[list[BackwardCall]]:
+    """Within this block every hand-written backward that runs is recorded, whichever Function it belongs to."""
+    calls: list[BackwardCall] = []
+    originals = {n: BackwardCFunction.__dict__[n] for n in ("apply", "apply_boxed") if n in BackwardCFunction.__dict__}
+
+    def spying(original: Any, boxed: bool) -> Any:
+        def apply(ctx: Any, *grads: Any) -> Any:
+            call = _met(ctx, grads[0] if boxed else grads)
+            calls.append(call)
+            try:
+                result = original(ctx, *grads)
+            except Exception:
+                call.context = ctx
+                raise
+            given = result if isinstance(result, (tuple, list)) else (result,)
+            call.returned = [g.dtype if isinstance(g, Tensor) else None for g in given]
+            return result
+
+        return apply
+
+    for name, original in originals.items():
+        setattr(BackwardCFunction, name, spying(original, name == "apply_boxed"))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(BackwardCFunction, name, original)
+
+
+def _met(ctx: Any, grads: Any) -> BackwardCall:
+    call = BackwardCall(ctx._forward_cls, incoming=[g for g in grads if isinstance(g, Tensor)])
+    for node, index in ctx.next_functions:
+        if node is None:
+            call.expected.append(None)
+            call.leaves.append(None)
+            continue
+        leaf = getattr(node, "variable", None)
+        call.leaves.append(leaf)
+        call.expected.append(leaf.dtype if leaf is not None else node._input_metadata[index].dtype)
+    return call
+
+
+def function_classes(outputs: list[Tensor]) -> list[type]:
+    """The hand-written Functions in the graph above these outputs, nearest first."""
+    found: dict[type, None] = {}
+    todo, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set()
+    while todo:
+        node = todo.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found.setdefault(node._forward_cls)
+        todo += [above for above, _ in node.next_functions if above is not None]
+    return list(found)
+
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -206,3 +296,59 @@ def _restore(before: dict[str, Any], device: str) -> None:
     torch.set_autocast_cache_enabled(before["autocast cache"])
     torch._C._set_grad_enabled(before["grad mode"])
     torch.set_default_dtype(before["default dtype"])
+
+
+Fault = tuple[tuple[object, ...], Finding]
+
+
+def fault(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
+    return (code, place.symbol, place.line, severity), Finding(
+        code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
+    )
+
+
+def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
+    """The hand-written method that has the fault, if there is one."""
+    if outcome.calls:
+        function = outcome.calls[0].function
+        return method_place(function, stage, owner_of_method(function, stage))
+    return subject.place
+
+
+def registered(function: type, method: str) -> Any:
+    """What the author of a torch.library operator registered, for the Function that torch generates around it; else None."""
+    own = getattr(function, "backward", None)
+    if not function.__name__.startswith("GeneratedBackwardFor_") or own is None:
+        return None
+    infos = [cell.cell_contents for cell in own.__closure__ or () if hasattr(cell.cell_contents, "_backward_fn")]
+    return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None) if infos else None
+
+
+def owner_of_method(function: type, method: str) -> str:
+    """`Class.backward`; the registered function's own name for an operator of torch.library."""
+    written = registered(function, method)
+    if written is not None:
+        return f"{written.__qualname__.split('<locals>.')[-1]} (of {function.__name__.removeprefix('GeneratedBackwardFor_')})"
+    return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
+
+
+def return_of(function: type, owner: str) -> Place:
+    """The last `return` of a Function's backward."""
+    return method_place(function, "backward", owner, statement=True)
+
+
+def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
+    written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
+    try:
+        lines, first = inspect.getsourcelines(written)
+        file = inspect.getsourcefile(written)
+    except (OSError, TypeError):
+        return Place(symbol=owner)
+    line = first + next((i for i, text in enumerate(lines) if text.lstrip().startswith("def ")), 0)
+    if statement:
+        try:
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except SyntaxError:
+            tree = ast.Module(body=[], type_ignores=[])
+        line = max((first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)), default=line)
+    return Place(file=file, line=line, symbol=owner)

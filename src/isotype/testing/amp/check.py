@@ -1,4 +1,4 @@
-"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces."""
+"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and the report of what was found."""
 
 from __future__ import annotations
 
@@ -11,29 +11,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...doctor.output import as_text
 from ...errors import UsageError
 from ...finding import Finding, Severity, worst_first
 from ...ops.contract import OpContract
-from . import raising
-from .aliasing import aliasing_faults
-from .attempt import BACKWARD, Outcome, attempt
-from .contracts import contract_faults
-from .dtype_rules import gradient_faults, output_faults
-from .edges import edge_faults, unwritten_memory
-from .fault import Fault
-from .first_dtype import first_dtype_faults
+from .aliasing import aliasing_faults, unwritten_memory
+from .attempt import BACKWARD, Fault, Outcome, attempt
+from .dtype_rules import contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
 from .inexact import COLUMNS, ROWS, inexact, long_sums
+from .locate import failure_of
 from .numerics import Numerics
-from .operator_dtypes import operator_dtypes
-from .places import failure_of
-from .promoted import promoted_outputs
 from .relations import relation_faults, state_faults, wrapped_faults
-from .report import ConformanceError, Report, merged
-from .rounded_weights import rounded_weights
-from .samples import Sample, read_samples
-from .scalar import not_finite, scalar_losses
-from .settings import LOW, Setting, settings
+from .rounding import not_finite, rounded_weights, scalar_losses
+from .samples import LOW, Sample, Setting, read_samples, settings
 from .subjects import Subject
+
+
+class ConformanceError(AssertionError):
+    """The function breaks under mixed precision. `report` holds the findings; the message is the whole report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        super().__init__("\n" + report.render())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `ampcheck(..., raises=False)`.
+
+    tried    combinations run
+    refused  combinations that the function refuses, as plain PyTorch does: setting -> why
+    skipped  what could not be looked at, and why
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    tried: int
+    refused: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """No finding of severity warning or error."""
+        return not self.at_least(Severity.WARNING)
+
+    def at_least(self, severity: Severity) -> list[Finding]:
+        return [f for f in self.findings if f.severity >= severity]
+
+    def codes(self, severity: Severity = Severity.WARNING) -> list[str]:
+        """Codes of the findings at or above `severity`, each once."""
+        return sorted({f.code for f in self.at_least(severity)})
+
+    def render(self) -> str:
+        text = as_text(self.findings, subject=self.subject)
+        return f"{text} ({self.tried} combinations run{f', {len(self.refused)} refused' if self.refused else ''})"
+
+
+def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Finding]:
+    """One finding for each fault, however many combinations show it.
+
+    groups  (what makes two findings the same fault, the finding, the combination it was seen in)
+    """
+    first: dict[tuple[object, ...], Finding] = {}
+    seen: dict[tuple[object, ...], list[str]] = {}
+    for key, finding, where in groups:
+        if key not in first or finding.severity > first[key].severity:
+            first[key] = finding
+        seen.setdefault(key, []).append(where)
+    out = []
+    for key, finding in first.items():
+        places = list(dict.fromkeys(where for where in seen[key] if where))
+        if places:
+            shown = "; ".join(places[:3]) + (f"; and {len(places) - 3} more" if len(places) > 3 else "")
+            out.append(_with_detail(finding, ("seen with", shown)))
+        else:
+            out.append(finding)
+    return out
+
+
+def _with_detail(finding: Finding, detail: tuple[str, str]) -> Finding:
+    return Finding(
+        code=finding.code,
+        severity=finding.severity,
+        message=finding.message,
+        place=finding.place,
+        cause=finding.cause,
+        declared=finding.declared,
+        observed=finding.observed,
+        fix=finding.fix,
+        details=(*finding.details, detail),
+    )
 
 
 def ampcheck(
@@ -179,16 +246,16 @@ class _Check:
 
     def _judge_failure(self, setting: Setting, outcome: Outcome) -> None:
         plain_runs = attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
-        why = raising.legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
+        why = legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
         if why is None:
             unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
             severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
             if setting.inside and outcome.stage == BACKWARD:
                 severity = min(severity, Severity.WARNING)  # trainers run backward outside the region
-            self._note([raising.finding_for(outcome, setting, self.subject, severity=severity)], setting)
+            self._note([finding_for(outcome, setting, self.subject, severity=severity)], setting)
         else:
             assert outcome.error is not None
-            self.refused[setting.describe()] = f"{why}: {raising.first_line(outcome.error)}"
+            self.refused[setting.describe()] = f"{why}: {first_line(outcome.error)}"
 
     def _stable(self, setting: Setting) -> bool:
         """Whether the function draws no random numbers."""
@@ -228,18 +295,11 @@ class _Check:
                     return
 
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
-        low = next((s for s in ran if s.autocast is None and s.produced and self.sample.met(s.by_group) <= set(LOW)), None)
-        if low is not None and self.contract is None and self.plain is None:
-            self._note(promoted_outputs(self.numerics, low, ran[low]), low)
-        if self.contract is None:
-            self._note(operator_dtypes(self.numerics, ran), next(iter(ran)))
         # rounding differences between two orders of addition are smallest in fp32
         base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
         self._note(aliasing_faults(self.numerics, base, ran[base]), base)
         stable = self._stable(base)
         self._note(relation_faults(self.numerics, base, ran[base], stable=stable), base)
-        self._note(edge_faults(self.numerics, base, ran[base]) if stable else [], base)
-        self._note(first_dtype_faults(self.numerics) if stable else [], base)
         amp = next((s for s in ran if s.autocast is not None and not s.inside), None)
         for setting in [base, *([amp] if amp is not None else [])]:
             wraps = ("non-reentrant", "reentrant", *self.compilers)
@@ -261,7 +321,7 @@ def _why(outcome: Outcome) -> str:
     assert outcome.error is not None
     failure = failure_of(outcome.error)
     spot = f"{failure.place.file}:{failure.place.line}: " if failure else ""
-    return spot + raising.first_line(outcome.error)
+    return spot + first_line(outcome.error)
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:

@@ -1,17 +1,195 @@
-"""AC003, AC004: gradients and outputs in the wrong dtype, judged by what a hand-written backward really returned."""
+"""AC001 to AC004, AC014: what raises, gradients and outputs in the wrong dtype, and an OpContract broken."""
 
 from __future__ import annotations
 
-import torch
+import re
+from dataclasses import replace
+from typing import Any
 
-from ...dtypes import name
+import torch
+from torch import Tensor
+
+from ...dtypes import TensorSpec, name, parse
 from ...finding import Finding, Place, Severity
-from .attempt import Outcome
-from .fault import Fault, method_place, owner_of_method, return_of
-from .samples import Sample, parameter_names
-from .settings import Setting
+from ...ops.contract import OpContract
+from .attempt import BACKWARD, BackwardCall, Fault, Outcome, method_place, owner_of_method, return_of
+from .locate import Failure, failure_of, shown
+from .samples import Sample, Setting, parameter_names
 from .subjects import Subject
-from .watch import BackwardCall
+
+_NO_KERNEL = re.compile(
+    r"not implemented for|not supported on|no kernel|could not create a primitive|Could not run '|"
+    r"not yet implemented|doesn't support|does not support|No available kernel|not currently implemented",
+    re.IGNORECASE,
+)
+# out= variants and in-place products take no part in autocast
+_OUT = re.compile(r"[(,]\s*out\s*=(?!=)")  # the keyword of a call: `out = x @ w` writes nothing into a buffer
+_IN_PLACE_PRODUCT = re.compile(r"\.(addmm|addmv|addbmm|baddbmm|addr|matmul|mm)_\(")
+_SCATTER = re.compile(r"\b(scatter|scatter_add|scatter_reduce|index_put|index_add|index_copy|masked_scatter|copy)_?\(|\]\s*[-+*/]?=(?!=)")
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def legitimate(
+    outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, *, plain_runs: bool | None, declared: bool
+) -> str | None:
+    """Why raising is right here, or None.
+
+    plain_runs  whether the given reference runs under this setting; None without a reference
+    declared    a contract promises that this combination runs
+    """
+    assert outcome.error is not None
+    failure = failure_of(outcome.error)
+    if _NO_KERNEL.search(str(outcome.error)) or isinstance(outcome.error, NotImplementedError):
+        return "the backend has no kernel for these dtypes"
+    if declared:
+        return None
+    if failure is not None and failure.raised_by_hand:
+        return "the function refuses it on purpose"
+    if plain_runs is not None:
+        return None if plain_runs else "the reference refuses it too"
+    if failure is None:
+        return "plain PyTorch refuses it"
+    if outcome.stage == BACKWARD:
+        return None
+    if setting.autocast is None:
+        if len(sample.met(setting.by_group) | subject.captured_dtypes()) > 1:
+            return "plain PyTorch refuses mixed dtypes with autocast off"
+        return None
+    if failure.function is None and not _skips_autocast(failure) and not setting.produced_by_any_trainer(sample):
+        return "plain PyTorch refuses it"
+    return None
+
+
+def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity) -> tuple[tuple[object, ...], Finding]:
+    """The finding for an outcome that raised, and what makes it the same fault as another."""
+    assert outcome.error is not None
+    failure = failure_of(outcome.error)
+    place = failure.place if failure else subject.place
+    owner = failure.function if failure and failure.function else place.symbol or subject.label
+    stage = outcome.stage or "forward"
+    code = "AC002" if stage == BACKWARD else "AC001"
+    operands = _described(failure, outcome) if failure else {}
+    details = [("raised", first_line(outcome.error))]
+    if failure and failure.source:
+        details.append(("code", failure.expression))
+    if operands:
+        details.append(("met", ", ".join(operands.values())))
+    if failure and len(failure.chain) > 1:
+        details.append(("called from", "\n".join(failure.chain[-4:-1])))
+    verb = "raises in backward although forward ran" if stage == BACKWARD else "raises where plain PyTorch does not"
+    return (code, place.file, place.line), Finding(
+        code=code,
+        severity=severity,
+        message=f"{owner} {verb}: {first_line(outcome.error).split(': ', 1)[-1]}",
+        place=Place(file=place.file, line=place.line, symbol=owner),
+        cause=_cause(outcome, setting, failure, operands, owner),
+        fix=_fix(outcome, setting, failure, owner),
+        observed=setting.describe(),
+        details=tuple(details),
+    )
+
+
+def _described(failure: Failure, outcome: Outcome) -> dict[str, str]:
+    """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression names."""
+    call = outcome.calls[-1] if outcome.calls and outcome.stage == BACKWARD else None
+    said = {}
+    for word, tensor in failure.operands.items():
+        role = ""
+        if call is not None and _same_storage(tensor, call.incoming):
+            role = " (the incoming gradient)"
+        elif call is not None and _same_storage(tensor, call.saved()):
+            role = " (a saved tensor)"
+        else:
+            owner = next((n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None)
+            role = f" (input {owner})" if owner and owner != word and not owner.startswith("input") else role
+        said[word] = f"{word} {shown(tensor)}{role}"
+    return said
+
+
+def _same_storage(tensor: Tensor, others: list[Tensor]) -> bool:
+    try:
+        return any(o.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and o.dtype == tensor.dtype for o in others)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _skips_autocast(failure: Failure) -> bool:
+    return bool(_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return name(str(dtype))
+
+
+def _cause(outcome: Outcome, setting: Setting, failure: Failure | None, operands: dict[str, str], owner: str) -> str:
+    mixed = f": {', '.join(operands.values())}" if operands else ""
+    auto = _word(setting.autocast) if setting.autocast else None
+    if failure and _OUT.search(failure.source):
+        return (
+            f"a product written with out= takes no part in autocast and needs every operand and the buffer in one dtype{mixed}; "
+            + (f"{outcome.stage} made one of them {auto} under autocast and nothing cast the others" if auto else "their dtypes differ")
+            + (" (without custom_fwd, forward runs with autocast left on)" if auto and outcome.stage != BACKWARD else "")
+        )
+    if failure and _IN_PLACE_PRODUCT.search(failure.source):
+        return f"an in-place product takes no part in autocast and needs one dtype for all{mixed}"
+    if failure and _SCATTER.search(failure.source):
+        return (
+            f"{owner} writes values of one dtype into a buffer of another, and scatter, index and slice writes by kernel do not cast{mixed}"
+        )
+    if outcome.stage == BACKWARD and auto and not setting.inside:
+        incoming = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.incoming}
+        saved = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.saved()}
+        return (
+            "forward ran under autocast, backward ran outside it (as trainers call it): the incoming gradient is "
+            f"{'/'.join(sorted(incoming)) or auto}, "
+            f"the saved tensors (the weight or master weight among them) are {'/'.join(sorted(saved)) or 'as given'}, and this "
+            "branch of backward "
+            f"multiplies them without a cast{mixed}"
+        )
+    if outcome.stage == BACKWARD:
+        return f"this branch of backward mixes the incoming gradient with tensors of another dtype (a saved tensor, a buffer){mixed}"
+    if auto:
+        return f"forward ran under autocast to {auto}, and this line meets two dtypes that autocast does not reconcile{mixed}"
+    return f"every input has one dtype here, so the other one is written into the code (a constant, a buffer, a table, a cast){mixed}"
+
+
+def _fix(outcome: Outcome, setting: Setting, failure: Failure | None, owner: str) -> str:
+    device = next((t.device.type for t in outcome.tensors.values()), "cuda")
+    if failure and (_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source)):
+        return (
+            "compute without out= or the in-place form and cast the result to the dtype of the buffer (`buffer += (a @ "
+            "b).to(buffer.dtype)`, "
+            "`dx = (d @ w).to(x.dtype)`), or cast every operand to it first; "
+            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with torch.amp.custom_bwd so that '
+            "both know which dtype it is"
+        )
+    if failure and _SCATTER.search(failure.source):
+        return (
+            "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: "
+            "`buffer.scatter_(1, index, values.to(buffer.dtype))`"
+        )
+    if outcome.stage == BACKWARD and setting.autocast:
+        return (
+            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with '
+            f'torch.amp.custom_bwd(device_type="{device}"), which '
+            "re-enters forward's autocast; or cast the saved tensors to the grad dtype (`weight.to(d.dtype)`) in every branch, "
+            "and return each gradient in its tensor's dtype"
+        )
+    if outcome.stage == BACKWARD:
+        return (
+            "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and "
+            "return each gradient in its tensor's dtype"
+        )
+    if setting.autocast:
+        return (
+            f"decide the compute dtype once at the top of {owner} and cast what it multiplies to it, with autocast off inside; "
+            f'or decorate it with torch.amp.custom_fwd(device_type="{device}", cast_inputs=...)'
+        )
+    return "derive the dtype from an input (`torch.zeros(..., dtype=x.dtype)`, `table.to(x.dtype)`) instead of writing it down"
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
@@ -124,5 +302,99 @@ def _argument(function: type[torch.autograd.Function], index: int) -> str:
     return names[index] if index < len(names) else f"input {index}"
 
 
-def _word(dtype: torch.dtype) -> str:
-    return name(str(dtype))
+def contract_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, contract: OpContract) -> list[Fault]:
+    """What one run did against what was declared."""
+    letters, sizes = _bound(setting, sample, contract)
+    return [
+        *_output_faults(outcome, setting, subject, contract, letters, sizes),
+        *_gradient_faults(outcome, setting, contract, letters),
+    ]
+
+
+def _bound(setting: Setting, sample: Sample, contract: OpContract) -> tuple[dict[str, str], dict[str, Any]]:
+    """The free letters and named sizes, as this call's inputs bind them."""
+    _, named = sample.fresh(setting.by_group)
+    letters: dict[str, str] = {}
+    sizes: dict[str, Any] = {}
+    for argument, spec in contract.inputs.items():
+        if argument in named:
+            spec.dtype_fault(_word(named[argument].dtype), letters)
+            spec.shape_fault(tuple(named[argument].shape), sizes)
+    return letters, sizes
+
+
+def declared_output(spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]) -> TensorSpec:
+    """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
+    if setting.autocast is not None and spec.free and contract.autocast != "ignored":
+        return replace(spec, dtype=_word(setting.autocast) if contract.autocast == "follows" else "fp32")
+    if setting.autocast is not None and contract.autocast == "fp32" and spec.dtype in ("any", "float"):
+        return replace(spec, dtype="fp32")
+    return replace(spec, dtype=letters.get(spec.dtype, spec.dtype)) if spec.free else spec
+
+
+def _output_faults(
+    outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract, letters: dict[str, str], sizes: dict[str, Any]
+) -> list[Fault]:
+    floats = [
+        spec
+        for spec in contract.outputs
+        if spec.dtype in ("any", "float") or spec.free or not spec.dtype.startswith(("int", "uint", "bool"))
+    ]
+    faults = []
+    if len(floats) != len(outcome.outputs):
+        message = f"{subject.label} returns {len(outcome.outputs)} floating outputs; {len(floats)} are declared"
+        return [_fault(("count",), message, subject.place, contract.signature, f"{len(outcome.outputs)} outputs", _FIX)]
+    for i, (given, spec) in enumerate(zip(outcome.outputs, floats)):
+        expected = declared_output(spec, setting, contract, letters)
+        observed = _word(given.dtype)
+        which = "its output" if len(floats) == 1 else f"output {i}"
+        wanted = expected.dtype_fault(observed, dict(letters))
+        if wanted is not None:
+            message = f"{subject.label} returns {which} in {observed}; its contract says {wanted}"
+            seen = f"{observed} with {setting.describe()}"
+            faults.append(
+                _fault(("output", i, observed, wanted), message, subject.place, f"{spec}, autocast {contract.autocast}", seen, _FIX)
+            )
+        shape = spec.shape_fault(tuple(given.shape), dict(sizes))
+        if shape is not None:
+            message = f"{subject.label} returns {which} with {shape}"
+            faults.append(_fault(("shape", i), message, subject.place, str(spec), str(list(given.shape)), _FIX))
+    return faults
+
+
+def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]) -> list[Fault]:
+    """Only gradients that reach an argument directly are judged; the op does not decide the result of a cast in between."""
+    by_tensor = {id(t): n for n, t in outcome.tensors.items()}
+    faults = []
+    for call in outcome.calls:
+        for leaf, returned in zip(call.leaves, call.returned or []):
+            argument = by_tensor.get(id(leaf)) if leaf is not None else None
+            if argument is None or argument not in contract.grads or returned is None:
+                continue
+            declared = contract.grads[argument]
+            wanted = letters.get(declared) if len(declared) == 1 else parse(declared)
+            if wanted is None or wanted == _word(returned):
+                continue
+            owner = f"{call.function.__qualname__.split('<locals>.')[-1]}.backward"
+            message = f"{owner} returns the gradient of {argument} in {_word(returned)}; its contract says {wanted}"
+            seen = f"{_word(returned)} with {setting.describe()}"
+            faults.append(
+                _fault(("grad", argument, _word(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen, _FIX)
+            )
+    return faults
+
+
+_FIX = "cast once at the end to the declared dtype, or change the contract if it is the contract that is wrong"
+
+
+def _fault(key: tuple[object, ...], message: str, place: Place, declared: str, observed: str, fix: str) -> Fault:
+    return ("AC014", *key), Finding(
+        code="AC014",
+        severity=Severity.ERROR,
+        message=message,
+        place=place,
+        declared=declared,
+        observed=observed,
+        cause="callers, the tracer and the other ops rely on the declared dtypes; the engine's silent casts hide a gradient in another one",
+        fix=fix,
+    )

@@ -1,26 +1,74 @@
 """The findings AC006 and AC007: the errors that `numerics` measured, with the line that lost the precision.
 
 A sum is long over the rows (a weight's gradient) or over the columns of a row (a norm's mean of squares, a softmax's total): both grow.
+What a long run costs is counted and not timed, so that the result is the same on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
-from .attempt import Outcome, attempt
-from .cost import counted
-from .fault import Fault, method_at_fault
+from ...observe.operators import Operator
+from ...observe.tape import Tape
+from .attempt import Fault, Outcome, attempt, method_at_fault
 from .locate import Culprit, locate, running_sums
 from .numerics import Excess, Numerics, percent
-from .samples import Sample, lengthened, widened
-from .settings import Setting
+from .samples import Sample, Setting, lengthened, widened
 from .subjects import Subject
+
+CALL, NUMBER, OPERATION = 2e-7, 2e-9, 2e-10  # seconds that a call in Python, a number written and an operation take on a nominal machine
+
+
+@dataclass
+class Cost:
+    """calls: of Python functions; numbers: written by operators; operations: of products, as `flop_counter` counts them."""
+
+    calls: int = 0
+    numbers: int = 0
+    operations: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """On a nominal machine."""
+        return CALL * self.calls + NUMBER * self.numbers + OPERATION * self.operations
+
+
+@contextmanager
+def counted() -> Iterator[Cost]:
+    """Counts what runs inside."""
+    cost = Cost()
+    former = sys.getprofile()
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            cost.calls += 1
+
+    def ran(op: Operator, args: tuple, kwargs: dict) -> Any:
+        out = op(*args, **kwargs)
+        cost.numbers += sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        if (operations := flop_registry.get(op.func.overloadpacket)) is not None:
+            cost.operations += int(operations(*args, **kwargs, out_val=out))
+        return out
+
+    with Tape(ran):
+        sys.setprofile(count)
+        try:
+            yield cost
+        finally:
+            sys.setprofile(former)
+
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 STABLE = (

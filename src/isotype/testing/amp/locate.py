@@ -1,44 +1,170 @@
-"""Which line made a result inexact: the run as it is beside the exact run, operator by operator."""
+"""Which line made a result inexact: the run as it is beside the exact run, operator by operator. From an exception to the line of the
+user's own code, with the dtypes of the tensors that it names.
+"""
 
 from __future__ import annotations
 
+import ast
 import linecache
-import sys
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...dtypes import name
 from ...finding import Place
+from ...observe.operators import Operator, names
+from ...observe.origin import may_be_at_fault, running_frames
+from ...observe.tape import Tape
 from .attempt import attempt
-from .exact import exact
-from .places import is_users, owner_of, symbol_of
-from .samples import Sample
-from .settings import Setting
+from .numerics import exact
+from .samples import Sample, Setting
 from .subjects import Subject
 
-_NO_ARITHMETIC = {"_to_copy", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze"}
-_NO_ARITHMETIC |= {
-    "squeeze",
-    "slice",
-    "select",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "clone",
-    "as_strided",
-    "split",
-    "set_",
-}
-_ADDS = {"add", "add_", "sub", "sub_", "addmm", "addmm_", "baddbmm", "baddbmm_", "index_add", "index_add_", "index_put", "index_put_"}
+
+@dataclass(frozen=True)
+class Failure:
+    """Where an exception began in the user's code.
+
+    function  `Class.forward` or `Class.backward` when the way there leads through a hand-written Function
+    operands  the tensors the failing expression names: name -> tensor
+    chain     user frames from the outermost to the innermost, as `file:line symbol`
+    """
+
+    place: Place
+    source: str
+    function: str | None
+    operands: dict[str, Tensor]
+    chain: tuple[str, ...]
+    raised_by_hand: bool
+
+    @property
+    def expression(self) -> str:
+        return self.source.split("#")[0].strip()
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """None when no frame between them is the user's."""
+    frames = list(_frames(error.__traceback__))
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # a Triton kernel: its own line is in the cause
+        error = error.__cause__
+        frames += list(_frames(error.__traceback__))
+    mine = [(tb.tb_frame, tb) for tb in frames if may_be_at_fault(tb.tb_frame.f_code.co_filename)]
+    if not mine:
+        return None
+    frame, tb = mine[-1]
+    span = _span(tb)
+    function = next((f.f_code.co_qualname for f, _ in reversed(mine) if _is_function_method(f)), None)
+    source = _source(frame.f_code.co_filename, span[0], span[1])
+    return Failure(
+        place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
+        source=source,
+        function=_clean(function) if function else None,
+        operands=_operands(frame, span),
+        chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {symbol_of(f)}" for f, t in mine),
+        raised_by_hand=frames[-1].tb_frame is frame and _is_raise(source),
+    )
+
+
+def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+def symbol_of(frame: FrameType) -> str:
+    return _clean(frame.f_code.co_qualname)
+
+
+def owner_of(frame: FrameType | None) -> str | None:
+    """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was called from."""
+    while frame is not None:
+        if may_be_at_fault(frame.f_code.co_filename) and _is_function_method(frame):
+            return symbol_of(frame)
+        frame = frame.f_back
+    return None
+
+
+def _clean(qualname: str) -> str:
+    return qualname.split("<locals>.")[-1]
+
+
+def _is_function_method(frame: FrameType) -> bool:
+    first = frame.f_code.co_varnames[:1]
+    owner = frame.f_code.co_qualname.rpartition(".")[0]
+    return frame.f_code.co_name in ("forward", "backward", "vjp", "setup_context") and bool(owner) and first != ("self",)
+
+
+def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
+    """Lines and columns of the instruction that failed."""
+    positions = list(tb.tb_frame.f_code.co_positions())
+    index = tb.tb_lasti // 2
+    if index < len(positions):
+        line, end_line, column, end_column = positions[index]
+        if line is not None:
+            return line, end_line or line, column, end_column
+    return tb.tb_lineno, tb.tb_lineno, None, None
+
+
+def _source(file: str, first: int, last: int) -> str:
+    return " ".join(linecache.getline(file, n).strip() for n in range(first, last + 1)).strip()
+
+
+def _is_raise(source: str) -> bool:
+    return source.startswith(("raise ", "assert ")) or source == "raise"
+
+
+def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
+    file = frame.f_code.co_filename
+    first, last, column, end_column = span
+    lines = [linecache.getline(file, n) for n in range(first, last + 1)]
+    if column is not None and end_column is not None and lines:
+        encoded = [line.encode() for line in lines]
+        encoded[-1] = encoded[-1][:end_column]
+        encoded[0] = encoded[0][column:]
+        text = b"".join(encoded).decode(errors="replace")
+    else:
+        text = "".join(lines)
+    known: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
+    found: dict[str, Tensor] = {}
+    for word in _names(text):
+        value = known.get(word)
+        if isinstance(value, Tensor):
+            found[word] = value
+    return found
+
+
+def _names(text: str) -> list[str]:
+    """Names an expression or a statement uses, in order."""
+    for candidate in (text, textwrap.dedent(text), f"({text.strip()})", text.strip().rstrip(":") + ": pass"):
+        try:
+            tree = ast.parse(candidate)
+        except SyntaxError:
+            continue
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        return list(dict.fromkeys(node.id for node in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
+    return []
+
+
+def shown(tensor: Tensor) -> str:
+    """`bf16[2 3 4]`"""
+    return f"{name(str(tensor.dtype))}[{' '.join(map(str, tensor.shape))}]"
+
+
+_NO_ARITHMETIC = names(
+    """
+    _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
+    empty_strided new_empty_strided empty_permuted clone as_strided split set_
+    """
+)
+_ADDS = names("add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_")
 
 
 @dataclass(frozen=True)
@@ -68,31 +194,24 @@ class Culprit:
     accumulates: bool
 
 
-class _Recorder(TorchDispatchMode):
-    """Keeps what every arithmetic operator was given and made, with the user's line that asked for it."""
+class _Recorder:
+    """A reader of the tape: keeps what every arithmetic operator was given and made, with the user's line that asked for it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.steps: list[_Step] = []
+        self.tape = Tape(self._ran)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `Exact`
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name.split("::")[-1]
-        if name in _NO_ARITHMETIC:
-            return func(*args, **(kwargs or {}))
+    def _ran(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        if op.name in _NO_ARITHMETIC:
+            return op(*args, **kwargs)
         given = tuple(t.detach().double().clone() for t in _floats((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
+        result = op(*args, **kwargs)
         made = _floats(result)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        into = (kwargs or {}).get("out", first if func._schema.is_mutable else None)
-        grows = name in _ADDS and bool(made) and first is not None and (into is not None or first.shape == made[0].shape)
+        into = kwargs.get("out", first if any(op.writes) else None)
+        grows = op.name in _ADDS and bool(made) and first is not None and (into is not None or first.shape == made[0].shape)
         values = tuple(t.detach().double().clone() for t in made)
-        self.steps.append(_Step(name, values, given, made[0].dtype if made else None, grows, _users_line()))
+        self.steps.append(_Step(op.name, values, given, made[0].dtype if made else None, grows, _users_line()))
         return result
 
 
@@ -101,17 +220,14 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _users_line() -> Place | None:
-    frame: FrameType | None = sys._getframe(2)
-    ours = __file__.rpartition("locate")[0]
-    innermost = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if innermost is None and is_users(file):
-            innermost = frame
-        if file.startswith(ours) and not file.endswith(("locate.py", "watch.py", "exact.py")):
-            break  # attempt() itself: the frames beyond it belong to the caller of the check
-        frame = frame.f_back
-    if innermost is None or frame is None:
+    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the check."""
+    inside = []
+    for frame in running_frames():
+        if frame.f_code is attempt.__code__:
+            break
+        inside.append(frame)
+    innermost = next((frame for frame in inside if may_be_at_fault(frame.f_code.co_filename)), None)
+    if innermost is None:
         return None
     symbol = owner_of(innermost) or symbol_of(innermost)
     return Place(file=innermost.f_code.co_filename, line=innermost.f_lineno, symbol=symbol)
@@ -123,12 +239,12 @@ def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool
     long_sum  the error grew with the number of rows: the line that adds most often into a low-precision tensor, if there is one
     """
     narrow, wide = _Recorder(), _Recorder()
-    if not attempt(subject, sample, setting, around=lambda: narrow).ran:
+    if not attempt(subject, sample, setting, around=lambda: narrow.tape).ran:
         return None
 
     @contextmanager
     def exactly() -> Any:
-        with exact(), wide:
+        with exact(), wide.tape:
             yield
 
     if not attempt(subject, sample, setting, exact=torch.float64, around=exactly).ran:
@@ -182,7 +298,7 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 def running_sums(subject: Subject, sample: Sample, setting: Setting) -> dict[tuple[str | None, int | None, str | None], int]:
     """How often each line adds into a low-precision float of the shape it already had: place -> count."""
     recorder = _Recorder()
-    if not attempt(subject, sample, setting, around=lambda: recorder).ran:
+    if not attempt(subject, sample, setting, around=lambda: recorder.tape).ran:
         return {}
     counts: dict[tuple[str | None, int | None, str | None], int] = {}
     for step in recorder.steps:

@@ -1,9 +1,8 @@
 """AC006, AC007: results with larger errors than their dtypes explain, at the given length and at thousands of rows.
 
 The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. The allowed error is `SLACK` times
-that of the yardstick at the same dtypes: the reference, else the function's plain twin. Where there is neither, what a
-rounding of the inputs does to the result. No tolerance is typed anywhere else.
-"""
+that of the yardstick at the same dtypes: the reference, else the function's plain twin, which is its own forward as ordinary differentiable
+PyTorch. Where there is neither, what a rounding of the inputs does to the result. No tolerance is typed anywhere else."""
 
 from __future__ import annotations
 
@@ -15,14 +14,94 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.utils import _pytree as pytree
 
 from ...dtypes import name
+from ...observe.operators import Operator
+from ...observe.tape import Tape
 from .attempt import Outcome, attempt, incoming_gradient
-from .exact import exact
-from .samples import Sample
-from .settings import Setting
+from .samples import Sample, Setting
 from .subjects import Subject
-from .twin import plain_functions
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _computed(op: Operator, args: tuple, kwargs: dict) -> Any:
+    """Computes in fp64; a cast to a narrower float does nothing."""
+    tensors = not op.func._schema.is_mutable
+    args, kwargs = pytree.tree_map(_widened(tensors=tensors), (args, kwargs))
+    return pytree.tree_map(_widened(tensors=tensors), op(*args, **kwargs))
+
+
+def _widened(*, tensors: bool) -> Any:
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in _NARROW else value
+        if tensors and isinstance(value, Tensor) and value.dtype in _NARROW:
+            return value.to(torch.float64)
+        return value
+
+    return widen
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Within this block every operator computes in fp64, also what is made without a dtype.
+
+    Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is written.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Tape(_computed):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _PlainContext:
+    """Takes what forward stores and keeps none of it."""
+
+    def __init__(self, wanted: tuple[bool, ...]) -> None:
+        self.needs_input_grad = wanted
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = save_for_backward
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its backward."""
+    original = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.setup_context is not Function.setup_context:
+            return cls.forward(*args, **kwargs)
+        return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for every function of the program, in this block
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]  # gives the method back
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits < 32
+
 
 SLACK = 4.0  # how many times worse than the yardstick a result may be
 BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
@@ -98,18 +177,6 @@ class Numerics:
         """Whether the gradient is the derivative of forward for an incoming gradient of one; None where autograd cannot say."""
         twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
         return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
-
-    def forgotten(self) -> list[str]:
-        """Tensors that ask for a gradient and get none from a hand-written backward, though the result depends on them.
-
-        By the reference, else by autograd through the same forward. Only tensors that were given with requires_grad: without any,
-        every floating one asks, tables too.
-        """
-        asking = [slot.name for slot in self.sample.slots if self.sample.tensor(slot).requires_grad]
-        twin, own = self._twin_and_own(incoming_gradient)
-        should = self.truth(Setting(None)) if self.plain is not None else twin or {}
-        given = {n: should[f"gradient of {n}"] for n in asking if f"gradient of {n}" in should and f"gradient of {n}" not in own}
-        return [n for n, gradient in given.items() if bool((gradient != 0).any())]
 
     def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
         wide, setting = torch.float64, Setting(None)

@@ -1,4 +1,4 @@
-"""AC005, AC012, AC013, AC015, AC016, AC018, AC023: results that must not change under another condition. No exact result is needed:
+"""AC005, AC012, AC013, AC015, AC016, AC018: results that must not change under another condition. No exact result is needed:
 freezing an input, scaling the loss, another memory layout, checkpointing or compiling must not change a gradient.
 """
 
@@ -9,12 +9,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...finding import Finding, Place, Severity
-from .attempt import FORWARD, Outcome, attempt
-from .fault import Fault, fault, method_at_fault
+from .attempt import FORWARD, Fault, Outcome, attempt, fault, method_at_fault
+from .dtype_rules import first_line
+from .locate import failure_of
 from .numerics import Numerics
-from .places import failure_of
-from .raising import first_line
-from .settings import Setting
+from .samples import Setting
 from .subjects import Subject
 
 
@@ -43,28 +42,7 @@ def relation_faults(numerics: Numerics, setting: Setting, baseline: Outcome, *, 
     if not baseline.grads or not stable:
         return []
     faults = [*_scaled_loss(numerics, setting, baseline), *_frozen_inputs(numerics, setting, baseline)]
-    faults += _layout(numerics, setting, baseline)
-    faults += _forgotten(numerics, baseline)
-    return faults
-
-
-def _forgotten(numerics: Numerics, baseline: Outcome) -> list[Fault]:
-    names = numerics.forgotten() if baseline.functions else []
-    if not names:
-        return []
-    place = method_at_fault(numerics.subject, baseline, "backward")
-    shown = ", ".join(names)
-    return [
-        fault(
-            "AC023",
-            f"{place.symbol} gives no gradient for {shown}",
-            place,
-            f"{shown} asked for a gradient and the result depends on it, but backward returned None in its place: an optimizer skips "
-            "such a parameter without a warning, and it keeps its first values",
-            "return its gradient from backward, at the place that the tensor has among forward's arguments (ctx.needs_input_grad says "
-            "whether it is wanted)",
-        )
-    ]
+    return [*faults, *_layout(numerics, setting, baseline)]
 
 
 def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:

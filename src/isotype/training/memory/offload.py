@@ -102,7 +102,7 @@ class Away:
 
     def __init__(self, tensor: Tensor, call: Kept) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
-        # a transposed tensor's order is kept: whoever reads it again needs no copy either
+        # a transposed tensor's order is kept: a reader needs no copy either
         self.strides = strides_of(tensor)
         # a memory plan counts the device's bytes: its host tensors have none, whatever their shape says
         planned = tensor.is_meta or isinstance(tensor, FakeTensor)
@@ -182,7 +182,7 @@ class HostMemory:
     def _fetch(self, away: Away) -> None:
         if away.here is None:
             assert away.host.dtype == away.dtype, f"{away.dtype} went to host memory, {away.host.dtype} lies there"
-            # allocated on the compute stream, which frees it too; the copy waits for whoever had the memory before
+            # allocated on the compute stream, which frees it too; the copy waits for the memory's last user
             away.here = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, device=away.device)
             self._copy(away, away.here, away.host)
 

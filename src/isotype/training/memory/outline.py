@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...precision.apply import inner_model
-from ...precision.denoiser_blocks import denoiser_blocks
+from ...precision.apply import denoiser_blocks, inner_model
 
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 _KEPT = 2  # of each run of equal blocks

@@ -18,7 +18,7 @@ from torch import nn
 from ...config.schema import TrainSection
 from ...errors import UsageError
 from ...instance_method import InstanceMethod
-from ...precision.denoiser_blocks import denoiser_blocks
+from ...precision.apply import denoiser_blocks
 from .offload import HostMemory, call_and_recompute
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"

@@ -116,10 +116,10 @@ def preflight(
         write_text(record, json.dumps(content, indent=1) + "\n")
     error = refusal(outcome) if outcome.refused else None
     if world.size > 1:
-        told = world.gather([error.message, error.fix] if error else None)
-        rank = next((rank for rank, one in enumerate(told) if one), None)
+        errors = world.gather([error.message, error.fix] if error else None)
+        rank = next((rank for rank, one in enumerate(errors) if one), None)
         if rank is not None:
-            error = PreflightError(f"rank {rank}: {told[rank][0]}" if rank else told[0][0], fix=told[rank][1])
+            error = PreflightError(f"rank {rank}: {errors[rank][0]}" if rank else errors[0][0], fix=errors[rank][1])
     if error is not None:
         raise error
     return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..watcher import Watcher
+from ..context import Watcher
 
 
 def every() -> list[type[Watcher]]:

@@ -9,11 +9,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
-from ..context import Context, Recompute
+from ....observe.origin import Site, here, place_of, short
+from ..context import Context, Recompute, Watcher
 from ..origin import Origin
 from ..refusals import recompute_finding
-from ..source import Site, place_of, short
-from ..watcher import Watcher
 
 
 class Autocast(Watcher):
@@ -48,7 +47,7 @@ class Autocast(Watcher):
             name = self._context.names.of(module)
             # the modules inside it differ for the same reason: the outermost one is enough
             if not any(name.startswith(f"{outer}.") for outer in self._recomputed):
-                site = self._context.locator.here()
+                site = here()
                 self._recomputed.setdefault(name, Recompute(name, _word(self._last[key]), _word(now), site))
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -63,7 +62,7 @@ class Autocast(Watcher):
             return
         for key, (storage, owner, origin) in self._copies.items():
             if owner() is parameter and not storage.expired():
-                self.stale[key] = (storage, origin, self._context.locator.here())
+                self.stale[key] = (storage, origin, here())
 
     def consumed(self, inputs: list[torch.Tensor]) -> None:
         """Whether an op in forward reads a stale copy."""
@@ -76,7 +75,7 @@ class Autocast(Watcher):
                 else:
                     _, origin, updated = entry
                     name = origin.via.what if origin.via is not None else origin.what
-                    self._used.setdefault(name, (origin, updated, self._context.locator.here()))
+                    self._used.setdefault(name, (origin, updated, here()))
 
     def forward_begins(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
@@ -86,7 +85,7 @@ class Autocast(Watcher):
         """In words, and whether the running module ran with autocast on before."""
         device = self._context.device
         now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) or self._context.autocast_around else None
-        before = bool(self._context.stack) and id(self._context.stack[-1]) in self._ever_on
+        before = bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
         if now is not None:
             return f"on, {dtype_name(now)}", before
         return "off here" + (", on when this module ran before" if before else ""), before

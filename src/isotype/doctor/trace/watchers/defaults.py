@@ -1,4 +1,7 @@
-"""The process-wide default dtype: who set it, and whether a function left it changed."""
+"""What a program sets for the whole process: the default dtype, the dtype of an autocast that names none, and torch.compile.
+
+Who set a dtype, and whether a function left it changed. Compiled regions are run eagerly so that they can be seen, and kernel launches of
+Triton are watched from outside."""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import dis
 import sys
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
-from ..context import Context
-from ..ops import LOW
-from ..source import Site, callers, in_library, own_line, short
-from ..watcher import Watcher
+from ....observe.operators import LOW
+from ....observe.origin import TORCH, Site, callers, here, in_library, place_of, short, users_line
+from ..context import Context, Watcher
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class Change:
     @property
     def setter(self) -> Site:
         """The line that decided: the user's own, else the library's outside torch."""
-        return own_line(list(self.stack)) or self.stack[0]
+        return users_line(list(self.stack)) or self.stack[0]
 
 
 class DefaultDtype(Watcher):
@@ -150,3 +153,173 @@ def cause_of(change: Change) -> str:
 
 def fix_of(change: Change) -> str:
     return f"restore it in {change.setter.function} with try: ... finally: torch.set_default_dtype(old)"
+
+
+_SETTERS = ("set_autocast_dtype", "set_autocast_cpu_dtype", "set_autocast_gpu_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    before: torch.dtype
+    after: torch.dtype
+    setter: Site
+    module: str
+
+
+class AutocastDtype(Watcher):
+    """Follows `torch.set_autocast_dtype`, and which dtype a model's forwards had under autocast before."""
+
+    order = 10
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._ran: dict[int, torch.dtype] = {}  # id of a root module -> dtype of its first training forward under autocast
+        self._set: tuple[torch.dtype, Site] | None = None  # the dtype in force, when a function of the program set it
+        self._left: dict[Site, Left] = {}
+        self._undo: list[tuple[str, Any]] = []
+
+    def start(self) -> None:
+        for name in _SETTERS:
+            if hasattr(torch, name):
+                self._watch(name)
+
+    def stop(self) -> None:
+        for name, function in self._undo:
+            setattr(torch, name, function)
+        self._undo.clear()
+
+    def _watch(self, name: str) -> None:
+        function = getattr(torch, name)
+
+        def watched(*args: Any) -> Any:
+            stack = callers(2)
+            if stack and not stack[0].file.startswith(TORCH):  # torch.autocast sets it too, and puts it back
+                dtype, setter = args[-1], users_line(stack) or stack[0]
+                self._set = (dtype, setter) if setter.code.co_name != "<module>" and not in_library(setter.file) else None
+            return function(*args)
+
+        self._undo.append((name, function))
+        setattr(torch, name, watched)
+
+    def root_called(self, module: torch.nn.Module) -> None:
+        device = self._context.device
+        if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
+            return
+        dtype = torch.get_autocast_dtype(device)
+        usual = self._ran.setdefault(id(module), dtype)
+        if self._set is None or usual == dtype or dtype != self._set[0] or self._set[1] in self._left:
+            return
+        setter = self._set[1]
+        if setter.code not in {site.code for site in callers(2)}:
+            self._left[setter] = Left(usual, dtype, setter, type(module).__name__)
+
+    def findings(self) -> list[Finding]:
+        return [_finding(left) for left in self._left.values()]
+
+
+def _finding(left: Left) -> Finding:
+    before, after, setter = dtype_name(left.before), dtype_name(left.after), left.setter
+    return Finding(
+        code="TR017",
+        severity=Severity.WARNING,
+        message=f"the dtype of autocast was left at {after} by {setter.function}",
+        place=place_of(setter),
+        cause=f"{setter.function} set it for the whole process and has ended: {left.module}, which was trained under autocast in {before}, "
+        f"has been trained in {after} since then wherever `torch.autocast` is opened without dtype="
+        + (", and fp16 needs a loss scale" if left.after == torch.float16 else ""),
+        fix=f"pass dtype= to torch.autocast in {setter.function} in place of setting it, and where the model is trained",
+        details=(("set at", f"{setter}: {setter.text}"),),
+    )
+
+
+class Compiled(Watcher):
+    """Switches torch.compile off while tracing, with a note, and records launches of Triton kernels."""
+
+    order = 85
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._compile: Any = torch.compile
+        self._stance: Any = None
+        self._regions: dict[Site, None] = {}
+        self._launches: dict[str, int] = {}
+        self._jit: Any = None
+        self._jit_run: Any = None
+
+    def start(self) -> None:
+        if "torch._dynamo" in sys.modules:
+            self._hold_off()
+        torch.compile = self._compiling
+        self.forward_begins()
+
+    def forward_begins(self) -> None:
+        """Called at every forward, because the program may import Triton after the trace began."""
+        if self._jit is None and "triton.runtime.jit" in sys.modules:
+            self._watch_launches()
+
+    def stop(self) -> None:
+        torch.compile = self._compile
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+        if self._jit is not None:
+            self._jit.run = self._jit_run
+            self._jit = None
+
+    def _hold_off(self) -> None:
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def _compiling(self, *args: Any, **kwargs: Any) -> Any:
+        self._hold_off()
+        site = here()
+        if site is not None and not in_library(site.file):
+            self._regions[site] = None
+        return self._compile(*args, **kwargs)
+
+    def _watch_launches(self) -> None:
+        """Kernel arguments never pass the dispatcher: what a launch gets is seen where the launch is made."""
+        from triton.runtime.jit import JITFunction
+
+        watch, inner = self, JITFunction.run
+        self._jit, self._jit_run = JITFunction, inner
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            name = getattr(kernel, "__name__", "kernel")
+            watch._launches[name] = watch._launches.get(name, 0) + 1
+            try:
+                return inner(kernel, *args, **kwargs)
+            except Exception as error:
+                names = list(getattr(kernel, "arg_names", ()))
+                watch._context.failures.launch_failed(error, name, [*zip(names, args), *kwargs.items()])
+                raise
+
+        JITFunction.run = run
+
+    def findings(self) -> list[Finding]:
+        found = []
+        for site in self._regions:
+            found.append(
+                Finding(
+                    code="TR020",
+                    severity=Severity.NOTE,
+                    message="a torch.compile'd region was run eagerly while tracing",
+                    place=Place(file=site.file, line=site.line, symbol=site.function),
+                    cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What "
+                    "the compiler itself decides is not: "
+                    "Inductor keeps fused intermediates in fp32, and its backward runs under the autocast state of its forward",
+                    fix="no change is needed; for dtypes inside compiled code see TORCH_LOGS=output_code",
+                )
+            )
+        if self._launches:
+            shown = ", ".join(f"{name} ({count}x)" for name, count in list(self._launches.items())[:6])
+            found.append(
+                Finding(
+                    code="TR021",
+                    severity=Severity.NOTE,
+                    message=f"Triton kernels were launched: {shown}",
+                    cause="the tracer sees the arguments of a launch, not the dtypes inside the kernel",
+                    fix="check the kernels themselves with `isotype doctor kernels FILE.py`",
+                )
+            )
+        return found

@@ -1,4 +1,6 @@
-"""Guards that round away: an eps that is 0 and a bound that is 0 or 1 in the dtype of the tensor they were to keep from it."""
+"""Guards that round away (an eps that is 0, a bound that is 0 or 1 in the dtype of the tensor), and variances that cancel.
+
+A variance as the mean of squares minus the square of the mean, in low precision: for a large mean only rounding is left."""
 
 from __future__ import annotations
 
@@ -7,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ....dtypes import eps
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
-from ..context import Context
-from ..ops import LOW, Op
-from ..pace import now_and_then
-from ..source import Site, place_of
-from ..watcher import After, Before, Watcher
+from ....observe.operators import LOW, Operator
+from ....observe.origin import Site, here, place_of
+from ..context import After, Before, Context, Watcher, now_and_then
 
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
 _SMALL = 1e-3  # what is added to keep from zero, and how far from 1 a bound may lie, at most
@@ -41,7 +42,7 @@ class Guards(Watcher):
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return {"add": self.added, "clamp": self.clamped}
 
-    def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def added(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
         """Before `tensor + 1e-8` on a low-precision tensor: where the tensor is zero, the sum stays zero."""
         tensor, eps = args[0], args[1]
         if type(eps) is not float or not isinstance(tensor, torch.Tensor) or tensor.dtype not in LOW:
@@ -52,7 +53,7 @@ class Guards(Watcher):
         if site is not None and bool((tensor.detach() == 0).any()):
             self._found[site] = Guard(eps, 0.0, tensor.dtype, False, site)
 
-    def clamped(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def clamped(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
         """Before `tensor.clamp(1e-8, 1 - 1e-8)`: a bound that rounds to 0 or 1 lets them through."""
         tensor, given = args[0], (kwargs or {})
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in LOW:
@@ -70,7 +71,7 @@ class Guards(Watcher):
                 self._found[site] = Guard(bound, held, tensor.dtype, True, site)
 
     def _due(self) -> Site | None:
-        site = self._context.locator.here(4)
+        site = here()
         self._looked[site] += 1
         return site if site not in self._found and now_and_then(self._looked[site], _LOOKS) else None
 
@@ -95,5 +96,73 @@ def _finding(guard: Guard) -> Finding:
         f"should keep away from {guard.held:g} are {guard.held:g} here, and their logarithm, quotient or root gives inf or NaN",
         fix="widen to fp32 before the guard (`x.float()`) and finish there, or use the stable form (logsigmoid, log_softmax, "
         f"binary_cross_entropy_with_logits); else a guard that {word} holds: torch.finfo(x.dtype).{'eps' if guard.held else 'tiny'}",
+        details=(("at", f"{site}: {site.text}"),) if site is not None else (),
+    )
+
+
+_LOOKS_CANCELLATION = 8  # calls of a line whose values are looked at, then those whose number is a power of two
+_ROUNDINGS = 4.0  # a difference of this many rounding errors of its operands has no correct digit
+_MOST = 0.5  # of the elements
+_SQUARES = ("MulBackward0", "PowBackward0")
+_MEANS = ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "DivBackward0")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    dtype: torch.dtype
+    share: float
+    site: Site | None
+
+
+class Cancellation(Watcher):
+    """Looks at differences of a mean and a square, which autograd's nodes tell."""
+
+    order = 70
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._found: dict[Site | None, Cancelled] = {}
+        self._looked: Counter[Site | None] = Counter()
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"sub": self.subtracting}
+
+    def subtracting(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
+        """Before `mean_of_squares - mean * mean`."""
+        squares, square = args[0], args[1]
+        if not isinstance(square, torch.Tensor) or squares.dtype not in LOW or square.dtype != squares.dtype or square.grad_fn is None:
+            return
+        if squares.grad_fn is None or square.grad_fn.name() not in _SQUARES or squares.grad_fn.name() not in _MEANS:
+            return
+        site = here()
+        self._looked[site] += 1
+        if site in self._found or not now_and_then(self._looked[site], _LOOKS_CANCELLATION):
+            return
+        with torch.no_grad():
+            one, other = squares.detach().float(), square.detach().float()
+            if one.shape != other.shape or not one.numel() or bool((one < 0).any()) or bool((other < 0).any()):
+                return
+            near = (one - other).abs() <= _ROUNDINGS * eps(dtype_name(squares.dtype)) * one
+            share = float((near & (one > 0)).float().mean())
+        if share > _MOST:
+            self._found[site] = Cancelled(squares.dtype, share, site)
+
+    def findings(self) -> list[Finding]:
+        return [_finding_cancellation(cancelled) for cancelled in self._found.values()]
+
+
+def _finding_cancellation(cancelled: Cancelled) -> Finding:
+    word, site = dtype_name(cancelled.dtype), cancelled.site
+    return Finding(
+        code="TR031",
+        severity=Severity.WARNING,
+        message=f"a variance is the difference of two nearly equal {word} numbers: it is mostly rounding error",
+        place=place_of(site),
+        cause=f"the mean of the squares and the square of the mean were rounded to {word} ({eps(word) / 2:.1e} of each) before one was "
+        "subtracted from the other; where the mean is larger than the spread their difference is noise, zero, or negative, and "
+        "1 / sqrt of it scales the whole row",
+        observed=f"in {100 * cancelled.share:.0f}% of the rows the difference is within {_ROUNDINGS:g} roundings of its operands",
+        fix="subtract the mean first, in fp32: `h = x.float(); h = h - h.mean(-1, keepdim=True); var = h.square().mean(-1, "
+        "keepdim=True)`, or torch.nn.functional.layer_norm",
         details=(("at", f"{site}: {site.text}"),) if site is not None else (),
     )

@@ -1,4 +1,5 @@
-"""Values that leave fp16's range: the first module that turns finite inputs into inf or NaN, and gradients that become zero."""
+"""Values that leave a dtype's range: the first module that turns finite inputs into inf or NaN in fp16, gradients that become zero, and the
+optimizer step after which a weight is inf or NaN."""
 
 from __future__ import annotations
 
@@ -8,13 +9,12 @@ from typing import Any
 
 import torch
 
-from ....finding import Finding, Place, Severity
-from ..context import Context
-from ..ops import Op
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity, listed
+from ....observe.operators import Operator
+from ....observe.origin import Site, here, place_of
+from ..context import After, Before, Context, Watcher, now_and_then
 from ..origin import Origin
-from ..pace import now_and_then
-from ..source import Site, place_of
-from ..watcher import After, Before, Watcher
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
@@ -69,7 +69,7 @@ class Overflows(Watcher):
         inside = all(bool(torch.isfinite(t).all()) for t in inputs)
         largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
-        self._first = Overflow(self._context.names.of(module), inside, largest, word, self._context.locator.here())
+        self._first = Overflow(self._context.names.of(module), inside, largest, word, here())
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """Of a gradient that is cast to fp16: how much of it is below fp16's smallest value."""
@@ -84,7 +84,7 @@ class Overflows(Watcher):
             self._flushed += 1
             self._site = self._site or self._context.here()[0]
 
-    def made(self, op: Op, args: tuple, kwargs: dict | None, out: torch.Tensor) -> None:
+    def made(self, op: Operator, args: tuple, kwargs: dict | None, out: torch.Tensor) -> None:
         """A product of a backward without a loss scale came out in fp16: if it is mostly zero, whether it is so in fp32."""
         if self._products > _PRODUCTS or self._context.scaling.scaled or not out.numel():
             return
@@ -106,7 +106,7 @@ class Overflows(Watcher):
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return {"mul": self._scaled, "div": self._scaled}
 
-    def _scaled(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def _scaled(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
         """Between forwards, before an fp16 tensor is multiplied by, or divided by, a number: what of it becomes zero."""
         tensor, factor, power = args[0], args[1], 1.0 if op.name == "mul" else -1.0
         if not self._context.between_passes() or not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float16:
@@ -120,9 +120,9 @@ class Overflows(Watcher):
         low = tensor.detach().reshape(-1)[:_SAMPLE]
         there = int((low != 0).sum())
         if there and int(((low * by == 0) & (low != 0)).sum()) > _SHARE * there:
-            self._divided.append((by, self._context.locator.here(4)))
+            self._divided.append((by, here()))
 
-    def computed(self, op: Op, args: tuple, out: torch.Tensor) -> None:
+    def computed(self, op: Operator, args: tuple, out: torch.Tensor) -> None:
         """An fp16 op that can leave the range of what it is given: whether it did."""
         context = self._context
         if self._beyond is not None or not out.numel():
@@ -137,11 +137,11 @@ class Overflows(Watcher):
         given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
         if bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
             return
-        module = context.names.of(context.stack[-1]) if context.stack else ""
+        module = context.names.of(context.stack[-1].module) if context.stack else ""
         largest = max((float(t.detach().abs().max()) for t in given if t.numel()), default=0.0)
         if largest >= torch.finfo(torch.float16).max or (op.name == "mul" and not out.dim()):
             return  # a mask of the smallest number, to which another is added; a loss times its scale, which the scaler lowers
-        self._beyond = Beyond(op.name, module, largest, context.locator.here(3))
+        self._beyond = Beyond(op.name, module, largest, here())
 
     @property
     def beyond(self) -> Site | None:
@@ -227,3 +227,93 @@ class Overflows(Watcher):
                 "or clamp to torch.finfo(x.dtype).max",
             )
         ]
+
+
+_LOOKS = 4  # steps that are looked at; then those whose number is a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    names: list[str]
+    dtype: torch.dtype
+    gradient: str  # what the first one's gradient held: "inf", "NaN" or ""
+    eps: float | None  # of the optimizer, where it rounds to zero in that dtype
+    site: Site | None
+
+
+class BrokenSteps(Watcher):
+    """Looks at the parameters before and after a step, until one is broken by it."""
+
+    order = 55
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._steps: dict[int, int] = {}
+        self._before: dict[int, str] | None = None  # id of a parameter that is finite -> what its gradient holds
+        self._first: Broken | None = None
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        self._before = None
+        if self._first is None and now_and_then(count, _LOOKS):
+            with torch.no_grad():
+                self._before = {id(p): unfit(p.grad) for p, _ in _stepped(optimizer) if not unfit(p)}
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._before:
+            return
+        with torch.no_grad():
+            broken = [(p, group) for p, group in _stepped(optimizer) if id(p) in self._before and unfit(p)]
+        if not broken:
+            return
+        first, group = broken[0]
+        eps = group.get("eps")
+        vanishes = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=first.dtype)) == 0
+        names = [self._context.names.parameter_name(p) or f"of shape {tuple(p.shape)}" for p, _ in broken]
+        self._first = Broken(names, first.dtype, self._before[id(first)], eps if vanishes else None, here())
+
+    @property
+    def found(self) -> bool:
+        return self._first is not None
+
+    def findings(self) -> list[Finding]:
+        if self._first is None:
+            return []
+        first = self._first
+        word, site = dtype_name(first.dtype), first.site
+        if first.gradient:
+            cause = f"the gradient of {first.names[0]} contained {first.gradient}, and the optimizer applied it"
+            fix = "skip such a step: torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True) raises, torch.amp.GradScaler skips; then "
+            fix += "look for what overflows before it"
+        elif first.eps is not None:
+            cause = f"eps={first.eps:g} is 0 in {word}, in which this optimizer keeps its states: where a squared gradient is 0 too, the "
+            cause += "update is 0 / 0"
+            fix = f"keep fp32 parameters (fp32 master weights) and let autocast lower the compute, or an eps that {word} holds (1e-4)"
+        else:
+            cause = f"the update of {first.names[0]} left the range of {word}; its gradient was finite"
+            fix = "keep fp32 parameters (fp32 master weights), or lower the learning rate"
+        shown = listed(first.names, 4)
+        return [
+            Finding(
+                code="TR028",
+                severity=Severity.WARNING,
+                message=f"an optimizer step makes {word} weights inf or NaN: {shown}",
+                place=place_of(site, first.names[0]),
+                cause=cause,
+                fix=fix,
+                details=(("stepped at", f"{site}: {site.text}"),) if site is not None else (),
+            )
+        ]
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def unfit(x: torch.Tensor | None) -> str:
+    """ "NaN" or "inf" where a dense tensor holds one."""
+    if x is None or x.layout != torch.strided or x.device.type == "meta" or not x.is_floating_point():
+        return ""
+    # the sum of a finite tensor may overflow; min and max are exact, and NaN if any is
+    low, high = (float(v) for v in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+    return "NaN" if low != low else "inf" if max(-low, high) == float("inf") else ""

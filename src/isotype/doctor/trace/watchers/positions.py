@@ -13,12 +13,10 @@ import torch
 from ....dtypes import eps, significant_bits, to_torch
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
-from ..context import Context
-from ..ops import LOW, Op
+from ....observe.operators import LOW, Operator
+from ....observe.origin import here, place_of
+from ..context import After, Before, Context, Watcher, now_and_then
 from ..origin import Origin
-from ..pace import now_and_then
-from ..source import place_of
-from ..watcher import After, Before, Watcher
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
@@ -51,7 +49,7 @@ class Positions(Watcher):
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return dict.fromkeys(WATCHED, self.before)
 
-    def before(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def before(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
         """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
         if op.name == "_to_copy":
             dtype = (kwargs or {}).get("dtype")
@@ -73,7 +71,7 @@ class Positions(Watcher):
     def _count(self, source: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
         """A running count (positions from a mask) in low precision."""
         low = dtype or source.dtype
-        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(self._context.locator.here(4)):
+        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(here()):
             return
         with torch.no_grad():
             values = source.detach().float()
@@ -86,7 +84,7 @@ class Positions(Watcher):
         return now_and_then(count, _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        key = self._context.locator.here(4)
+        key = here()
         if key in self._found or not self._due(key):
             return
         if source.is_floating_point() and source.numel() > 65_536:
@@ -116,7 +114,7 @@ class Positions(Watcher):
             if self._cast and angle.dtype == torch.float32:
                 self._rounded_before(angle)
             return
-        key = self._context.locator.here(4)
+        key = here()
         if key in self._found or not self._due(key):
             return
         largest = float(angle.detach().abs().max())
@@ -127,7 +125,7 @@ class Positions(Watcher):
     def _rounded_before(self, angle: torch.Tensor) -> None:
         """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
         origin = next((o for o in self._context.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
-        if origin is None or self._context.locator.here(4) in self._found:
+        if origin is None or here() in self._found:
             return
         low, largest = self._cast[origin.site]
         self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
@@ -136,7 +134,7 @@ class Positions(Watcher):
         """The low dtype of a float buffer of the running module (inv_freq), when the angles are multiples of it."""
         if not self._context.stack or angle.ndim == 0:
             return None
-        buffers = [b for b in self._context.stack[-1]._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
+        buffers = [b for b in self._context.stack[-1].module._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
         return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
 
     def _note(
@@ -150,7 +148,7 @@ class Positions(Watcher):
             origin = by or context.provenance.get(tensor)
         else:
             origin = Origin(dtype, "created", context.calling_name() or what, module, site)
-        self._found[context.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)
+        self._found[here()] = Rounded(what, dtype, largest, error, origin, module, site)
 
     def findings(self) -> list[Finding]:
         places: dict[Any, Rounded] = {}

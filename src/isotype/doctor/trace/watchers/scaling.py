@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from ....finding import Finding, Severity
-from ..context import Context
-from ..ops import Op
-from ..pace import now_and_then
-from ..source import Site, place_of
-from ..watcher import After, Before, Watcher
+from ....observe.operators import Operator
+from ....observe.origin import Site, here, place_of
+from ..context import After, Before, Context, Watcher, now_and_then
 
 _START = 10  # skipped steps from which on a run that has taken none counts as stuck: from 65536 down to 64
 _ROW = 16  # skipped steps in a row, later on
@@ -92,7 +90,7 @@ class Scaling(Watcher):
         setattr(owner, name, watched)
 
     def _made(self, *args: Any, **kwargs: Any) -> None:
-        self._made_at = self._context.locator.here(3)
+        self._made_at = here()
 
     def _scaled(self, _: str, scaler: Any, *args: Any, **kwargs: Any) -> None:
         self._scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
@@ -125,7 +123,7 @@ class Scaling(Watcher):
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return {"mul": self._by_a_number, "div": self._by_a_number}
 
-    def _by_a_number(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+    def _by_a_number(self, op: Operator, args: tuple, kwargs: dict | None) -> None:
         """Between forwards, a gradient may be multiplied or divided by the scale."""
         if self.scaled and self._context.between_passes() and isinstance(args[0], torch.Tensor):
             self.multiplied(args[0], args[1], 1.0 if op.name == "mul" else -1.0)
@@ -142,7 +140,7 @@ class Scaling(Watcher):
             return
         memory = tensor.untyped_storage()._cdata
         if memory in self._memory and abs(float(factor) ** power * self._scale - 1.0) < 1e-3:
-            self._by_hand.setdefault(memory, self._context.locator.here(4))
+            self._by_hand.setdefault(memory, here())
             self._rids_itself = True
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +155,7 @@ class Scaling(Watcher):
         }
         holding = [key for key, state in now.items() if self._held.get(key) == state and key not in self._unscaled]
         if holding and 2 * len(holding) > len(now):
-            self._stepped = self._stepped or (self._scale, self._context.locator.here(3))
+            self._stepped = self._stepped or (self._scale, here())
 
     def _unscale(self, _: str, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -172,7 +170,7 @@ class Scaling(Watcher):
         self._skipped = self._skipped + 1 if skipped else 0
         self._taken = self._taken or not skipped
         self._worst = max(self._worst, self._skipped)
-        self._stepped_at = self._stepped_at or self._context.locator.here(3)
+        self._stepped_at = self._stepped_at or here()
         if skipped and len(self._scalers) < _ROW:
             self._scalers.add(scaler)
 
@@ -185,7 +183,7 @@ class Scaling(Watcher):
         twice = [p for p in parameters if id(p) in self._held and id(p) not in self._unscaled and self._off_by_hand(p)]
         if twice and 2 * len(twice) > len(parameters):
             memory = self._held[id(twice[0])][0]
-            self._twice = self._twice or (self._scale, self._by_hand[memory], self._context.locator.here(3))
+            self._twice = self._twice or (self._scale, self._by_hand[memory], here())
         self._scale = 1.0
         self._within = True
 
@@ -201,7 +199,7 @@ class Scaling(Watcher):
         if self._scale == 1.0 or (self._unscaled if known is None else any(id(p) in self._unscaled for p in known)):
             return
         self._count += 1
-        self._first = self._first or (name, self._scale, self._context.locator.here(3))
+        self._first = self._first or (name, self._scale, here())
 
     def findings(self) -> list[Finding]:
         return [*self._clip_finding(), *self._step_findings(), *self._skip_finding()]

@@ -17,11 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....dtypes import eps, significant_bits
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
-from ..context import Context
-from ..ops import LOW, Op
-from ..pace import now_and_then
-from ..source import Site, place_of
-from ..watcher import After, Before, Watcher
+from ....observe.operators import LOW, Operator
+from ....observe.origin import Site, here, place_of
+from ..context import After, Before, Context, Watcher, now_and_then
 
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
@@ -98,7 +96,7 @@ class Updates(Watcher):
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return dict.fromkeys(UPDATES, (self.before, self.after))
 
-    def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
+    def before(self, op: Operator, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
         target = args[0]
         if isinstance(target, torch.Tensor):
@@ -156,7 +154,7 @@ class Updates(Watcher):
                 self._context.sums.compensates(operand)
         self._remainders.clear()
 
-    def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
+    def _due(self, op: Operator, target: torch.Tensor, args: tuple) -> Watched | None:
         if op.name.endswith("copy_"):
             source = args[1]
             if not isinstance(source, torch.Tensor) or source.dtype != torch.float32 or source.numel() != target.numel():
@@ -186,7 +184,7 @@ class Updates(Watcher):
             for other in others:
                 other.constant = False
 
-    def _begin(self, op: Op, target: torch.Tensor, storage: Any) -> Watched:
+    def _begin(self, op: Operator, target: torch.Tensor, storage: Any) -> Watched:
         context = self._context
         origin = context.provenance.get(target)
         role, name = "tensor", f"of shape {tuple(target.shape)}"
@@ -201,10 +199,10 @@ class Updates(Watcher):
             role, name = "tensor", origin.what
         elif self._optimizer is not None:
             role, name = "state", f"of shape {tuple(target.shape)}"
-        site = context.locator.here(4)
+        site = here()
         return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, site)
 
-    def _repeat(self, op: Op, watched: Watched, args: tuple, kwargs: dict | None, index: int | None) -> _Sample:
+    def _repeat(self, op: Operator, watched: Watched, args: tuple, kwargs: dict | None, index: int | None) -> _Sample:
         target = args[0] if index is None else args[0][index]
 
         def widen(value: Any) -> Any:
