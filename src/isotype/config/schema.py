@@ -229,9 +229,9 @@ class PreferenceSection(Section):
     """How strongly the answers' log-probabilities are told apart: of dpo and ipo, also how near the model stays to its start. simpo's paper
     has 2 to 10."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """dpo, cpo: the share of the pairs that is taken to be labelled the wrong way round."""
+    """Of dpo and cpo, the share of the pairs that is taken to be labelled the wrong way round."""
     simpo_gamma: Annotated[float, Field(ge=0.0)] = 0.5
-    """simpo: the margin by which the chosen answer shall be ahead, after `beta`."""
+    """Of simpo, the margin by which the chosen answer shall be ahead, after `beta`."""
     nll: Annotated[float, Field(ge=0.0)] | None = None
     """Weight of the chosen answer's negative log-likelihood, the mean over its tokens, added to a pair's loss. Default: 1 for orpo and cpo,
     0 for the others."""

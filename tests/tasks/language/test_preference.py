@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
@@ -76,8 +80,6 @@ def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys)
 
 
 def adapter(folder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
@@ -93,10 +95,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit(paired, tmp_path, monkeypatch):
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     kept = tmp_path / "cut" / "reference.safetensors"
-    before = kept.read_bytes()
+    before = load_file(kept)
     kept.unlink()  # made again from the model as the run starts, although a checkpoint is restored
     assert resumed(tmp_path / "cut", "train.steps=7") == 0
-    assert kept.read_bytes() == before
+    again = load_file(kept)
+    assert all(torch.equal(again[name], before[name]) for name in ("training", "evaluation"))
 
 
 def test_accumulated_pairs_are_the_same_step(paired, tmp_path):
@@ -169,9 +172,6 @@ def test_settings_of_another_objective_are_refused():
 def test_the_reference_of_another_model_is_refused(paired, tmp_path):
     assert train(paired(train={"steps": 2})) == 0
     file = tmp_path / "run" / "reference.safetensors"
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     with safe_open(file, framework="pt") as kept:
         said, tensors = kept.metadata(), {name: kept.get_tensor(name) for name in ("training", "evaluation")}
     save_file(tensors, file, metadata=said | {"model": "0"})
@@ -205,3 +205,51 @@ def test_losses_are_those_of_trl():
 def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
     assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
     assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9
+
+
+def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "preferences.md").read_text(encoding="utf-8")
+    pairs, program = (re.search(rf"```{kind}\n(.*?)```", page, re.S).group(1) for kind in ("json", "python"))
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(pairs)
+    exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(workshop.base)), {})
+    assert [row["step"] for row in metrics(Path("runs/pairs"))] == [1, 2]
+
+
+@pytest.mark.full
+def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
+    """Every weight of an fp32 model, so that both have one reference and one start."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(workshop.base).save_pretrained(base)
+    pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
+    alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
+    loaded = paired(
+        rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
+        train={"steps": 3, "batch_size": 4, **alike},
+    )  # fmt: skip
+    assert train(loaded) == 0
+    args = DPOConfig(
+        output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant",
+        warmup_steps=0, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", max_grad_norm=1.0,
+        gradient_checkpointing=False, max_length=64,
+    )  # fmt: skip
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = InOrder(model=model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=AutoTokenizer.from_pretrained(base))
+    theirs.train()
+    logged = [row for row in theirs.state.log_history if "loss" in row]
+    ours = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    for mine, other in zip(ours, logged, strict=True):
+        for key in ("loss", "rewards/margins", "logps/chosen"):
+            assert mine[key] == pytest.approx(float(other[key]), abs=1e-4 if key == "logps/chosen" else 1e-5), (key, mine["step"])

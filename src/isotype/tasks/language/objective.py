@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
-from ...data.rows import LoadedData, Row, row_lengths
+from ...data.rows import LoadedData, Row
 from ...distributed.world import World
 from ...training.task import Batch, Check, Feed, Words
 from .batches import collate, row_feed
 from .checks import CHECKS
 from .loss import batch_loss_sum
 
-Header = list[tuple[str, str]]
+Header = list[tuple[str, str]]  # rows of a label and a text
 
 
 class Objective(Protocol):
@@ -104,15 +104,3 @@ class NextToken:
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
         return []
-
-
-def longest_of(rows: Sequence[Any], count: int) -> list[Any]:
-    """The longest of the rows, the longest first."""
-    lengths = row_lengths(rows)
-    return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]
-
-
-def objective_of(config: RunConfig) -> Objective:
-    from .preference.objective import Preference
-
-    return NextToken(config) if config.train.objective == "sft" else Preference(config)

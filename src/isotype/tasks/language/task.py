@@ -34,9 +34,10 @@ from ...training.memory.device import shown
 from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
-from .batches import padded_length
-from .objective import Objective, longest_of, objective_of
+from .batches import longest_of, padded_length
+from .objective import NextToken, Objective
 from .outline import of_data, outline
+from .preference.objective import Preference
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
@@ -61,7 +62,7 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.objective = objective_of(config)
+        self.objective: Objective = NextToken(config) if config.train.objective == "sft" else Preference(config)
 
     @property
     def words(self) -> Words:

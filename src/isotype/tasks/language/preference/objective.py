@@ -18,12 +18,11 @@ from ....distributed.world import World
 from ....errors import UsageError
 from ....training.feed import RowStream
 from ....training.task import Check, Feed, Words, micro_batch
-from ..batches import Batch
+from ..batches import Batch, longest_of
 from ..checks import CHECKS
-from ..objective import Header, longest_of
 from .batch import PairBatch, answer_log_probs, collate_pairs
 from .losses import Answers, judged
-from .reference import add_reference
+from .reference import Header, add_reference
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 LOGPS = ("logps/chosen", "logps/rejected")

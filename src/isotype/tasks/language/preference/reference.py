@@ -27,13 +27,14 @@ from ....training.eval_mode import eval_mode
 from ....wording import counted
 
 FILE = "reference.safetensors"
+Header = list[tuple[str, str]]
 SHARED = "shared"  # in place of a fingerprint where no process has the whole model
 
 
 def add_reference(
     model: nn.Module, train: Pairs, evaluation: Pairs, *, log_probs: Callable[[Sequence[Pair]], list[float]], batch_size: int,
     fingerprints: Mapping[str, str], folder: Path, world: World,
-) -> list[tuple[str, str]]:  # fmt: skip
+) -> Header:  # fmt: skip
     """Gives the pairs their reference, from the run folder where it has one of these rows; returns a row of the header.
 
     log_probs  of both answers of each pair
