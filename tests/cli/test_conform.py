@@ -58,6 +58,7 @@ def conform(*arguments):
     return CliRunner().invoke(build_app(), ["doctor", "conform", *map(str, arguments)])
 
 
+@pytest.mark.full
 def test_json_is_one_object_whatever_the_file_prints(file):
     result = subprocess.run(
         [sys.executable, "-m", "isotype", "doctor", "conform", f"{file}:build", "--json"], capture_output=True, text=True, check=False

@@ -35,6 +35,7 @@ def answer(result):
     return json.loads(result.stdout)
 
 
+@pytest.mark.full
 def test_a_target_of_memory_makes_auto_recompute(planned):
     free = answer(planned("--json"))
     assert free["checkpointing"]["train.gradient_checkpointing"] == "none"

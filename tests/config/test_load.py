@@ -96,7 +96,7 @@ def test_values_and_where_they_came_from(write):
         ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         (
             "# nothing\n",
-            "run.yaml: empty; expected sections (model, data, images, diffusion, adapter, precision, train, run, parallel); isotype init",
+            "run.yaml: empty; expected sections (model, data, images, diffusion, adapter, precision, preference, train, run, parallel)",
         ),
         ("model:\n  config: {a: 1, a: 2}", "run.yaml:2: a is given twice"),
         ("model:\n  config: &x [*x]", "run.yaml"),
@@ -237,7 +237,7 @@ def test_other_tools_names_are_known(write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dpo:\n  beta: 0.1", "run.yaml:1 dpo: training on preferences is not offered yet; TRL's trainers do it"),
+        ("dpo:\n  beta: 0.1", "run.yaml:1 dpo: train.objective names what is learnt, and the section preference"),
         ("train:\n  deepspeed: ds.json", "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered; "),
         ("deepspeed: ds.json", "run.yaml:1 deepspeed: sharding by DeepSpeed is not offered; "),
         (
@@ -269,7 +269,7 @@ def test_another_tools_word_for_a_value_is_known(write, word, ours):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("dpo.beta=0.1", "dpo.beta: training on preferences is not offered yet"),
+        ("dpo.beta=0.1", "dpo.beta: train.objective names what is learnt"),
         ("model.rope_scaling.type=linear", "model.rope_scaling.type: changing the rotary embedding is not offered yet"),
         ("train.deepspeed.zero_optimization.stage=2", "train.deepspeed.zero_optimization.stage: sharding by DeepSpeed is not offered"),
     ],

@@ -73,6 +73,7 @@ def test_an_existing_process_group_is_used(given):
     assert said.count("step 6/6  loss") == 1
 
 
+@pytest.mark.full
 def test_accelerate_that_starts_one_process_of_two(given):
     # its process finds it by the command of its parent
     status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given, program=sys.executable))

@@ -125,6 +125,7 @@ def test_from_two_to_four_to_one(configured, tmp_path):
     close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]

@@ -38,7 +38,7 @@ CASES = {
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
     "accumulate not divided": ({"train": {"batch_size": 4, "accumulate": 1}}, 2e-6, 2e-5),
 }
-SLICE = ("fp32 full", "nf4-lora recomputed", "packed")
+SLICE = ("fp32 full", "packed")
 
 
 def test_units_are_the_layers_and_an_embedding_of_its_own():
@@ -120,6 +120,7 @@ def test_a_tied_weight_is_sent_once():
     assert torch.equal(first["model.norm.weight"], model.model.norm.weight.bfloat16())
 
 
+@pytest.mark.full
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
     """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the weights are equal bit for bit."""
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
@@ -184,7 +185,9 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, works
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [(2, "shard", 1, "replicate", 4, "shard"), (2, "shard", 2, "replicate", 2, "shard")], ids=str)
+@pytest.mark.parametrize(
+    "path", [pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=in_full), (2, "shard", 2, "replicate", 2, "shard")], ids=str
+)
 def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
     steps = STEPS | {"steps": 6}
     assert train(configured("whole", train=steps, **FULL)) == 0

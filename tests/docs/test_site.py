@@ -27,6 +27,7 @@ def builder():
     return module_of("build")
 
 
+@pytest.mark.full
 def test_site_has_no_warnings(tmp_path):
     """Reads and resolves every page, and imports what the reference names; writes no HTML, which takes four times as long."""
     pytest.importorskip("sphinx")

@@ -107,6 +107,7 @@ def test_callbacks_that_draw_and_generate_leave_the_run_bit_identical(workshop, 
     assert {name for name, *_ in told} == {"step", "evaluation", "save", "samples"}
 
 
+@pytest.mark.full
 def test_a_callback_may_call_backward_and_leave_settings_changed(workshop, tmp_path):
     plain = isotype.train(**settings(workshop, tmp_path / "plain"))
 
@@ -207,6 +208,7 @@ class StopsAt2(isotype.Callback):
             moment.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_objective", [True, False])
 def test_a_run_does_not_go_on_with_another_objective(workshop, tmp_path, with_objective):
     first, second = (summed_loss, None) if with_objective else (None, summed_loss)
@@ -319,6 +321,7 @@ def test_a_run_that_a_callbacks_keyboard_interrupt_ended_says_so_and_goes_on(wor
     same_result(whole.folder, stopped.folder)
 
 
+@pytest.mark.full
 def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(workshop, tmp_path):
     one = isotype.train(**settings(workshop, tmp_path / "one"))
     torch.set_default_dtype(torch.float64)
@@ -331,6 +334,7 @@ def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(wor
     same_result(one.folder, other.folder)
 
 
+@pytest.mark.full
 def test_a_run_does_not_depend_on_the_callers_autocast(workshop, tmp_path):
     """Inside it, PyTorch would keep each weight as the first step cast it."""
     more = {"precision": "bf16-mixed", "adapter": "none"}

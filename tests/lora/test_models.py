@@ -143,6 +143,7 @@ def test_optimize_gives_the_reason_for_each_layer_without_an_op():
     assert {entry.reason for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
 
 
+@pytest.mark.full
 def test_a_whole_model_compiles_in_one_graph(ids):
     model = trained("llama")
     fused = copy.deepcopy(model)

@@ -82,7 +82,7 @@ def graphs():
     [
         ("llama", "layers", 0.0),
         pytest.param("llama", "layers", 0.5, marks=in_full),  # Inductor's test below has dropout too
-        pytest.param("gemma2", "layers", 0.0, marks=pytest.mark.slow),
+        pytest.param("gemma2", "layers", 0.0, marks=in_full),
     ],
 )
 def test_a_compiled_step_is_the_uncompiled_one_at_every_length(traced, family, checkpointing, dropout):
@@ -99,6 +99,7 @@ def test_a_compiled_step_is_the_uncompiled_one_at_every_length(traced, family, c
     assert graphs() == made
 
 
+@pytest.mark.full
 def test_a_bf16_step_calls_the_same_kernels_as_uncompiled(traced):
     model = model_of("llama", bf16=True, checkpointing="layers")
     plain = copy.deepcopy(model)
@@ -109,6 +110,7 @@ def test_a_bf16_step_calls_the_same_kernels_as_uncompiled(traced):
     assert graphs() == 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_layers_over_a_4_bit_base_are_one_graph(traced):
     pytest.importorskip("bitsandbytes")
@@ -127,7 +129,8 @@ def test_layers_over_a_4_bit_base_are_one_graph(traced):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16", [pytest.param(False, marks=in_full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("bf16", [False, True])
 def test_inductor_compiles_the_layers(bf16):
     model = model_of("llama", bf16=bf16, checkpointing="layers", lora_dropout=0.5)
     plain = copy.deepcopy(model)
@@ -137,6 +140,7 @@ def test_inductor_compiles_the_layers(bf16):
     assert graphs() == 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_pefts_own_code_is_compiled_where_nothing_was_optimized(traced):
     model = model_of("llama", optimized=False)

@@ -84,6 +84,7 @@ def test_a_declared_precision_is_saved_with_the_model(way):
     same_behaviour(model, twin)
 
 
+@pytest.mark.full
 def test_another_process_loads_it(tmp_path):
     model = made("llama", "lora")
     optimize(model)

@@ -80,6 +80,7 @@ def test_training_under_checkpointing_is_the_same(reentrant):
     same_training(model, mine)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compile_without_a_graph_break():
     torch._dynamo.reset()
@@ -202,6 +203,7 @@ def test_berts_loss_under_autocast_is_fp32_with_its_gradients(cast):
     assert torch.isfinite(seen[1][1]).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_losses_and_gradients_under_ddp_are_the_plain_models(tmp_path):
     """DDP over gloo: losses and gradients of both ranks are those of the original model."""

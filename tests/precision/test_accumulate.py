@@ -114,6 +114,7 @@ def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_under_two_process_ddp():
     with socket.socket() as s:

@@ -187,6 +187,7 @@ world.close()
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_three_processes_have_the_same_bits_early_and_late(tmp_path):
     """With three processes the order of addition depends on an element's position in its bucket."""

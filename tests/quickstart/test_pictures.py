@@ -24,6 +24,7 @@ def test_nine_of_ten_pictures_are_what_was_asked_for(tmp_path, capsys):
     assert said["before"]["a yellow cross"] <= 2, "the base never saw one"
 
 
+@pytest.mark.full
 def test_a_finished_stage_is_not_repeated(tmp_path, capsys):
     folder = tmp_path / "quickstart"
     assert quickstart_pictures(folder, share=0.002, vae_steps=2, draws=1, json_output=True) == 0

@@ -64,6 +64,7 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert str(made / "tune" / "report.html") in shown
 
 
+@pytest.mark.full
 def test_its_files_are_configurations_that_train_takes(made: Path) -> None:
     config = load(made / "pretrain.yaml").config
     assert (config.train.steps, config.data.train) == (1200, str(made / "text.txt"))

@@ -114,6 +114,9 @@ class ToyTask:
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
+    def before_training(self, model, device, folder, world, *, dtype):
+        return []
+
     def one_shape_each(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
         return [rows]
 

@@ -80,6 +80,12 @@ def evaluate(
     from ..tasks.language.result import evaluate as measure
 
     loaded = load_run(run)
+    objective = loaded.config.train.objective
+    if data is None and objective != "sft":
+        raise UsageError(
+            f"eval: {run} learnt from pairs ({objective}): the evaluations in its metrics.jsonl are of its own pairs, in eval_rewards/...",
+            fix=f"isotype eval {run} FILE, with rows of one answer each",
+        )
     other: dict[str, Any] = {"packing": False}
     if data is not None:
         other |= {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "stream": False}

@@ -147,7 +147,8 @@ WORDS = {
     }
 }
 
-_PREFERENCES = "training on preferences is not offered yet; TRL's trainers do it"
+_OBJECTIVE = "train.objective names what is learnt, and the section preference has its settings (beta, label_smoothing, ...)"
+_NOT_YET = "this way of learning preferences is not offered yet; TRL's trainers do it"
 _SHARDED = "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and states between processes"
 _TENSOR = "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
 _CONTEXT = "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing: layers bound a row's memory"
@@ -159,7 +160,8 @@ _DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge tak
 _ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
 # a section, a key or a value -> the answer
 NOT_OFFERED = {
-    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ipo", "grpo", "ppo", "rlhf", "reward_model"), _PREFERENCES),
+    **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "ipo"), _OBJECTIVE),
+    **dict.fromkeys(("kto", "grpo", "ppo", "rlhf", "reward", "reward_model", "distil"), _NOT_YET),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
     **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _TENSOR),
     **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp", "cp_size"), _CONTEXT),

@@ -22,10 +22,21 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
     ),
     LANGUAGE: (
-        "data.", "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
+        "data.", "preference.", "train.objective",
+        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
         "model.trust_remote_code", "adapter.modules_to_save", "run.sample_tokens",
     ),
 }  # fmt: skip
+# objectives that learn from pairs -> their keys of `preference`, and those beside the model as the run starts
+OBJECTIVES: Mapping[str, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("beta", "label_smoothing", "nll"),
+    "ipo": ("beta", "nll"),
+    "simpo": ("beta", "simpo_gamma", "nll"),
+    "orpo": ("beta", "nll"),
+    "cpo": ("beta", "label_smoothing", "nll"),
+}
+WITH_REFERENCE = ("dpo", "ipo")
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
@@ -80,8 +91,15 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
             fix="model.name: a folder that has one, or a pipeline's name on the hub; to train this model on text: data.train",
         )
     lines = []
+    objective = config.train.objective
     for key, where in sources.items():
-        if where == "default" or applies(key, kind):
+        if where == "default":
+            continue
+        if applies(key, kind):
+            section, _, name = key.partition(".")
+            if section == "preference" and name not in OBJECTIVES[objective]:
+                whose = [one for one, its in OBJECTIVES.items() if name in its]
+                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to {', '.join(whose)}")
             continue
         also = {v: k for k, v in INSTEAD.items()} if kind == LANGUAGE else INSTEAD
         hint = f"; here it is {also[key]}" if key in also else ""

@@ -1,4 +1,4 @@
-"""The schema of a run: nine sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
+"""The schema of a run: ten sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
 
 The sentences become `isotype init --schema`, the comments that `isotype init` writes, and the reference in the documentation.
 """
@@ -80,8 +80,8 @@ class DataSection(Section):
     """Evaluation data, named as in `train`; without it `eval_split` of the training rows are held out."""
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
-    """The format of a row; `auto` detects it from the keys and prints the reason."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"
+    """The format of a row; `auto` detects it from the keys and prints the reason. `preference`: for objectives that learn from pairs."""
     columns: dict[str, str] | None = None
     """The data's own names for keys: `{prompt: question, completion: answer}` reads `question` as the prompt."""
     max_length: PositiveInt = 1024
@@ -224,7 +224,23 @@ class PrecisionSection(Section):
     """`dynamic` is what fp16 gradients need."""
 
 
+class PreferenceSection(Section):
+    beta: PositiveFloat = 0.1
+    """How strongly the answers' log-probabilities are told apart: of dpo and ipo, also how near the model stays to its start. simpo's paper
+    has 2 to 10."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Of dpo and cpo, the share of the pairs that is taken to be labelled the wrong way round."""
+    simpo_gamma: Annotated[float, Field(ge=0.0)] = 0.5
+    """Of simpo, the margin by which the chosen answer shall be ahead, after `beta`."""
+    nll: Annotated[float, Field(ge=0.0)] | None = None
+    """Weight of the chosen answer's negative log-likelihood, the mean over its tokens, added to a pair's loss. Default: 1 for orpo and cpo,
+    0 for the others."""
+
+
 class TrainSection(Section):
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo"] = "sft"
+    """What is learnt. `sft`: the answers. The others learn from pairs of a chosen and a rejected answer: dpo and ipo beside the model as
+    the run starts, simpo, orpo and cpo without it."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides `epochs`."""
     epochs: PositiveFloat = 1.0
@@ -329,6 +345,7 @@ class RunConfig(Section):
     diffusion: DiffusionSection = DiffusionSection()
     adapter: AdapterSection = AdapterSection()
     precision: PrecisionSection = PrecisionSection()
+    preference: PreferenceSection = PreferenceSection()
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()

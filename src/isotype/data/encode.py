@@ -186,6 +186,10 @@ class Encoder:
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
+        if example.messages is not None:
+            raise UsageError(
+                f"{example.place}: messages need a chat template, and the tokenizer has none", fix="data.chat_template: chatml"
+            )
         if example.text is not None:
             return Rendered(example.place, example.text, [Span(0, len(example.text), closed=True)], literal=True)
         text = example.prompt + (example.completion or "")

@@ -191,8 +191,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said.append(f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
         why = (
-            f"only {counted(train['rows'], 'row')}"
-            if train["rows"] < FEW
+            f"only {counted(train['pairs'], 'pair') if 'pairs' in train else counted(train['rows'], 'row')}"
+            if train.get("pairs", train["rows"]) < FEW
             else "no row fell into the held-out share, in which copies stay together"
         )
         said.append(f"{why}: none is held out for evaluation")

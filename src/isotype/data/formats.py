@@ -1,4 +1,5 @@
-"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, or text. Detects the format and checks every row.
+"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, a preference pair, or text. Detects the format and checks every
+row.
 
 A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used, and the facts name and count them. A checked
 row of any format becomes an `Example`: a conversation, a pair, or a text.
@@ -10,8 +11,8 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
 
 from ..errors import UsageError
 from ..wording import counted
@@ -20,7 +21,7 @@ from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_m
 from .other_shapes import refuse_data_frame, refuse_turn
 from .read import Record, column_name
 
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"]
 Columns = Mapping[str, str] | None
 
 
@@ -37,6 +38,7 @@ FORMATS: dict[FormatName, Format] = {
     "sharegpt": Format(("conversations",), ("tools", "system")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
     "text": Format(("text",)),
 }
 # keys of data made for other trainings, or whose meaning a person has to say
@@ -49,6 +51,7 @@ _PAIRS = (
 _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)}
 _TURN = {"role", "author", "from", "parts"}
 _QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
+_LEARN_PAIRS = "train.objective=dpo learns from pairs (docs/preferences.md)"
 _ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each, or, of parts of one answer, their text joined"
 
 
@@ -64,21 +67,33 @@ class Example:
     text: str | None = None
     learn_from: int = 0
     """Of `messages`: answers before this one are a prompt."""
+    rejected: Example | None = None
+    """Of a preference pair, whose chosen answer this is: the same prompt with the rejected one."""
 
 
-def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns = None) -> tuple[FormatName, str]:
-    """The format of a file from its first row, and why."""
+def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns = None, *, pairs: bool = False) -> tuple[FormatName, str]:
+    """The format of a file from its first row, and why. `pairs`: the run learns from preference pairs, and from nothing else."""
     refuse_data_frame(record, {(columns or {}).get(key, key) for form in FORMATS.values() for key in form.keys})
     row = renamed(record, columns)
-    if asked != "auto":
+    if pairs and (asked not in ("auto", "preference") or not any(key in row for key in _PREFERENCES)):
+        refuse_other_than_pairs(
+            f"{record.place}: the row has {_listed(row)}" if asked in ("auto", "preference") else f"data.format: {asked}"
+        )
+    if asked == "preference" and not pairs:
+        raise UsageError("data.format: preference has no effect: the run learns one answer a row", fix=_LEARN_PAIRS)
+    if asked != "auto" or pairs:
+        asked = "preference" if asked == "auto" else asked
         _require(row, asked, record.place)
+        if pairs:
+            return asked, f"the first row ({record.place}) has chosen and rejected"
         return asked, f"data.format is {asked}"
-    found = [name for name, form in FORMATS.items() if all(key in row for key in form.keys)]
+    found = [name for name, form in FORMATS.items() if name != "preference" and all(key in row for key in form.keys)]
     preferences = [key for key in _PREFERENCES if key in row]
     if len(preferences) == 2 or (preferences and not found):
         raise UsageError(
             f"{record.place}: the row has {' and '.join(preferences)}: preference pairs, and a run learns one answer a row",
-            fix="to learn the chosen answers: data.columns: {completion: chosen}, or {messages: chosen} where it is a conversation",
+            fix=f"{_LEARN_PAIRS}; to learn the chosen answers alone: data.columns: {{completion: chosen}}, or {{messages: chosen}} "
+            "where it is a conversation",
         )
     if found and isinstance(row.get("label"), bool):
         raise UsageError(
@@ -98,6 +113,15 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
             raise UsageError(error.message, fix=error.fix) from None
     keys = [_as_read(key, (columns or {}).get(key, key)) for key in FORMATS[found[0]].keys]
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
+
+
+def refuse_other_than_pairs(what: str) -> NoReturn:
+    """Raises UsageError for data without pairs in a run that learns from pairs."""
+    raise UsageError(
+        f"{what}, and train.objective learns from pairs of answers",
+        fix="rows with prompt, chosen and rejected, or chosen and rejected conversations; data.columns names keys that are called "
+        "otherwise; train.objective: sft learns answers",
+    )
 
 
 def _as_read(ours: str, theirs: str) -> str:
@@ -154,6 +178,8 @@ def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answ
         return Example(place, messages=_alpaca(row, place))
     if name == "prompt_completion":
         return _pair(row, place)
+    if name == "preference":
+        return _preference(row, place)
     if name == "sharegpt":
         messages = sharegpt_messages(row["conversations"], place, system=row.get("system"))
     else:
@@ -171,24 +197,45 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
     return [key for key in row if key not in used]
 
 
-def _pair(row: Mapping[str, Any], place: str) -> Example:
-    """Prompt and completion as texts, or both as messages, of which only the completion's are learnt."""
-    prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
-    _refuse_several(completion, "completion", place)
+def _preference(row: Mapping[str, Any], place: str) -> Example:
+    """A prompt with a chosen and a rejected answer. Of two conversations, the turns with which both begin belong to the prompt; a prompt
+    that these turns have already is not added again."""
+    prompt, chosen, rejected = (_turns_or_text(row.get(key), f"{place}: {key}") for key in ("prompt", *_PREFERENCES))
+    if chosen == rejected and chosen:
+        raise RowError(f"{place}: chosen and rejected are the same: the pair teaches nothing")
+    for key, value in zip(_PREFERENCES, (chosen, rejected)):
+        if not value:
+            raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        both = next((i for i, (one, other) in enumerate(zip(chosen, rejected)) if one != other), min(len(chosen), len(rejected)))
+        if isinstance(prompt, str) and prompt.strip():
+            prompt = [] if both else [{"role": "user", "content": prompt}]
+        prompt = [*(prompt or []), *chosen[:both]]
+        chosen, rejected = chosen[both:], rejected[both:]
+    elif prompt is None:
+        raise RowError(f"{place}: no key 'prompt': chosen and rejected as text need it; write what both answer as prompt")
+    sides = {key: {"prompt": prompt, key: value, "tools": row.get("tools")} for key, value in zip(_PREFERENCES, (chosen, rejected))}
+    return replace(_pair(sides["chosen"], place, "chosen"), rejected=_pair(sides["rejected"], place, "rejected"))
+
+
+def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
+    """Prompt and completion as texts, or both as messages, of which only the completion's are learnt. `answer`: the completion's key."""
+    prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
+    _refuse_several(completion, answer, place)
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise RowError(
-                f"{place}: prompt and completion must both be text, or both lists of messages: "
-                f"prompt is {kind(prompt)}, completion {kind(completion)}"
+                f"{place}: prompt and {answer} must both be text, or both lists of messages: "
+                f"prompt is {kind(prompt)}, {answer} {kind(completion)}"
             )
-        before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
+        before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, answer, place)
         if not any(m["role"] == "assistant" for m in after):
-            raise RowError(f"{place}: completion has no assistant turn: the row has no target")
+            raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
         return Example(place, messages=before + after, tools=tool_list(row, place), learn_from=len(before))
     prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
-    completion = _answer(row["completion"], "completion", place)
+    completion = _answer(row[answer], answer, place)
     if row.get("tools"):
-        raise RowError(f"{place}: tools need messages: write prompt and completion as lists of messages")
+        raise RowError(f"{place}: tools need messages: write prompt and {answer} as lists of messages")
     return Example(place, prompt=prompt, completion=completion)
 
 

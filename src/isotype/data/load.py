@@ -24,6 +24,7 @@ from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .hub import note_unread_splits
+from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
@@ -35,20 +36,21 @@ _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
-def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
+def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = False) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
     data       the data section
     tokenizer  the model's
     seed       of the held-out share
+    pairs      rows are preference pairs, each of which becomes two rows: they stay together, and a limit counts pairs
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
     """
     if data.train is None:
         raise UsageError("data.train is not set: give a file (.jsonl, .csv, .parquet, .txt, ...), a folder, hf:NAME or stdlib")
     answers = data.loss_on == "assistant"
-    sources = [source(spec, needs_answer=answers, streaming=data.stream) for spec in source_specs(data, "train")]
-    eval_sources = [source(spec, needs_answer=answers) for spec in source_specs(data, "eval")]
+    sources = [source(spec, needs_answer=answers, pairs=pairs, streaming=data.stream) for spec in source_specs(data, "train")]
+    eval_sources = [source(spec, needs_answer=answers, pairs=pairs) for spec in source_specs(data, "eval")]
     read_once(sources)
     read_once(eval_sources)
     note_unread_splits(sources + eval_sources)
@@ -59,12 +61,13 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
 
-    train = _limited(_tokenised(sources, encoder, data), data.limit, sources)
+    each = 2 if pairs else 1
+    train = _limited(_tokenised(sources, encoder, data), data.limit, sources, each)
     was_held_out = not eval_sources
     if was_held_out:
-        train, evaluation = _hold_out(train, data.eval_split, seed)
+        train, evaluation = _hold_out(train, data.eval_split, seed, each)
     else:
-        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit, eval_sources)
+        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit, eval_sources, each)
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
     bad = all_bad(tallies)
     if data.on_bad_row == "error":
@@ -87,21 +90,26 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
     }
-    said = [note for s in sources + eval_sources for note in s.notes]
+    for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
+        facts[side] |= pair_facts(rows_of_side)
+    said = [note for s in sources + eval_sources for note in s.notes] + (pair_notes(facts["train"]) if pairs else [])
     facts["notes"] = said + notes(facts, encoder, tallies)
     shown, of = (evaluation, eval_sources or sources) if len(evaluation) else (train, sources)
     rows: Sequence[Row] = train
     if packed:
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
-    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), template, facts, shares, bad_rows=bad.listed)
+    prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
+    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed)
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
     """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
     with this template when the model is used."""
     formats = {form for s in sources for form in s.formats}
-    pairs_in_template = "prompt_completion" in formats and (data.chat_template is not None or bool(tokenizer.chat_template))
+    pairs_in_template = bool(formats & {"prompt_completion", "preference"}) and (
+        data.chat_template is not None or bool(tokenizer.chat_template)
+    )
     wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template
     if data.chat_template is not None and not wanted:
         raise UsageError("data.chat_template has no effect: no row is a chat")
@@ -184,12 +192,17 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             if len(compared) < COMPARED and found.text is None:
                 compared.append(found)
             yield found
+            if found.rejected is not None:
+                yield found.rejected
 
     read = 0
-    for found, row, cut in watched(encoder.rows(handed(), tally), f"tokenising {one.name}", meter):
-        while waiting.popleft() is not found:
+    encoded = encoder.rows(handed(), tally)
+    groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally) if one.pairs else ((row,) for row in encoded)
+    for group in watched(groups, f"tokenising {one.name}", meter):
+        while waiting.popleft() is not group[0][0]:
             read += 1
-        writer.add(row, example=read, cut=cut)
+        for _, row, cut in group:
+            writer.add(row, example=read, cut=cut)
         read += 1
     read += len(waiting)
     of_source = one.counts() | ({"more": True} if one.more else {})
@@ -222,20 +235,20 @@ def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tal
     return {}
 
 
-def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source]) -> TokenRows:
-    """The first rows of all sources, in their order. Notes which sources that leaves out."""
-    if limit is None or len(rows) <= limit:
+def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:
+    """The first rows of all sources, in their order. Notes which sources that leaves out. `each`: rows that are one of the data's."""
+    if limit is None or len(rows) <= limit * each:
         return rows
-    kept = rows[:limit]
-    counts = ", ".join(f"{len(kept.of_block(i)):,} of {one.name}" for i, one in enumerate(sources))
+    kept = rows[: limit * each]
+    counts = ", ".join(f"{len(kept.of_block(i)) // each:,} of {one.name}" for i, one in enumerate(sources))
     sources[0].notes.append(f"data.limit takes the first rows of all sources together: {counts}; {_OWN_LIMITS}")
     return kept
 
 
-def _hold_out(rows: TokenRows, share: float, seed: int) -> tuple[TokenRows, TokenRows]:
-    if share == 0.0 or len(rows) < FEW:
+def _hold_out(rows: TokenRows, share: float, seed: int, each: int) -> tuple[TokenRows, TokenRows]:
+    if share == 0.0 or len(rows) // each < FEW:
         return rows, rows.select(np.zeros(len(rows), bool))
-    held = held_out(rows.column("digest"), share, seed)
+    held = np.repeat(held_out(rows.column("digest") if each == 1 else pair_digests(rows), share, seed), each)
     return rows.select(~held), rows.select(held)
 
 

@@ -25,6 +25,7 @@ _LOOKED_AT = 64  # rows from whose first sound one the format is taken
 class Source:
     """One entry of data.train or data.eval, found and looked at, not yet read.
 
+    pairs     its rows are preference pairs
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
     splits    a key such as split, and its value -> how many rows have it and the first one's place, counted while reading
@@ -34,6 +35,7 @@ class Source:
 
     spec: SourceSpec
     needs_answer: bool
+    pairs: bool = False
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -114,7 +116,8 @@ class Source:
         first = islice(records, _LOOKED_AT)
         for record in first:
             try:
-                self.forms.append(detect(record, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
+                asked: Any = self.spec.format  # config.sources checked it
+                self.forms.append(detect(record, asked, self.spec.columns, pairs=self.pairs))
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
                 continue

@@ -237,7 +237,7 @@ def _rows(run: LoadedRun) -> list:
     if data.train is None:
         return _any_rows(run)
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
-    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed)
+    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, pairs=run.config.train.objective != "sft")
     return list((loaded.eval or loaded.train)[:ROWS])
 
 

@@ -27,8 +27,8 @@ _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # libraries whose models and layers are what plain practice means here; models of the Hub lie in a folder of transformers' cache
 _PRACTICE = tuple(mark + name + os.sep for mark in _PACKAGES for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
 _TOOLS = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
-# computes an adapter's own products where `lora_branch` is fp32
-_BRANCH = os.path.join(_ISOTYPE, "lora", "wide_branch.py")
+# compute an adapter's own products where `lora_branch` is fp32
+_BRANCH = ("add_branch_fp32", "branch_gradients_fp32")
 # methods of a deferred tensor that run an operator of others on its values
 _HANDS_ON = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 
@@ -50,11 +50,12 @@ def _room(file: str) -> str:
 
 
 class Caller(NamedTuple):
-    """The kind of code, its file and line, and whether it runs inside a compiled region."""
+    """The kind of code, its file, line and function, and whether it runs inside a compiled region."""
 
     kind: str
     file: str
     line: int
+    function: str
     compiled: bool
 
     @property
@@ -63,7 +64,7 @@ class Caller(NamedTuple):
 
     @property
     def is_lora_branch(self) -> bool:
-        return self.file == _BRANCH
+        return self.kind == OURS and self.function in _BRANCH
 
     @property
     def of_a_library(self) -> bool:
@@ -76,7 +77,7 @@ def caller(*, asked: bool = False) -> Caller:
     asked  whether to pass by a deferred tensor that became real for it, to the code that asked for the operator
     """
     frame: FrameType | None = sys._getframe(1)
-    kind = file = ""
+    kind = file = function = ""
     line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
@@ -91,11 +92,11 @@ def caller(*, asked: bool = False) -> Caller:
         elif where not in (_OBSERVER, _PYTHON) and not kind and not (asked and where == OURS and code.co_name in _HANDS_ON):
             kind = OPTIMIZER if optimizer else where
             if not optimizer:
-                file, line = code.co_filename, frame.f_lineno
+                file, line, function = code.co_filename, frame.f_lineno, code.co_name
         if kind and not compiler:
             break  # nothing above can be a compiled region
         frame = frame.f_back
-    return Caller(kind or USER, file, line, compiled)
+    return Caller(kind or USER, file, line, function, compiled)
 
 
 def written_by_a_family(module: nn.Module) -> bool:

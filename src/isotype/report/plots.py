@@ -131,7 +131,7 @@ def loss_plot(record: RunRecord) -> Plot | None:
 
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
-    found = [_norm(record)]
+    found = [*_preferences(record), _norm(record)]
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
     skipped = f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped." if any(overflowed) else ""
     for key, title, note, written in (
@@ -163,6 +163,25 @@ def plots(record: RunRecord) -> list[Plot]:
             )
         )
     return [plot for plot in found if plot.finite]
+
+
+def _preferences(record: RunRecord) -> list[Plot]:
+    """Of a run that learns from pairs: how far the chosen answer is ahead, and in how many pairs it is."""
+    found = []
+    for key, title, note, written in (
+        ("rewards/margins", "Margin", "The chosen answer's reward above the rejected one's, the mean over pairs.", plain),
+        ("rewards/accuracies", "Accuracy of pairs", "Pairs in which the chosen answer has the larger reward.", percent),
+    ):
+        points, evaluations = record.curve(key), record.curve(f"eval_{key}")
+        many = len(points) > MANY
+        series = [Series("training", points, "faint" if many else "line")] if points else []
+        series += [Series("training, smoothed", smoothed(points))] if many else []
+        series += [Series("evaluation", evaluations, "dots", colour=2)] if evaluations else []
+        found.append(
+            Plot(key=key, title=title, note=note, series=series, written=written, trouble=_lost(points + evaluations),
+                 resumed=record.resumed_at)
+        )  # fmt: skip
+    return found
 
 
 def _norm(record: RunRecord) -> Plot:

@@ -166,6 +166,7 @@ class Loop:
         row = {
             "step": step,
             "loss": result.loss,
+            **dict(zip(words.measures, result.measures)),
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,
@@ -255,12 +256,16 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss, f"eval_{self.task.words.units}": result.weight}
+        row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
+        words = self.task.words
+        row |= {f"eval_{words.evaluated or words.units}": result.weight}
         row |= {f"eval_loss_{name}": loss for name, loss in result.parts.items()}
+        row |= {f"eval_{name}": value for name, value in result.measures.items()}
         self._write(row)
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
+            + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)
         if stop := self.ended_early:

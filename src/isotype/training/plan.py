@@ -46,6 +46,7 @@ class Plan:
     process: int = 0
     notes: Sequence[str] = field(default=())
     processes: ProcessesPlan | None = None
+    row: str = "row"
 
     @property
     def peak(self) -> int:
@@ -85,8 +86,8 @@ class Plan:
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
             f"data        {self.data_lines[0]}",
             *[f"  {line}" for line in self.data_lines[1:]],
-            f"schedule    {counted(s['steps'], 'step')} of {counted(s['rows_per_step'], 'row')} ({s['epochs']:.3g} epochs), learning rate "
-            f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
+            f"schedule    {counted(s['steps'], 'step')} of {counted(s['rows_per_step'], self.row)} ({s['epochs']:.3g} epochs), "
+            f"learning rate {s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
             f"  {_every('evaluation', s['eval_every'])}, {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}",
             *([f"  {s['note']}"] if s["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
@@ -162,6 +163,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         checkpointing=checkpointing,
         process=process,
         notes=tuple(notes),
+        row=task.words.row,
     )
 
 

@@ -154,6 +154,9 @@ class _Run:
         world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming))
         rows = [] if name is None else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
         console.header([*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()])
+        with world.exchanging():
+            dtype = prepared.resolved.precision.loss
+            console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
         if world.size == 1 and (note := asked_but_not_started()):
             console.say(f"warning   {note}")
         if self.resuming:

@@ -107,7 +107,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ),
         (
             "schedule",
-            f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate} rows, "
+            f"{counted(plan.total, 'step')} of {train.batch_size} x {train.accumulate} {task.words.row}s, "
             f"learning rate {train.learning_rate:g} {train.schedule}",
         ),
     ]

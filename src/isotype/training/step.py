@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over `weight`; units: tokens or pictures seen; share_changed: None if not looked at; overflow: fp16 skipped the update;
-    loss_scale: what this step's loss was multiplied by, None without loss scaling.
+    """loss: mean over `weight`; measures: the task's other means, in its order; units: tokens or pictures seen; share_changed: None if not
+    looked at; overflow: fp16 skipped the update; loss_scale: what this step's loss was multiplied by, None without loss scaling.
     """
 
     loss: float
@@ -46,6 +46,7 @@ class StepResult:
     share_changed: float | None
     overflow: bool = False
     loss_scale: float | None = None
+    measures: Sequence[float] = ()
 
 
 @dataclass
@@ -86,17 +87,24 @@ class Stepper:
         self.loss_sum, self.world, self.sharding = loss_sum, world, sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
+        self.measured: Tensor | None = None
         self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
-        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights.
+        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights. What a task
+        measures beside its loss is kept in `measured`, summed and divided in the same way.
 
         for_all  every process does the same now: gradients are sent while the last backward computes the rest
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
+        self.measured = None
         for number, batch in enumerate(batches, 1):
             loss_sum = self._loss_sum(batch)
+            if loss_sum.dim():
+                measured = loss_sum[1:].detach().float() / weight
+                self.measured = measured if self.measured is None else self.measured + measured
+                loss_sum = loss_sum[0]
             self.loss_dtype = loss_sum.dtype
             # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
             loss = loss_sum.float() / weight
@@ -115,7 +123,7 @@ class Stepper:
         check_placed(self.model)
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
-        own_loss, loss, norm = self._add_up(loss_tensor)
+        own_loss, loss, norm, measures = self._add_up(loss_tensor)
         if not math.isfinite(loss):
             raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -136,7 +144,7 @@ class Stepper:
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
-        return StepResult(loss, norm, units, weight, changed, overflow, scale if self.loss_scale else None)
+        return StepResult(loss, norm, units, weight, changed, overflow, scale if self.loss_scale else None, measures)
 
     def norm(self) -> float:
         """The norm of the whole gradient."""
@@ -146,8 +154,9 @@ class Stepper:
         (square,) = self.world.sum([own**2])
         return _norm_of_parts(square, self.sharding)
 
-    def _add_up(self, loss: Tensor) -> tuple[float, float, float]:
-        """Makes the gradients those of all processes; returns this process's own loss, that of all, and the norm of the whole gradient."""
+    def _add_up(self, loss: Tensor) -> tuple[float, float, float, list[float]]:
+        """Makes the gradients those of all processes; returns this process's own loss, that of all, the norm of the whole gradient, and
+        what the task measures."""
         reached: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent = self.sharding.sent()
@@ -155,15 +164,16 @@ class Stepper:
             reached = self.accumulator.reached()
             self.accumulator.finish_sums()
         # the one wait for the device in a step; gradients that no process has are zeros here
-        own, norm = read_on_host(loss, gradient_norm(self.accumulator.gradients()))
+        measured = () if self.measured is None else self.measured.unbind()
+        own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured)
         if self.world.size == 1:
-            return own, own, norm
+            return own, own, norm, measures
         if self.sharding is not None:
-            total, square = self.world.sum([own, norm**2])
-            return own, total, _norm_of_parts(square, self.sharding)
-        total, *counts = self.world.sum([own, *reached])
-        self.accumulator.drop_unreached([count > 0 for count in counts])
-        return own, total, norm
+            total, square, *measures = self.world.sum([own, norm**2, *measures])
+            return own, total, _norm_of_parts(square, self.sharding), measures
+        total, *counts = self.world.sum([own, *reached, *measures])
+        self.accumulator.drop_unreached([count > 0 for count in counts[: len(reached)]])
+        return own, total, norm, counts[len(reached) :]
 
     def _look(self) -> list[Tensor]:
         return [local_part(p).detach().flatten()[index] for p, index in self._sampled]

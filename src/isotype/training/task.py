@@ -37,6 +37,14 @@ class Words:
     unit: str
     """Short, for the live line: `tok`."""
     weight: str
+    row: str = "row"
+    """What a row of the data is called."""
+    evaluated: str = ""
+    """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
+    measures: tuple[str, ...] = ()
+    """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives their sums."""
+    live: tuple[str, ...] = ()
+    """Those of the measures that the live line shows."""
 
 
 class Batch(Protocol):
@@ -101,11 +109,13 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the data, by name."""
+    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the data, by name; `measures`: the task's
+    other numbers."""
 
     loss: float
     weight: int
     parts: Mapping[str, float] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -224,13 +234,17 @@ class Task(Protocol):
 
     # training
 
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
+        """Work on the model as the run starts, before a checkpoint is restored; returns rows of the header. Raises UsageError."""
+
     def one_shape_each(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """The rows, in parts that `collate` can make one batch of."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
     def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`."""
+        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums
+        follow, without gradient."""
 
     def flops(self, model: nn.Module) -> Callable[[Batch], float]:
         """FLOPs of forward and backward of one micro-batch; matrix products only."""

@@ -251,6 +251,9 @@ class DiffusionTask:
 
     # training
 
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
+        return []
+
     def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
         return one_size_each(rows)
 

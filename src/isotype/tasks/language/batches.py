@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...data.rows import IGNORED, LoadedData, Row
+from ...data.rows import IGNORED, LoadedData, Row, row_lengths
 from ...ops.attention import Documents
 from ...training.feed import RowStream
 from ...training.task import Feed
@@ -127,3 +127,9 @@ def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
         stream: Feed[Row] = data.stream
         return stream
     return RowStream(data.train, seed=seed, shuffle=shuffle, shares=data.shares)
+
+
+def longest_of(rows: Sequence[Any], count: int) -> list[Any]:
+    """The longest of the rows, the longest first."""
+    lengths = row_lengths(rows)
+    return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]

@@ -26,7 +26,7 @@ from ...training.memory.outline import quantise_outline
 from ...training.quiet import without_warnings
 from ...training.task import Outline, StepOutline, micro_batch
 from .batches import Batch, padded_length
-from .loss import batch_loss_sum
+from .objective import NextToken, Objective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,18 +77,20 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
 
 
 def of_data(
-    config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt], *, device_type: str = "cpu"
-) -> StepOutline:
+    config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt], *, device_type: str = "cpu",
+    objective: Objective | None = None,
+) -> StepOutline:  # fmt: skip
     """The largest step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
     return step_outline(
         config,
         precision,
         length=len(data.longest(1)[0].input_ids),
-        eval_rows=min(micro_batch(config.train), len(data.eval)),
+        eval_rows=min(micro_batch(config.train), len(data.eval) if objective is None else len(objective.eval)),
         eval_length=max(row_lengths(data.eval), default=0),
         sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
         device_type=device_type,
+        objective=objective,
     )
 
 
@@ -101,6 +103,7 @@ def step_outline(
     eval_length: int = 0,
     sample_length: int = 0,
     device_type: str = "cpu",
+    objective: Objective | None = None,
 ) -> StepOutline:
     """The same from lengths in tokens; 0 where a run does not evaluate or sample.
 
@@ -108,14 +111,15 @@ def step_outline(
     sample_length  of the longest prompt with its answer
     Packed rows bring a mask of every document instead of the causal one that attention makes itself.
     """
-    packing, rows, length = config.data.packing, config.train.batch_size, padded_length(length, device_type)
+    learnt = objective or NextToken(config)
+    packing, rows, length = config.data.packing, config.train.batch_size * learnt.each, padded_length(length, device_type)
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return batch_loss_sum(model, batch, dtype=precision.loss)
+        return learnt.loss_sum(model, learnt.outlined(batch), dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with eval_mode(model):
-            loss_sum(model, _batch(eval_rows, padded_length(eval_length, device_type), device, packing=packing))
+            loss_sum(model, _batch(eval_rows * learnt.each, padded_length(eval_length, device_type), device, packing=packing))
 
     return StepOutline(
         rows=rows,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config.schema import ModelSection
-from ...data.rows import Row, row_lengths
+from ...config.schema import ModelSection, RunConfig
+from ...data.rows import row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...model.adapter import load_adapter, saved_in_full
@@ -22,8 +22,7 @@ from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.eval_mode import eval_mode
 from ...training.task import Evaluation
-from .batches import collate
-from .loss import batch_loss_sum
+from .objective import NextToken, Objective
 
 
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
@@ -62,25 +61,29 @@ def load_result(
 
 
 def evaluate(
-    model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32",
-    world: World = ALONE,
+    model: nn.Module, rows: Sequence[Any], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32",
+    world: World = ALONE, objective: Objective | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens.
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is what batches count.
+
+    objective  by default that of next tokens
 
     The processes of `world` take the batches in turn. All make as many passes, since the forward of a sharded model is one of all
     processes: where the batches do not come out even, the last passes compute the first rows once more, and count nothing.
     """
+    objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    total, weight = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64), 0
     with eval_mode(model):
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
-            batch = collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
-            loss = batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
+            batch = objective.collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
+            sums = objective.loss_sum(model, batch, dtype=loss_dtype).double().cpu()
             if start < len(by_length):
-                total += loss
-                tokens += batch.supervised
-    summed, counted = world.sum([float(total), tokens])
-    return Evaluation(summed / max(1, counted), int(counted))
+                total += sums
+                weight += batch.weight
+    *totals, counted = world.sum([*total.tolist(), weight])
+    loss, *measures = (value / max(1, counted) for value in totals)
+    return Evaluation(loss, int(counted), measures=dict(zip(objective.words.measures, measures)))

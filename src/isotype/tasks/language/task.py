@@ -17,7 +17,7 @@ from ...data.bad_rows import BadRow, BadRowFile
 from ...data.facts import source_lines
 from ...data.load import load_data
 from ...data.prompts import prompts_of_run
-from ...data.rows import LoadedData, Row, SamplePrompt, examples, row_lengths
+from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import layer_settings
@@ -32,12 +32,12 @@ from ...precision.quantised_base import check_base, check_share, of_config
 from ...runs.folder import RunFolder
 from ...training.memory.device import shown
 from ...training.memory.plan import most_bytes
-from ...training.task import Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
+from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
-from .batches import Batch, collate, padded_length, row_feed
-from .checks import CHECKS
-from .loss import batch_loss_sum
+from .batches import longest_of, padded_length
+from .objective import NextToken, Objective
 from .outline import of_data, outline
+from .preference.objective import Preference
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
@@ -52,7 +52,6 @@ class LanguageTask:
     """Rows of tokens, a loss for each next token, sampled answers. Implements `training.task.Task`."""
 
     kind = "language"
-    words = Words(units="tokens", unit="tok", weight="supervised")
     roles: Mapping[str, str] = {}
 
     tokenizer: PreTrainedTokenizerBase
@@ -63,6 +62,11 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self.objective: Objective = NextToken(config) if config.train.objective == "sft" else Preference(config)
+
+    @property
+    def words(self) -> Words:
+        return self.objective.words
 
     def observed(self) -> Iterable[tuple[str, str, str]]:
         return ()
@@ -75,11 +79,13 @@ class LanguageTask:
 
     def check(self, precision: Precision) -> None:
         check_branch(self.config, precision)
+        self.objective.check()
 
     def load_data(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed)
+        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, pairs=self.objective.pairs)
+        self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
         self.prompts = prompts_of_run(config.run, data, self.tokenizer)
@@ -91,24 +97,26 @@ class LanguageTask:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
         self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
-        return build_model(config, precision, self.source, self.tokenizer, device, part)
+        model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part)
+        self.objective.check_model(model)
+        return model, manifest
 
     @property
     def rows(self) -> int:
-        return len(self.data.train)
+        return len(self.objective.train)
 
     def fingerprints(self) -> dict[str, str]:
         return self.data.fingerprints()
 
     @property
     def eval_rows(self) -> int:
-        return len(self.data.eval)
+        return len(self.objective.eval)
 
-    def feed(self) -> Feed[Row]:
-        return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
+    def feed(self) -> Feed[Any]:
+        return self.objective.feed()
 
-    def largest(self, count: int) -> list[Row]:
-        return self.data.longest(count)
+    def largest(self, count: int) -> list[Any]:
+        return self.objective.largest(count)
 
     def architecture(self) -> PretrainedConfig:
         return load_architecture(self.config.model, self.tokenizer)
@@ -118,40 +126,45 @@ class LanguageTask:
         return outline(self.architecture(), self.config, precision, device_type=device_type)
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        return of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type)
+        return of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
-        return most_bytes(model, self.config.train, precision, length=padded_length(length, self.device_type))
+        rows = {"batch_size": self.config.train.batch_size * self.objective.each}
+        train = self.config.train.model_copy(update=rows)
+        return most_bytes(model, train, precision, length=padded_length(length, self.device_type))
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        return CHECKS
+        return self.objective.checks()
 
     # training
 
-    def one_shape_each(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str) -> list[tuple[str, str]]:
+        return self.objective.before_training(model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype)
+
+    def one_shape_each(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
         return [rows]  # they are padded
 
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        return collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return batch_loss_sum(model, batch, dtype=dtype)
+        return self.objective.loss_sum(model, batch, dtype=dtype)
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         counted = step_flops(model, model.config)
         return lambda batch: counted.of(*batch.input_ids.shape)
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.data.eval or self.data.train)[:most], device, dtype, world)
+        return self._evaluate(model, (self.objective.eval or self.objective.train)[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
-        longest = sorted(self.data.eval, key=lambda row: len(row.input_ids), reverse=True)[: micro_batch(self.config.train)]
+        longest = longest_of(self.objective.eval, micro_batch(self.config.train))
         return self._evaluate(model, longest, device, dtype) if longest else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
+    def _evaluate(self, model: nn.Module, rows: Sequence[Any], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
         size, pad_id = micro_batch(self.config.train), self.tokenizer.pad_token_id
-        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype, world=world)
+        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype, world=world, objective=self.objective)
 
     @property
     def samples(self) -> int:
@@ -181,7 +194,7 @@ class LanguageTask:
 
     def header(self) -> list[tuple[str, str]]:
         facts = self.data.facts
-        return [("data", data_line(self.data)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
+        return [("data", data_line(self.data, self.objective)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
@@ -219,8 +232,8 @@ class LanguageTask:
         """Counts of the training rows as the run sees them: packed ones, and of a stream the first."""
         data = self.data
         return {
-            "train_rows": len(data.train),
-            "eval_rows": len(data.eval),
+            "train_rows": self.rows,
+            "eval_rows": self.eval_rows,
             "train_tokens": int(sum(row_lengths(data.train))),
             "supervised_tokens": data.facts["train"]["supervised_tokens"],
             "longest": len(data.longest(1)[0].input_ids),
@@ -231,24 +244,24 @@ class LanguageTask:
         }
 
     def plan_lines(self) -> list[str]:
-        facts = self.plan_facts()
-        rows = counted(facts["train_rows"], "training row")
+        facts, row = self.plan_facts(), self.words.row
+        rows = counted(facts["train_rows"], f"training {row}")
         if facts["stream"]:
             rows = f"a stream, begun with {counted(facts['train_rows'], 'row')}"
         elif facts["packed_from"]:
             rows += f" packed from {facts['packed_from']:,}"
-        evaluation = counted(facts["eval_rows"], "evaluation row")
+        evaluation = counted(facts["eval_rows"], f"evaluation {row}")
         line = f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
         return [line, *facts["sources"], *facts["notes"]]
 
 
-def data_line(data: LoadedData) -> str:
-    rows = counted(len(data.train), "training row")
+def data_line(data: LoadedData, objective: Objective) -> str:
+    rows = counted(len(objective.train), f"training {objective.words.row}")
     if data.stream is not None:
         rows = "a stream of training rows"
     elif packing := data.facts.get("packing"):
         rows = f"{counted(packing['rows'], 'training row')} in {counted(len(data.train), 'packed one')}"
-    return f"{rows}, {counted(len(data.eval), 'evaluation row')}"
+    return f"{rows}, {counted(len(objective.eval), f'evaluation {objective.words.row}')}"
 
 
 @dataclass(frozen=True)

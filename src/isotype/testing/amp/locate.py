@@ -220,17 +220,16 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _users_line() -> Place | None:
-    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the check."""
-    inside = []
-    for frame in running_frames():
+    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the check.
+
+    No frame is kept: its tensors would live on, and autograd copies a gradient that somebody else holds.
+    """
+    for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
-            break
-        inside.append(frame)
-    innermost = next((frame for frame in inside if may_be_at_fault(frame.f_code.co_filename)), None)
-    if innermost is None:
-        return None
-    symbol = owner_of(innermost) or symbol_of(innermost)
-    return Place(file=innermost.f_code.co_filename, line=innermost.f_lineno, symbol=symbol)
+            return None
+        if may_be_at_fault(frame.f_code.co_filename):
+            return Place(file=frame.f_code.co_filename, line=frame.f_lineno, symbol=owner_of(frame) or symbol_of(frame))
+    return None
 
 
 def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False) -> Culprit | None:

@@ -99,10 +99,6 @@ def plain_functions() -> Iterator[None]:
         Function.apply = original  # type: ignore[method-assign]  # gives the method back
 
 
-def is_low(dtype: torch.dtype) -> bool:
-    return torch.finfo(dtype).bits < 32
-
-
 SLACK = 4.0  # how many times worse than the yardstick a result may be
 BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
 ROW_SLACK = 16.0  # a single row may be unlucky

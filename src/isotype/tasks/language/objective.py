@@ -1,0 +1,106 @@
+"""What a language run learns: `train.objective` chooses the object that has the rows, the batch, the loss and the words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...data.rows import LoadedData, Row
+from ...distributed.world import World
+from ...training.task import Batch, Check, Feed, Words
+from .batches import collate, row_feed
+from .checks import CHECKS
+from .loss import batch_loss_sum
+
+Header = list[tuple[str, str]]  # rows of a label and a text
+
+
+class Objective(Protocol):
+    """The part of a language run that depends on what is learnt.
+
+    pairs        the data are preference pairs
+    each         rows of the model that are one of the data's
+    train, eval  the rows, after `take`
+    """
+
+    words: Words
+    pairs: bool
+    each: int
+
+    @property
+    def train(self) -> Sequence[Any]: ...
+
+    @property
+    def eval(self) -> Sequence[Any]: ...
+
+    def check(self) -> None:
+        """Raises  UsageError for settings that the objective cannot keep"""
+
+    def take(self, data: LoadedData) -> None: ...
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises  UsageError for a model that the objective cannot train"""
+
+    def feed(self) -> Feed[Any]: ...
+
+    def largest(self, count: int) -> list[Any]: ...
+
+    def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
+
+    def outlined(self, batch: Any) -> Any:
+        """The batch of a memory plan, from one of tokens without data."""
+
+    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor: ...
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]: ...
+
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header: ...
+
+
+class NextToken:
+    """`sft`: cross-entropy of every learnt token."""
+
+    words = Words(units="tokens", unit="tok", weight="supervised")
+    pairs = False
+    each = 1
+
+    train: Sequence[Row]
+    eval: Sequence[Row]
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def check(self) -> None:
+        """Every setting is kept."""
+
+    def take(self, data: LoadedData) -> None:
+        self.data, self.train, self.eval = data, data.train, data.eval
+
+    def check_model(self, model: nn.Module) -> None:
+        """Every model is trained."""
+
+    def feed(self) -> Feed[Any]:
+        return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
+
+    def largest(self, count: int) -> list[Any]:
+        return list(self.data.longest(count))
+
+    def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch:
+        return collate(rows, pad_id=pad_id, device_type=device_type)
+
+    def outlined(self, batch: Any) -> Any:
+        return batch
+
+    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
+        return batch_loss_sum(model, batch, dtype=dtype)
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        return CHECKS
+
+    def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
+        return []

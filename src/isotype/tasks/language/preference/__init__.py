@@ -1,0 +1,1 @@
+"""Objectives that learn from pairs of a chosen and a rejected answer."""

@@ -1,0 +1,255 @@
+"""`train.objective: dpo` and its like, by what docs/preferences.md promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from isotype.config.kind import refuse_inapplicable
+from isotype.config.load import load
+from isotype.config.schema import PreferenceSection
+from isotype.errors import UsageError
+from isotype.report.plots import plots
+from isotype.report.record import read_run
+from isotype.tasks.choose import train
+from isotype.tasks.language.preference.losses import Answers, judged
+from tests.training.interrupted import interrupted_after
+
+WORDS = ["plus", "minus", "equals", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def taste(count: int, seed: int = 0) -> list[dict]:
+    """Pairs of one length: the chosen answer says that the sum is right, the rejected one that it is wrong."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = draw.randrange(10), draw.randrange(10)
+        c, d = draw.sample(range(10), 2)
+        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} plus {d} is {a}.", "rejected": f"{c} much {d} How {a}."})
+    return rows
+
+
+@pytest.fixture
+def paired(configured, tmp_path):
+    """`paired(objective, **sections)`: a loaded configuration on pairs."""
+
+    def make(objective: str = "dpo", *, rows=None, folder: str = "run", **sections):
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in (rows or taste(60))))
+        steps = {"steps": 6, "batch_size": 4, "learning_rate": 5e-3, "eval_every": 3, "objective": objective}
+        given = {"data": {"train": str(file), "eval_split": 0.2, "max_length": 64}, "train": steps}
+        for name, values in sections.items():
+            given[name] = given.get(name, {}) | values
+        return configured(folder, **given)
+
+    return make
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    loaded = paired(train={"steps": 24, "eval_every": 24}, run={"report": True})
+    assert train(loaded) == 0
+    rows = metrics(tmp_path / "run")
+    first = next(row for row in rows if row["step"] == 1)
+    assert first["loss"] == float(torch.tensor(math.log(2.0)))
+    assert first["pairs"] == 4
+    assert first["rewards/margins"] == 0.0
+    assert rows[-1]["eval_rewards/accuracies"] > 0.9
+    assert rows[-1]["eval_rewards/margins"] == pytest.approx(rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5)
+    assert rows[-1]["eval_pairs"] == 12
+    said = capsys.readouterr().out
+    assert "48 training pairs, 12 evaluation pairs" in said
+    assert "24 steps of 4 x 1 pairs" in said
+    assert {"Margin", "Accuracy of pairs"} <= {plot.title for plot in plots(read_run(tmp_path / "run"))}
+    base = AutoModelForCausalLM.from_pretrained(loaded.config.model.name)
+    PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+
+
+def adapter(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def resumed(folder, *changes: str) -> int:
+    return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(paired, tmp_path, monkeypatch):
+    assert train(paired(folder="whole")) == 0
+    assert interrupted_after(3, paired(folder="cut"), monkeypatch) == 130
+    assert resumed(tmp_path / "cut") == 0
+    whole, cut = adapter(tmp_path / "whole"), adapter(tmp_path / "cut")
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    kept = tmp_path / "cut" / "reference.safetensors"
+    before = load_file(kept)
+    kept.unlink()  # made again from the model as the run starts, although a checkpoint is restored
+    assert resumed(tmp_path / "cut", "train.steps=7") == 0
+    again = load_file(kept)
+    assert all(torch.equal(again[name], before[name]) for name in ("training", "evaluation"))
+
+
+def test_accumulated_pairs_are_the_same_step(paired, tmp_path):
+    assert train(paired(folder="one", train={"batch_size": 8, "steps": 2})) == 0
+    assert train(paired(folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 2})) == 0
+    for one, eight in zip(metrics(tmp_path / "one"), metrics(tmp_path / "eight")):
+        for key in ("loss", "grad_norm", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+            if key in one:
+                assert one[key] == pytest.approx(eight[key], rel=1e-5, abs=1e-6), key
+
+
+ASK, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "b"), ("assistant", "c")))
+
+
+def test_conversations_share_the_turns_they_begin_with():
+    from isotype.data.formats import example
+    from isotype.data.read import Record
+
+    def read(**row):
+        return example(Record("x", 1, row), "preference", needs_answer=True)
+
+    for row in (
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "a?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "a?", "chosen": [GOOD], "rejected": [BAD]},
+    ):
+        found = read(**row)
+        assert found.messages == (ASK, GOOD)
+        assert found.rejected.messages == (ASK, BAD)
+        assert found.learn_from == found.rejected.learn_from == 1
+    texts = read(prompt="a?", chosen=" yes", rejected=" yesterday")
+    assert (texts.prompt, texts.completion, texts.rejected.completion) == ("a?", " yes", " yesterday")
+
+
+PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sections", "said", "fix"),
+    [
+        ([PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
+        ([PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
+        ([PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
+        ([{"chosen": "b", "rejected": "c"}], {}, "pairs.jsonl:1: no key 'prompt'", ""),
+        ([{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
+        ([PAIR], {"train": {"objective": "sft"}}, "preference pairs", "train.objective=dpo"),
+        ([PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
+        ([PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
+        ([PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(paired, rows, sections, said, fix):
+    with pytest.raises(UsageError) as refused:
+        train(paired(rows=rows, **sections))
+    assert said in refused.value.message
+    assert fix in (refused.value.fix or "")
+
+
+def test_settings_of_another_objective_are_refused():
+    loaded = load(None, ["model.name=m", "train.objective=dpo", "preference.simpo_gamma=1.0"], {})
+    with pytest.raises(UsageError, match=r"preference\.simpo_gamma: does not apply to train.objective: dpo, but to simpo"):
+        refuse_inapplicable(loaded.config, loaded.sources)
+    with pytest.raises(UsageError, match=r"preference\.beta: expected"):
+        load(None, ["preference.beta=0"], {})
+    with pytest.raises(UsageError, match=r"train\.objective: expected one of sft dpo"):
+        load(None, ["train.objective=kto"], {})
+
+
+def test_the_reference_of_another_model_is_refused(paired, tmp_path):
+    assert train(paired(train={"steps": 2})) == 0
+    file = tmp_path / "run" / "reference.safetensors"
+    with safe_open(file, framework="pt") as kept:
+        said, tensors = kept.metadata(), {name: kept.get_tensor(name) for name in ("training", "evaluation")}
+    save_file(tensors, file, metadata=said | {"model": "0"})
+    with pytest.raises(UsageError, match="the reference of another model"):
+        resumed(tmp_path / "run", "train.steps=3")
+
+
+def test_losses_are_those_of_trl():
+    """Of sums, and of means for simpo and orpo, with TRL's own functions."""
+    from types import SimpleNamespace
+
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    c, r, n, m = -torch.rand(16) * 30, -torch.rand(16) * 30, torch.randint(3, 20, (16,)).float(), torch.randint(3, 20, (16,)).float()
+    answers = Answers(c, r, torch.zeros(16), torch.zeros(16), n, m)
+    plain = {"beta": 0.1, "nll": 0.0}
+    device = SimpleNamespace(device="cpu")
+    odds = -ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.1, accelerator=device), c / n, r / m)[0]
+    theirs = SimpleNamespace(beta=0.1, alpha=0.0, simpo_gamma=0.5, label_smoothing=0.1, loss_type="sigmoid", accelerator=device)
+    torch.testing.assert_close(judged("orpo", PreferenceSection(**plain), answers).losses, odds)
+    smoothed = PreferenceSection(**plain, label_smoothing=0.1)
+    torch.testing.assert_close(judged("cpo", smoothed, answers).losses, CPOTrainer.cpo_loss(theirs, c, r)[0])
+    theirs.loss_type, theirs.label_smoothing = "simpo", 0.0
+    torch.testing.assert_close(judged("simpo", PreferenceSection(**plain), answers).losses, CPOTrainer.cpo_loss(theirs, c / n, r / m)[0])
+    with_nll = judged("orpo", PreferenceSection(), answers).losses
+    torch.testing.assert_close(with_nll, odds - c / n)
+
+
+@pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo", "cpo"])
+def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
+    assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
+    assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9
+
+
+def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "preferences.md").read_text(encoding="utf-8")
+    pairs, program = (re.search(rf"```{kind}\n(.*?)```", page, re.S).group(1) for kind in ("json", "python"))
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(pairs)
+    exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(workshop.base)), {})
+    assert [row["step"] for row in metrics(Path("runs/pairs"))] == [1, 2]
+
+
+@pytest.mark.full
+def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
+    """Every weight of an fp32 model, so that both have one reference and one start."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(workshop.base).save_pretrained(base)
+    pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
+    alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
+    loaded = paired(
+        rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
+        train={"steps": 3, "batch_size": 4, **alike},
+    )  # fmt: skip
+    assert train(loaded) == 0
+    args = DPOConfig(
+        output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant",
+        warmup_steps=0, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", max_grad_norm=1.0,
+        gradient_checkpointing=False, max_length=64,
+    )  # fmt: skip
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = InOrder(model=model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=AutoTokenizer.from_pretrained(base))
+    theirs.train()
+    logged = [row for row in theirs.state.log_history if "loss" in row]
+    ours = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    for mine, other in zip(ours, logged, strict=True):
+        for key in ("loss", "rewards/margins", "logps/chosen"):
+            assert mine[key] == pytest.approx(float(other[key]), abs=1e-4 if key == "logps/chosen" else 1e-5), (key, mine["step"])
