@@ -137,6 +137,22 @@ def test_auto_follows_the_arguments_and_the_model(form, bf16, becomes, models):
     assert attach(trainer_of("Trainer", models, form, bf16=bf16), quiet=True).resolved.preset == becomes
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "bf16", "words"),
+    [
+        ("SFT", "lora", False, r"precision fp32 .*\(auto: bf16=False in the trainer's arguments: "),
+        ("SFT", "lora", True, r"precision bf16-lora .*\(auto: bf16=True in the trainer's arguments: "),
+        ("SFT", "qlora", False, r"precision nf4-lora compute=fp32.*\(auto: the model's base is quantised, and bf16=False in the trainer's"),
+        ("Trainer", "qlora", True, r"precision nf4-lora .*\(auto: the model's base is quantised: "),
+        # transformers' own default is False: not known to be typed
+        ("Trainer", "lora", False, r"\(auto: .* has (native|no|only emulated) bf16"),
+    ],
+)
+def test_auto_obeys_a_typed_false_and_gives_its_reason(name, form, bf16, words, models):
+    said = str(attach(trainer_of(name, models, form, bf16=bf16), quiet=True))
+    assert re.search(words, said), said
+
+
 def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
     from transformers import Trainer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -50,23 +51,36 @@ def asked_by_arguments(trainer: Any) -> str | None:
     return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
 
 
+def _typed_false(trainer: Any) -> bool:
+    """Whether bf16=False was typed: TRL's configurations mean bf16 by default, whereas transformers' own False may be the default."""
+    args = trainer.args
+    return type(args).__dataclass_fields__["bf16"].default is None and not (args.bf16 or args.fp16)
+
+
+def _auto(trainer: Any, adapter: str, *, quantised: bool) -> tuple[str, dict[str, str], str]:
+    """What the arguments and the model make of `auto`: preset, what differs from it, and why. Without them the device decides."""
+    given, typed = asked_by_arguments(trainer), _typed_false(trainer)
+    fp32 = "bf16=False in the trainer's arguments"
+    if quantised:
+        return "nf4-lora", {"compute": "fp32"} if typed else {}, "auto: the model's base is quantised" + f", and {fp32}" * typed
+    if given is not None:
+        preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
+        return preset, {}, f"auto: {given}=True in the trainer's arguments"
+    return ("fp32", {}, f"auto: {fp32}") if typed else ("auto", {}, "")
+
+
 def resolve_for(trainer: Any, precision: Any) -> Resolved:
     """One precision for this trainer. Raises UsageError with both values for a contradiction."""
     model, device = trainer.model, trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
     adapter, quantised = adapter_kind(model), of_model(inner_model(model))
-    given = asked_by_arguments(trainer)
+    why = ""
     if isinstance(precision, Precision):
         preset, overrides = _parts(str(precision))
     elif not isinstance(precision, str):
         raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
-    elif precision == "auto" and quantised is not None:
-        preset, overrides = "nf4-lora", {}
-    elif precision == "auto" and given is not None:
-        preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
-        overrides = {}
     elif precision == "auto":
-        preset, overrides = "auto", {}
+        preset, overrides, why = _auto(trainer, adapter, quantised=quantised is not None)
     else:
         preset, overrides = _parts(precision)
     resolved = resolve(
@@ -77,6 +91,8 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         frozen=any(not p.requires_grad for p in model.parameters()),
         sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
     )
+    if why:
+        resolved = replace(resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", why, 1))
     _check_precision_claims(trainer, resolved.precision, preset)
     if resolved.precision.base == "nf4" and quantised is None:
         raise UsageError(
