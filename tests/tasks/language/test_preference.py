@@ -6,6 +6,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
 from isotype.tasks.language.preference.losses import Answers, judged
+from tests.distributed.processes import GUARD, environment
 from tests.training.interrupted import interrupted_after
 
 WORDS = ["plus", "minus", "equals", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -214,6 +217,26 @@ def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text(pairs)
     exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(workshop.base)), {})
     assert [row["step"] for row in metrics(Path("runs/pairs"))] == [1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_two_processes_make_the_run_of_one(paired, tmp_path, kind):
+    sections = {"train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
+    assert train(paired(folder="one", **sections)) == 0
+    paired(folder="two", parallel={"kind": kind}, **sections)
+    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == len(two)
+    for mine, other in zip(one, two):
+        for key in {"loss", "pairs", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/accuracies"} & mine.keys():
+            assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+    assert one[1]["loss"] == two[1]["loss"] == float(torch.tensor(math.log(2.0)))
+    references = [load_file(tmp_path / name / "reference.safetensors") for name in ("one", "two")]
+    assert all(torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation"))
 
 
 @pytest.mark.full
