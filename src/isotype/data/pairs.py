@@ -13,6 +13,7 @@ from .rows import Row
 from .tokens import TokenRows
 
 Encoded = tuple[Example, Row, bool]
+_FEW, _NEARLY_ALWAYS = 10, 0.9  # pairs below which nothing is said of their lengths; the share in which one side is longer
 
 
 class Pair(NamedTuple):
@@ -105,6 +106,3 @@ def pair_notes(facts: dict[str, Any]) -> list[str]:
     if facts["cut_on_one_side"]:
         said.append(f"of {facts['cut_on_one_side']:,} pairs one answer is cut at data.max_length and the other is not")
     return said
-
-
-_FEW, _NEARLY_ALWAYS = 10, 0.9

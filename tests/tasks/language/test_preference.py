@@ -128,6 +128,7 @@ def test_conversations_share_the_turns_they_begin_with():
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "a?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "a?", "chosen": [GOOD], "rejected": [BAD]},
     ):
         found = read(**row)
@@ -147,6 +148,7 @@ PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
         ([PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
         ([PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
         ([PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
+        ([{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
         ([{"chosen": "b", "rejected": "c"}], {}, "pairs.jsonl:1: no key 'prompt'", ""),
         ([{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
         ([PAIR], {"train": {"objective": "sft"}}, "preference pairs", "train.objective=dpo"),
