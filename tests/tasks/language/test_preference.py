@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,19 +25,17 @@ from isotype.report.record import read_run
 from isotype.tasks.choose import train
 from isotype.tasks.language.preference.losses import Answers, judged
 from tests.distributed.processes import GUARD, environment
-from tests.training.interrupted import interrupted_after
-
-WORDS = ["plus", "minus", "equals", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
+from tests.warm import interpreter
 
 
 def taste(count: int, seed: int = 0) -> list[dict]:
-    """Pairs of one length: the chosen answer says that the sum is right, the rejected one that it is wrong."""
+    """Answers of one length: the chosen one says `is`, the rejected one `plus`; the numbers around it tell nothing."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
-        a, b = draw.randrange(10), draw.randrange(10)
-        c, d = draw.sample(range(10), 2)
-        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} plus {d} is {a}.", "rejected": f"{c} much {d} How {a}."})
+        a, b, c, d, e, f = (draw.randrange(4) for _ in range(6))
+        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} is {d}.", "rejected": f"{e} plus {f}."})
     return rows
 
 
@@ -90,9 +89,12 @@ def resumed(folder, *changes: str) -> int:
     return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(paired, tmp_path, monkeypatch):
-    assert train(paired(folder="whole")) == 0
-    assert interrupted_after(3, paired(folder="cut"), monkeypatch) == 130
+def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path):
+    every_second = {"save_every": 2, "sample_every": 0, "samples": []}
+    assert train(paired(folder="whole", run=every_second)) == 0
+    paired(folder="cut", run=every_second)
+    killed = subprocess.run([interpreter(), "-c", DIES_AT_STEP_4, str(tmp_path / "cut.yaml")], env=environment(), check=False)
+    assert killed.returncode == -signal.SIGKILL
     assert resumed(tmp_path / "cut") == 0
     whole, cut = adapter(tmp_path / "whole"), adapter(tmp_path / "cut")
     assert whole.keys() == cut.keys()
