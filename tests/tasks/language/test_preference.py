@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
-from isotype.config.schema import PreferenceSection
+from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.errors import UsageError
 from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
 from isotype.tasks.language.preference.losses import Answers, judged
+from isotype.tasks.language.preference.objective import Preference
 from tests.distributed.processes import GUARD, environment
 from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
 from tests.warm import interpreter
@@ -164,6 +165,16 @@ def test_bad_input_is_refused_in_one_line(paired, rows, sections, said, fix):
         train(paired(rows=rows, **sections))
     assert said in refused.value.message
     assert fix in (refused.value.fix or "")
+
+
+def test_a_model_with_dropout_is_refused_beside_a_reference():
+    made, by_hand = torch.nn.Dropout(0.1), torch.nn.Linear(1, 1)
+    by_hand.dropout = 0.1
+    for layer in (made, by_hand):
+        model = torch.nn.Sequential(layer)
+        with pytest.raises(UsageError, match=r"a model with dropout \(0: 0.1\)"):
+            Preference(RunConfig(train=TrainSection(objective="dpo"))).check_model(model)
+        Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
 
 
 def test_settings_of_another_objective_are_refused():
