@@ -143,7 +143,9 @@ def uncited_pages() -> list[str]:
     return [
         str(page.relative_to(ROOT))
         for page in pages
-        if page.name != "index.md" and not any(page.name in text for path, text in texts.items() if path != page)
+        if page.name != "index.md"
+        and not any(page.name in text for path, text in texts.items() if path != page)
+        and page.stem not in texts.get(page.with_name("index.md"), "").split()
     ]
 
 

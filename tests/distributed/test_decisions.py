@@ -26,6 +26,15 @@ def test_a_loss_of_one_process_that_is_not_finite_stops_both(toy, tmp_path):
     assert said.count("isotype: ") == 1, said
 
 
+def test_a_part_of_a_weight_that_is_not_finite_is_named_with_its_process(configured, tmp_path):
+    """The forward gathers the weight: to the first process, which holds none of it, the activations overflow."""
+    configured("run", parallel={"kind": "shard"}, adapter={"kind": "none"})
+    status, said = run(2, tmp_path / "run.yaml", fault=[1, 3, "weight"])
+    assert status == 1, said
+    assert "NF001 step 3: the loss is not finite, parameter model.norm.weight is not finite (rank 1)" in said
+    assert said.count("isotype: ") == 1, said
+
+
 def test_a_full_disk_of_the_first_process_stops_both(toy, tmp_path):
     status, said = run(2, toy, toy=True, fault=[0, 4, "full"])
     assert status == 1, said

@@ -14,7 +14,8 @@ late            [rank, seconds]: that process comes so late out of each exchange
                 others after an error
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
                 sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`) or has a target that is
-                not a number (`nan`, of the toy task). `refuse`, at step 0: its preflight finds too small a disk
+                not a number (`nan`, of the toy task), or an element of its part of a weight is none (`weight`). `refuse`, at step 0: its
+                preflight finds too small a disk
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import torch.distributed
 from isotype.config.load import load
 from isotype.distributed import world
 from isotype.errors import IsotypeError
+from isotype.precision.parts import local_part
 from isotype.training import loop as loop_module
 from isotype.training.loop import Loop
 from isotype.training.run import train
@@ -73,13 +75,15 @@ def with_fault(rank: int, step: int, what: str) -> None:
     def one_step(loop, number):
         nonlocal at
         at = (loop.world.rank, number)
+        if at == (rank, step) and what == "weight":
+            local_part(loop.model.model.norm.weight)[0] = math.nan
         steps(loop, number)
 
     def batches(task, stream, batching, **options):
         if at == (rank, step) and what == "nan":
             take = stream.take
             stream.take = lambda count: [(x, math.nan) for x, _ in take(count)]
-        elif at == (rank, step):
+        elif at == (rank, step) and what != "weight":
             act(what)
         return takes(task, stream, batching, **options)
 

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from transformers import TrainerCallback, TrainingArguments
 
-from isotype.errors import PreflightError, UsageError
+from isotype.errors import PreflightError, RunError, UsageError
 from isotype.integrations import attach
+from isotype.observe import is_observed
 from isotype.precision.precision import ROLES
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
@@ -84,6 +86,63 @@ def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, 
     with pytest.warns(UserWarning, match="declared bf16"):
         trainer.train()
     assert json.loads((tmp_path / "isotype" / "precision.json").read_text())["violations"]
+
+
+class Afterwards(TrainerCallback):
+    """Calls `act(model)` after a step."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            self.act(model)
+
+
+def test_the_schedule_of_a_run_is_observed_and_the_step_after_a_change(models, tmp_path):
+    def multiply_in_fp32(model):
+        projection = model.model.layers[1].self_attn.o_proj
+
+        def forward(x):
+            with torch.autocast("cpu", enabled=False):
+                return torch.nn.functional.linear(x.float(), projection.weight.float()).to(x.dtype)
+
+        projection.forward = forward
+
+    total = 12
+    drawn = [step for step in range(1, total + 1) if is_observed(step, every=100, seed=42, total=total)]
+    change = next(step for step in range(3, total) if step + 1 not in drawn)
+    more = {"output_dir": str(tmp_path), "max_steps": total, "seed": 42}
+    trainer = plain(Setting(models, form="full", bf16=True, more=more))
+    trainer.add_callback(Afterwards(change, multiply_in_fp32))
+    attach(trainer, "bf16-mixed", quiet=True, preflight=False)
+    with pytest.warns(UserWarning, match="o_proj multiplies in fp32, declared bf16"):
+        trainer.train()
+    seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
+    assert seen["observed_at"] == sorted([*drawn, change + 1])
+    # a later look that finds the same does not repeat it
+    assert [finding["place"]["symbol"] for finding in seen["violations"]] == ["mm in model.layers.1.self_attn.o_proj"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_nothing_is_watched_after_a_step_that_raised(step, models):
+    trainer = plain(Setting(models))
+    attach(trainer, "fp32", quiet=True, preflight=False)
+
+    def nan(module, args):
+        if trainer.state.global_step == step - 1:
+            return (args[0] * float("nan"), *args[1:])
+
+    trainer.model.base_model.model.model.layers[1].mlp.register_forward_pre_hook(nan)
+    with pytest.raises(RunError, match=f"step {step}: the loss is not finite"):
+        trainer.train()
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+
+
+def test_another_process_than_the_first_writes_nothing(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "process_index", 1)
+    run("Trainer", models, tmp_path, precision="fp32")
+    assert not (tmp_path / "isotype").exists()
 
 
 @pytest.mark.parametrize("name", ["SFT", *(pytest.param(name, marks=pytest.mark.full) for name in ("Trainer", "DPO", "Reward"))])

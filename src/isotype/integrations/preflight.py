@@ -331,8 +331,10 @@ def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[st
             skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
         else:
             checks[phase] = (*checks.get(phase, ()), *these)
+    world = World()  # each process checks for itself, and the first one writes
+    world.rank = trainer.args.process_index
     try:
-        return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks)
+        return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks, world=world)
     except PreflightError as error:
         first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
         fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'

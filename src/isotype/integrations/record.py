@@ -5,8 +5,9 @@ preflight.json  the checks before step 1                                env.json
 metrics.jsonl   the trainer's own log                                   settings.json    what a resumed run is compared with
 result.json     how it ended                                            report.html      all of it on one page
 
-In the first step of a training fused calls are counted, and others with their reason; in the second dtypes are observed. Neither changes
-what is computed: their hooks are marked as observing, so that fused code runs as in every other step.
+In the first step of a training fused calls are counted, and others with their reason. Dtypes are observed in that step, in those of the
+schedule of `isotype train`, and in the one after a change of the model. Neither changes what is computed: their hooks are marked as
+observing, so that fused code runs as in every other step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
+from ..config.schema import RunSection
 from ..environment.versions import environment
 from ..lora.plain import lora_layers, why_not_fused
-from ..observe import Observation, Observer, observing
+from ..observe import Observation, Observer, is_observed, observing
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
@@ -33,7 +39,7 @@ from ..optimize.head import fused_head_of
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
-from .attachment import Attachment
+from .attachment import Attachment, Methods
 from .preflight import run_preflight
 from .steps import Guards
 
@@ -46,27 +52,35 @@ COMPARED = (
 
 
 class Record(TrainerCallback):
-    """One trainer's record; also where the preflight and the watched first step are called from."""
+    """One trainer's record; also where the preflight and the watched steps are called from."""
 
     def __init__(self, attached: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]) -> None:
         self.attached, self.guards, self.preflight, self.skip = attached, guards, preflight, skip
         self.folder = RunFolder(Path(attached.trainer.args.output_dir) / FOLDER)
         self.metrics: Metrics | None = None
-        self.first: FirstSteps | None = None
+        self.watched: WatchedSteps | None = None
+        self.methods = Methods(attached.trainer)
         self._said = 0
         self._started = 0.0
 
     def install(self) -> None:
+        self.methods.wrap("_inner_training_loop", self._training)
         self.attached.trainer.add_callback(self)
 
     def remove(self) -> None:
-        if self.first is not None:
-            self.first.stop()
+        self.methods.restore()
         self.attached.trainer.remove_callback(self)
+
+    def _training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if self.watched is not None:  # a step that raised ends the watch too
+                self.watched.stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.first = FirstSteps(self.attached)
+        self.watched = WatchedSteps(self.attached)
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -84,20 +98,16 @@ class Record(TrainerCallback):
             run_preflight(self.attached, self.folder.path, self.skip, resuming=resuming)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.first is not None:
-            self.first.begin(state.global_step + 1)
+        if self.watched is not None:
+            self.watched.begin(state.global_step + 1)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.first is None or not self.first.watching:
+        if self.watched is None or (seen := self.watched.end()) is None:
             return
-        self.first.end()
-        seen = self.first.seen
         if state.is_world_process_zero:
             self._write_manifest()
-            self.folder.write_json("precision.json", self.first.precision_json())
-        if seen is None:
-            return
-        self.guards.extra["promotions"] = self.first.promotions
+            self.folder.write_json("precision.json", self.watched.precision_json())
+        self.guards.extra["promotions"] = sum(seen.promotions.values())
         if seen.violations:
             warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
 
@@ -125,8 +135,8 @@ class Record(TrainerCallback):
 
     def _write_manifest(self) -> None:
         said = self.attached.to_dict()
-        if self.first is not None and self.first.calls:
-            said["first_step"] = self.first.calls_json()
+        if self.watched is not None and self.watched.calls:
+            said["first_step"] = self.watched.calls_json()
         self.folder.write_json("manifest.json", said)
 
     def _compare(self, resuming: bool) -> None:
@@ -145,41 +155,76 @@ class Record(TrainerCallback):
         self.folder.write_json("settings.json", now)
 
 
-_NO_STEP = "the second step of a training is observed, and there was none"
+_NO_STEP = "no step of this training ended"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
 _OF_THE_TRAINER = {
     "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
-    "generate": "nothing was generated in the observed step",
+    "generate": "nothing was generated in the observed steps",
     "save": "the trainer writes its own files, which are not read",
     "what callbacks write": "code between the forward, the backward and the update of a step, and between steps, is not followed",
 }
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
-class FirstSteps:
-    """Counts calls in the first step of a training and observes dtypes in the second; every other step costs nothing."""
+# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are summed; None: that of the gradients
+_HOOKS = {
+    default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
+}  # fmt: skip
+
+
+def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
+    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where that cannot be read."""
+    if isinstance(model, DistributedDataParallel):
+        policy: Any = model.mixed_precision
+        hooks = [hook for hook, _ in model._comm_hooks]
+        if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
+            hooks = [builtin]
+        for hook in hooks:
+            if hook not in _HOOKS:
+                name = getattr(hook, "__qualname__", str(hook))
+                return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
+            if (narrow := _HOOKS[hook]) is not None:
+                return [narrow], ""
+    elif isinstance(model, FullyShardedDataParallel):
+        policy = model.mixed_precision
+    elif isinstance(model, FSDPModule):
+        policy = model._get_fsdp_state()._mp_policy
+    else:
+        return [], f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is not known"
+    declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
+    return ([declared] if declared else list(own)), ""
+
+
+class WatchedSteps:
+    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the schedule of `isotype train` and in the
+    one after a change of the model; every other step costs a comparison of hooks and dtypes."""
 
     def __init__(self, attached: Attachment) -> None:
         self.attached, self.model = attached, attached.trainer.model
         read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
         self.observer = Observer(self.model, attached.precision, read_only=read_only)
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.seen: Observation | None = None
+        self.record: dict[str, Any] = {}
         self.steps = 0
-        self.watching = False
+        self._seen: Observation | None = None
+        self._unsummed = ""
         self._stack = ExitStack()
         self._hooks: list[Any] = []
 
     def begin(self, step: int) -> None:
         """At the beginning of a step, whose number is `step`."""
+        trainer = self.attached.trainer
         self.steps += 1
-        self.watching = self.steps <= 2
-        if self.steps == 1:
+        first = self.steps == 1
+        drawn = first or is_observed(step, every=RunSection().observe_every, seed=trainer.args.seed, total=trainer.state.max_steps)
+        if not drawn and not self.observer.changed():
+            return
+        if first:
             self._begin_counting()
-        elif self.steps == 2:
-            # accelerate's optimizer wraps the one whose step is observed
-            optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
-            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
+        # accelerate's optimizer wraps the one whose step is observed
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:
@@ -189,19 +234,29 @@ class FirstSteps:
             self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
         self._materialised, self._before = Counter(materialised), self._heads()
 
-    def end(self) -> None:
-        """After the update of an observed step."""
+    def end(self) -> Observation | None:
+        """After the update of a step: what was observed in it."""
+        seen = self._seen
+        if seen is None:
+            return None
         self.stop()
-        if self.seen is not None:
-            return
-        for op, count in (self._heads() - self._before).items():
-            self.calls["head", op] += count
-        for where, count in (Counter(materialised) - self._materialised).items():
-            self.calls["head", f"logits computed: {where}"] += count
+        if self.steps == 1:
+            for op, count in (self._heads() - self._before).items():
+                self.calls["head", op] += count
+            for where, count in (Counter(materialised) - self._materialised).items():
+                self.calls["head", f"logits computed: {where}"] += count
+        trainer = self.attached.trainer
+        if trainer.args.world_size > 1:
+            sent, self._unsummed = summed_in(trainer.model_wrapped)
+            self.observer.look_at_sums(seen, sent)
+        earlier = self.record.get("violations", [])
+        self.record = noted(self.record, seen)
+        self.record["violations"] = earlier + [finding for finding in self.record["violations"] if finding not in earlier]
+        return seen
 
     def stop(self) -> None:
         """Removes every hook."""
-        self.watching = False
+        self._seen = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -226,18 +281,13 @@ class FirstSteps:
             )
         return found
 
-    @property
-    def promotions(self) -> int:
-        """Module outputs wider than `compute` that the declaration does not speak of."""
-        return sum(self.seen.promotions.values()) if self.seen is not None else 0
-
     def calls_json(self) -> list[dict[str, Any]]:
         return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
 
     def precision_json(self) -> dict[str, Any]:
         """precision.json, as a run of Isotype's own writes it."""
         resolved = self.attached.resolved
-        record = noted({}, self.seen) if self.seen is not None else {"places": {"every role": _NO_STEP}}
+        record = self.record or {"places": {"every role": _NO_STEP}}
         return {
             "precision": resolved.text,
             "preset": resolved.preset,
@@ -248,8 +298,10 @@ class FirstSteps:
     def _unseen(self) -> dict[str, str]:
         """The reason for each role, and each model beside the trained one, of which nothing is counted."""
         reasons = dict(_OF_THE_TRAINER)
-        if self.seen is None:
+        if not self.record:
             reasons["generate"] = _NO_STEP
+        if self._unsummed:
+            reasons["reduce"] = self._unsummed
         if all(p.requires_grad for p in self.model.parameters()):
             reasons["base"] = "every weight is trained"
         for name in self.attached.manifests:

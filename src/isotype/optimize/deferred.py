@@ -232,9 +232,9 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _caller() -> str:
-    """The innermost line outside this package and torch."""
+    """The innermost line outside torch, this package and the observer, which makes each call itself."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/isotype/optimize/deferred" not in frame.filename:
+        if not any(part in frame.filename for part in ("/torch/", "/isotype/optimize/deferred", "/isotype/observe/")):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return "an unknown line"
 

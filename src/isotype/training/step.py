@@ -22,7 +22,7 @@ from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
-from .finite import non_finite_error
+from .finite import non_finite_error, non_finite_parameters
 from .task import Batch, Idle
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
@@ -181,18 +181,23 @@ class Stepper:
     def non_finite(self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None) -> RunError:
         """NF001 with the module where a non-finite number appears first.
 
-        own  with several processes, this one's loss: the message is that of the first process whose loss is not finite
+        own  with several processes, this one's loss: the message is that of the first process that holds such a weight, else of the
+             first whose loss is not finite
         """
+        weights = bool(non_finite_parameters(self.model))
         passes = [partial(self._loss_sum, batch) for batch in batches]
         error = non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
             clip=self.train.clip, compute=self.precision.compute,
         )  # fmt: skip
-        if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
+        # step 0 is the preflight's, which each process has for itself, unless they share the model
+        if self.world.size == 1 or (step == 0 and self.sharding is None):
             return error
-        found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
-        rank, (_, message, fix) = next(((rank, one) for rank, one in enumerate(found) if one[0]), (0, found[0]))
-        return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
+        found = self.world.gather([weights, own is not None and not math.isfinite(own), error.message, error.fix])
+        # a weight that is not finite makes every process's loss so
+        rank = next((rank for what in (0, 1) for rank, one in enumerate(found) if one[what]), 0)
+        *here, message, fix = found[rank]
+        return RunError(message + (f" (rank {rank})" if any(here) else ""), code="NF001", fix=fix)
 
 
 def read_on_host(*scalars: Tensor) -> list[float]:
