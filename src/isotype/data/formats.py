@@ -208,10 +208,15 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
             raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
     if isinstance(chosen, list) and isinstance(rejected, list):
         both = next((i for i, (one, other) in enumerate(zip(chosen, rejected)) if one != other), min(len(chosen), len(rejected)))
-        if isinstance(prompt, str) and prompt.strip():
-            prompt = [] if both else [{"role": "user", "content": prompt}]
-        prompt = [*(prompt or []), *chosen[:both]]
-        chosen, rejected = chosen[both:], rejected[both:]
+        begin = chosen[:both]
+        if isinstance(prompt, str):
+            known = not prompt.strip() or any(isinstance(turn, dict) and turn.get("content") == prompt for turn in begin)
+            prompt = [] if known else [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, list) and begin[: len(prompt)] == prompt:
+            prompt = []
+        prompt, chosen, rejected = [*(prompt or []), *begin], chosen[both:], rejected[both:]
+        if not chosen or not rejected:
+            raise RowError(f"{place}: one of chosen and rejected is the beginning of the other: it has no answer of its own")
     elif prompt is None:
         raise RowError(f"{place}: no key 'prompt': chosen and rejected as text need it; write what both answer as prompt")
     sides = {key: {"prompt": prompt, key: value, "tools": row.get("tools")} for key, value in zip(_PREFERENCES, (chosen, rejected))}

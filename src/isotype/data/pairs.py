@@ -13,6 +13,7 @@ from .rows import Row
 from .tokens import TokenRows
 
 Encoded = tuple[Example, Row, bool]
+_FEW, _NEARLY_ALWAYS = 10, 0.9  # pairs below which nothing is said of their lengths; the share in which one side is longer
 
 
 class Pair(NamedTuple):
@@ -90,6 +91,7 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
         "chosen_tokens": mean[0],
         "rejected_tokens": mean[1],
         "chosen_longer": float((answers[:, 0] > answers[:, 1]).mean()) if len(answers) else 0.0,
+        "rejected_longer": float((answers[:, 0] < answers[:, 1]).mean()) if len(answers) else 0.0,
         "cut_on_one_side": int((cut[:, 0] != cut[:, 1]).sum()),
     }
 
@@ -98,13 +100,10 @@ def pair_notes(facts: dict[str, Any]) -> list[str]:
     """Notes on the training pairs."""
     said = [
         f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen, {facts['rejected_tokens']:.0f} where rejected; "
-        f"the chosen one is longer in {facts['chosen_longer']:.0%} of the pairs"
+        f"the chosen one is longer in {facts['chosen_longer']:.0%} of the pairs, the rejected one in {facts['rejected_longer']:.0%}"
     ]
-    if facts["pairs"] > _FEW and not 1 - _NEARLY_ALWAYS < facts["chosen_longer"] < _NEARLY_ALWAYS:
+    if facts["pairs"] > _FEW and max(facts["chosen_longer"], facts["rejected_longer"]) > _NEARLY_ALWAYS:
         said.append("the length of an answer nearly tells which one is chosen: margins may show that length was learnt, and little else")
     if facts["cut_on_one_side"]:
         said.append(f"of {facts['cut_on_one_side']:,} pairs one answer is cut at data.max_length and the other is not")
     return said
-
-
-_FEW, _NEARLY_ALWAYS = 10, 0.9

@@ -176,6 +176,7 @@ def data(record: RunRecord) -> dict[str, Any]:
             continue
         lengths = dict_of(side.get("lengths"))
         facts = [
+            ("pairs", side.get("pairs")),
             ("rows", side.get("rows")),
             ("tokens", side.get("tokens")),
             ("learnt tokens", side.get("supervised_tokens")),

@@ -6,6 +6,9 @@ import json
 import math
 import random
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,25 +18,25 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
-from isotype.config.schema import PreferenceSection
+from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.errors import UsageError
 from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
 from isotype.tasks.language.preference.losses import Answers, judged
-from tests.training.interrupted import interrupted_after
-
-WORDS = ["plus", "minus", "equals", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+from isotype.tasks.language.preference.objective import Preference
+from tests.distributed.processes import GUARD, environment
+from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
+from tests.warm import interpreter
 
 
 def taste(count: int, seed: int = 0) -> list[dict]:
-    """Pairs of one length: the chosen answer says that the sum is right, the rejected one that it is wrong."""
+    """Answers of one length: the chosen one says `is`, the rejected one `plus`; the numbers around it tell nothing."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
-        a, b = draw.randrange(10), draw.randrange(10)
-        c, d = draw.sample(range(10), 2)
-        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} plus {d} is {a}.", "rejected": f"{c} much {d} How {a}."})
+        a, b, c, d, e, f = (draw.randrange(4) for _ in range(6))
+        rows.append({"prompt": f"How much is {a} plus {b}?", "chosen": f"{c} is {d}.", "rejected": f"{e} plus {f}."})
     return rows
 
 
@@ -87,9 +90,12 @@ def resumed(folder, *changes: str) -> int:
     return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(paired, tmp_path, monkeypatch):
-    assert train(paired(folder="whole")) == 0
-    assert interrupted_after(3, paired(folder="cut"), monkeypatch) == 130
+def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path):
+    every_second = {"save_every": 2, "sample_every": 0, "samples": []}
+    assert train(paired(folder="whole", run=every_second)) == 0
+    paired(folder="cut", run=every_second)
+    killed = subprocess.run([interpreter(), "-c", DIES_AT_STEP_4, str(tmp_path / "cut.yaml")], env=environment(), check=False)
+    assert killed.returncode == -signal.SIGKILL
     assert resumed(tmp_path / "cut") == 0
     whole, cut = adapter(tmp_path / "whole"), adapter(tmp_path / "cut")
     assert whole.keys() == cut.keys()
@@ -125,6 +131,7 @@ def test_conversations_share_the_turns_they_begin_with():
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "a?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "a?", "chosen": [GOOD], "rejected": [BAD]},
     ):
         found = read(**row)
@@ -144,6 +151,7 @@ PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
         ([PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
         ([PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
         ([PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
+        ([{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
         ([{"chosen": "b", "rejected": "c"}], {}, "pairs.jsonl:1: no key 'prompt'", ""),
         ([{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
         ([PAIR], {"train": {"objective": "sft"}}, "preference pairs", "train.objective=dpo"),
@@ -157,6 +165,16 @@ def test_bad_input_is_refused_in_one_line(paired, rows, sections, said, fix):
         train(paired(rows=rows, **sections))
     assert said in refused.value.message
     assert fix in (refused.value.fix or "")
+
+
+def test_a_model_with_dropout_is_refused_beside_a_reference():
+    made, by_hand = torch.nn.Dropout(0.1), torch.nn.Linear(1, 1)
+    by_hand.dropout = 0.1
+    for layer in (made, by_hand):
+        model = torch.nn.Sequential(layer)
+        with pytest.raises(UsageError, match=r"a model with dropout \(0: 0.1\)"):
+            Preference(RunConfig(train=TrainSection(objective="dpo"))).check_model(model)
+        Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
 
 
 def test_settings_of_another_objective_are_refused():
@@ -214,6 +232,26 @@ def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text(pairs)
     exec(program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(workshop.base)), {})
     assert [row["step"] for row in metrics(Path("runs/pairs"))] == [1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_two_processes_make_the_run_of_one(paired, tmp_path, kind):
+    sections = {"train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
+    assert train(paired(folder="one", **sections)) == 0
+    paired(folder="two", parallel={"kind": kind}, **sections)
+    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == len(two)
+    for mine, other in zip(one, two):
+        for key in {"loss", "pairs", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/accuracies"} & mine.keys():
+            assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+    assert one[1]["loss"] == two[1]["loss"] == float(torch.tensor(math.log(2.0)))
+    references = [load_file(tmp_path / name / "reference.safetensors") for name in ("one", "two")]
+    assert all(torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation"))
 
 
 @pytest.mark.full

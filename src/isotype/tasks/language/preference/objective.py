@@ -25,6 +25,7 @@ from .losses import Answers, judged
 from .reference import Header, add_reference
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")  # of models that call the function themselves
 LOGPS = ("logps/chosen", "logps/rejected")
 
 
@@ -69,8 +70,9 @@ class Preference:
         if not self.beside_reference:
             return
         for name, module in model.named_modules():
-            dropped = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-            if isinstance(dropped, float) and dropped > 0:
+            shares = [module.p] if isinstance(module, nn.Dropout) else [getattr(module, name, 0.0) for name in DROPOUTS]
+            dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
+            if dropped > 0:
                 raise UsageError(
                     f"train.objective: {self.name} cannot train a model with dropout ({name}: {dropped:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
