@@ -127,7 +127,7 @@ def test_it_holds_the_package_and_its_licence_only(wheel):
     ours = {name for name in ours if "__pycache__" not in name}
     assert {name for name in names if name.startswith("isotype/")} == ours, "package-data in pyproject.toml names what is no Python file"
     kinds = {Path(name).suffix for name in ours}
-    assert kinds <= {".py", ".md", ".html", ".json", ".css", ".js", ".jinja", ".cpp", ".h", ".tsv", ".txt", ".typed", ""}
+    assert kinds <= {".py", ".md", ".html", ".json", ".css", ".js", ".jinja", ".cpp", ".h", ".tsv", ".txt", ".typed", ".yaml", ""}
     assert not [name for name in names if re.search(r"(^|/)(tests?|fixtures|conftest\.py|benchmarks)(/|$)", name)]
 
 

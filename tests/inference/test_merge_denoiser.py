@@ -18,7 +18,7 @@ from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.families import Asked
 
 
-@pytest.mark.parametrize("family", ["sd3", "sdxl"])
+@pytest.mark.parametrize("family", ["sd3", pytest.param("sdxl", marks=pytest.mark.full)])
 def test_a_merged_pipeline_is_the_adapter_on_its_base(drawn, studio, tmp_path, capsys, family):  # noqa: F811
     from diffusers import DiffusionPipeline
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..config.schema import RunConfig, Section
 from ..errors import UsageError
-from ..report.record import RunRecord, read_run
 from ..runs.folder import RunFolder
 from .settings import load_settings, of_this_start
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..config.load import LoadedConfig
     from ..inference.loaded import Conversation, LoadedRun
+    from ..report.record import RunRecord
     from ..training.callbacks import Callback, Objective
     from ..training.console import RunConsole
 
@@ -199,7 +199,7 @@ class Run:
         self.folder = Path(folder)
         self._loaded: LoadedRun | None = None
         self._conversation: Conversation | None = None
-        read_run(self.folder)
+        self._read()
 
     def __repr__(self) -> str:
         loss = self.record.best_evaluation
@@ -208,6 +208,11 @@ class Run:
     @property
     def record(self) -> RunRecord:
         """Everything in the run folder, as the report reads it."""
+        return self._read()
+
+    def _read(self) -> RunRecord:
+        from ..report.record import read_run  # with the report's libraries, which a first `isotype train` without torch lacks
+
         return read_run(self.folder)
 
     @property

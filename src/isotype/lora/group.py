@@ -193,7 +193,7 @@ def tensor_gradients(
         if needs[bias]:
             grads[bias] = bias_gradient(wide_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
         if needs[b]:
-            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b], now=now)  # type: ignore[arg-type]
+            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b], now=now)  # type: ignore[arg-type]  # as above, of B
         if needs[a]:
             assert x_TK is not None
             widest = torch.promote_types(torch.float32, x_TK.dtype)
