@@ -237,7 +237,7 @@ class ChatTemplate:
     def in_parts(self) -> bool:
         """Whether the template writes a content only as a list of parts, as those of LLaVA and SmolVLM do: of a string nothing is left."""
         asked = [{"role": "user", "content": _SENTINEL}]
-        return not self._writes(asked) and self._writes(in_parts(asked))
+        return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
 
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:

@@ -88,7 +88,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
             refuse_untrue_config(folder, *names)
         run.tokenizer.save_pretrained(str(folder))
         if vision_parts(base) is not None:
-            copy_files(run.source, folder)
+            copy_files(run.source.name, run.source.revision, folder)
         facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 

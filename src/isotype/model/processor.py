@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .load import Source
+from typing import Any
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _TEMPLATE = "chat_template.json"  # where repositories had the template that the processor reads and the tokenizer does not
@@ -24,10 +21,10 @@ def _file(name: str, file: str, revision: str | None) -> str | None:
     return found
 
 
-def copy_files(source: Source, folder: Path) -> None:
+def copy_files(name: str, revision: str | None, folder: Path) -> None:
     """Puts the processor's files of the base beside a saved model or adapter, so that a server finds them there."""
     for file in FILES:
-        found = _file(source.name, file, source.revision)
+        found = _file(name, file, revision)
         if found is not None and not (folder / file).exists():
             shutil.copyfile(found, folder / file)
 

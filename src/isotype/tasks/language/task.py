@@ -189,7 +189,7 @@ class LanguageTask:
             save_model(model, folder, precision)
         self.tokenizer.save_pretrained(str(folder))
         if vision_parts(inner_model(model)) is not None:
-            copy_files(self.source, folder)
+            copy_files(self.source.name, self.source.revision, folder)
 
     def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
         return load_result(folder, self.source, precision, config=self.config.model, device=device, part=part, adapter=self.config.adapter)
