@@ -176,13 +176,20 @@ class AdapterSection(Section):
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
-    """`all-linear`, or names of modules as PEFT understands them (`[q_proj, v_proj]`)."""
+    """`all-linear`, or names of modules as PEFT understands them (`[q_proj, v_proj]`). In a mixture of experts `all-linear` includes the
+    experts and leaves the routers as they are."""
+    parameters: list[str] = []
+    """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
     rslora: bool = False
     """Rank-stabilised scale."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them unquantised."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
+    vision: Literal["none", "lora", "full"] = "none"
+    """Vision-language: what is trained of the tower that sees the pictures; `none` leaves it frozen, also with `kind: none`."""
+    projector: Literal["none", "lora", "full"] = "none"
+    """Vision-language: the same of the layers between tower and language model (Qwen's merger is part of its tower)."""
 
 
 class PrecisionSection(Section):
