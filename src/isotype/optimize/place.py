@@ -71,6 +71,9 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
+    if on_cpu and any(map(experts.has_stacks, model.modules())):
+        # without them the op is products of PyTorch's
+        missing("experts")
     if why_not:
         # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
