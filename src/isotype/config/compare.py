@@ -32,6 +32,7 @@ MAY_CHANGE = {
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",
     "train.patience": "when to stop",
+    "train.stop_on": "when to stop",
     "run.folder": "the resumed run stays in its own folder",
     "run.save_every": "when to save",
     "run.keep": "what is kept",

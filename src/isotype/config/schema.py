@@ -76,8 +76,9 @@ class DataSection(Section):
     train: str | list[str | dict[str, Any]] | None = None
     """Training data: a file, folder, glob, `hf:NAME` (a dataset of the hub) or `stdlib` (made from Python's own docstrings); or a list of
     these, each perhaps a mapping with `name`, `weight`, `format`, `columns`, `limit`, `subset`, `split`, `revision`."""
-    eval: str | list[str | dict[str, Any]] | None = None
-    """Evaluation data, named as in `train`; without it `eval_split` of the training rows are held out."""
+    eval: str | list[str | dict[str, Any]] | dict[str, str | list[str | dict[str, Any]]] | None = None
+    """Evaluation data, named as in `train`, or several sets by name (`{chat: chats.jsonl, code: [a.jsonl, b.jsonl]}`), each with a loss of
+    its own, `eval_loss_NAME`; without it `eval_split` of the training rows are held out."""
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"
@@ -298,6 +299,8 @@ class TrainSection(Section):
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
     """Stop after so many evaluations without a better loss."""
+    stop_on: str | None = None
+    """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
 
 
 class RunSection(Section):

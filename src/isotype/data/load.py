@@ -100,7 +100,9 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
-    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed)
+    return LoadedData(
+        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation)
+    )
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
@@ -261,6 +263,17 @@ def _shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> l
         fix = None if limit is None else _OWN_LIMITS
         raise UsageError(f"{empty[0]}: no training row is left of it, so that its weight cannot be kept", fix=fix)
     return shares
+
+
+def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
+    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
+    counts: dict[str, int] = {}
+    for i, one in enumerate(sources):
+        if one.spec.group:
+            counts[one.spec.group] = counts.get(one.spec.group, 0) + len(rows.of_block(i))
+    if empty := [name for name, count in counts.items() if not count]:
+        raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
+    return counts
 
 
 def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:

@@ -184,7 +184,9 @@ def load_stream(
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
-    return LoadedData(rows, evaluation, prompts, template, facts, bad_rows=bad.listed, stream=stream)
+    return LoadedData(
+        rows, evaluation, prompts, template, facts, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
+    )
 
 
 def check_streamable(sources: Sequence[Source]) -> None:
