@@ -69,10 +69,10 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     given, key = getattr(data, side), f"data.{side}"
     if given is None:
         return []
-    groups = {"": given}
+    groups: Mapping[str, Any] = {"": given}
     if isinstance(given, Mapping):
         _check_groups(given, key)
-        groups = {name: value for name, value in given.items()}
+        groups = given
     specs = [
         _spec(settings, where, data, group)
         for group, value in groups.items()

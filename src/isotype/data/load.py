@@ -21,7 +21,18 @@ from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import (
+    COMPARED,
+    FEW,
+    add_own_masks,
+    between_facts,
+    compare_with_own_mask,
+    eval_sets,
+    notes,
+    side_facts,
+    template_facts,
+    token_facts,
+)
 from .formats import Example
 from .hub import note_unread_splits
 from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
@@ -263,17 +274,6 @@ def _shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> l
         fix = None if limit is None else _OWN_LIMITS
         raise UsageError(f"{empty[0]}: no training row is left of it, so that its weight cannot be kept", fix=fix)
     return shares
-
-
-def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
-    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
-    counts: dict[str, int] = {}
-    for i, one in enumerate(sources):
-        if one.spec.group:
-            counts[one.spec.group] = counts.get(one.spec.group, 0) + len(rows.of_block(i))
-    if empty := [name for name, count in counts.items() if not count]:
-        raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
-    return counts
 
 
 def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
