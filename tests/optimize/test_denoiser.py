@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from diffusers.models.attention_processor import AttnProcessor
 
 from isotype.ops import cpp as ops_cpp
-from isotype.optimize import denoiser, joint_attention, optimize, restore
+from isotype.optimize import denoiser, joint_attention, optimize
 from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
@@ -81,15 +81,6 @@ def test_a_model_that_is_outlined_gets_the_same_ops():
         outlined = str(optimize(MODELS["Flux"][0](), device_type="cpu"))
     assert outlined == here
     assert "gated_residual" in outlined
-
-
-def test_restore_leaves_the_classes_own_forwards():
-    plain, ours, family, batch = pair("Flux")
-    want = loss(plain, family, batch)
-    optimize(ours)
-    assert restore(ours)
-    assert not [name for name, module in ours.named_modules() if "forward" in vars(module)]
-    assert torch.equal(loss(ours, family, batch), want)
 
 
 def test_copies_and_pickles_compute_the_same():

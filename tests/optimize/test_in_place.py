@@ -70,8 +70,7 @@ def test_every_replaced_modules_output_can_be_changed_in_place(family, kind):
         assert (got - want).norm() <= (2e-2 if kind == "nf4" else 1e-4) * want.norm() + 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["olmo", "gemma3n_text"])
+@pytest.mark.parametrize(("family", "dtype"), [("olmo", torch.float32), ("gemma3n_text", torch.bfloat16)])
 def test_models_that_do_so_themselves(family, dtype):
     model = made(family, "lora", dtype)
     mine = copy.deepcopy(model)

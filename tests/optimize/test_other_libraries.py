@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import types
 import warnings
 
@@ -15,7 +14,7 @@ from torch import nn
 from isotype.optimize import optimize, restore
 from isotype.optimize.head import BYPASSED
 from isotype.optimize.instances import foreign
-from isotype.optimize.rotary import has_the_form, replacement, rotary_name, tables
+from isotype.optimize.rotary import has_the_form, replacement, tables
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -107,27 +106,6 @@ def test_a_forward_wrapped_by_an_unknown_library_is_named():
     exec("def forward(self, x): return x", space := {"__name__": "accelerate.hooks"})
     module.__dict__["forward"] = types.MethodType(space["forward"], module)
     assert foreign(module) == "its forward was already replaced by accelerate"
-
-
-def test_a_rotation_is_recognised_by_its_signature(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    source = types.ModuleType("tests.renamed")
-    attention = modeling_llama.LlamaAttention.forward
-    called = "apply_rotary_pos_emb"
-    renamed = attention.__code__.replace(co_names=tuple("turn" if n == called else n for n in attention.__code__.co_names))
-    source.__dict__.update(attention.__globals__)
-    source.turn = source.__dict__.pop(called)
-    monkeypatch.setitem(sys.modules, "tests.renamed", source)
-    forward = types.FunctionType(renamed, source.__dict__, "forward", attention.__defaults__)
-    forward.__module__ = "tests.renamed"
-    want, _ = loss_and_gradients(tiny("llama"), batch())
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    model = tiny("llama")
-    assert rotary_name(model.model.layers[0].self_attn) == "turn"
-    assert ("rotary", "rope") in {(e.part, e.op) for e in optimize(model).replaced}
-    got, _ = loss_and_gradients(model, batch())
-    torch.testing.assert_close(got, want)
 
 
 def test_a_rotation_that_is_called_without_keys_is_the_models_own():
