@@ -277,31 +277,6 @@ def test_a_loss_has_plain_pytorchs_dtype_and_is_no_worse(cast, dtype, reduction,
         assert error(mine, truth) <= FACTOR * max(error(theirs, truth), narrowest)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_backward_hooks_of_the_head_see_what_they_see_in_the_plain_model(everywhere):
-    seen = []
-    model = tiny("llama")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-    for each in (model, mine):
-        gradients = []
-
-        def keep(module, *grads, head=each.lm_head, gradients=gradients):
-            if module is head:
-                gradients.extend(g for pair in grads for g in pair if g is not None)
-
-        register = torch.nn.modules.module.register_module_full_backward_hook if everywhere else each.lm_head.register_full_backward_hook
-        handle = register(keep)
-        try:
-            each(**batch()).loss.backward()
-        finally:
-            handle.remove()
-        seen.append([*gradients, each.lm_head.weight.grad])
-    assert len(seen[0]) > 1
-    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
-    assert isinstance(mine(**batch()).logits, DeferredLogits), "without hooks they are deferred again"
-
-
 @pytest.mark.parametrize("asks", ["retain_grad", "register_hook"])
 def test_the_gradient_of_logits_that_a_models_own_loss_passed_by_is_refused(asks):
     """The loss is computed of the logits in fp32, which a model in bf16 has nowhere else."""
@@ -319,20 +294,6 @@ def test_the_gradient_of_logits_that_a_models_own_loss_passed_by_is_refused(asks
     assert evaluated.loss.requires_grad is False
 
 
-def test_the_gradient_of_logits_kept_before_a_loss_and_refused_after_one():
-    hidden, weight, _ = make()
-    x = defer(hidden, weight, None)
-    x.retain_grad()
-    calls = []
-    x.register_hook(calls.append)
-    F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7).backward()
-    assert torch.equal(calls[0], x.grad)
-    x = defer(hidden, weight, None)
-    F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7)
-    with pytest.raises(IsotypeError, match="retain_grad"):
-        x.retain_grad()
-
-
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
 def test_a_models_logits_are_the_models(family):
     model = tiny(family)
@@ -342,58 +303,6 @@ def test_a_models_logits_are_the_models(family):
     assert isinstance(got.logits, DeferredLogits)
     torch.testing.assert_close(got.logits + 0, want.logits)
     assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
-
-
-class OfFsdp:
-    """Stands for FSDP2's state of a unit, whose hook gathers weights before the backward and looks at no gradient."""
-
-    __module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
-
-    def __init__(self, weight):
-        self.weight, self.calls = weight, []
-
-    def pre_backward(self, gradient):
-        self.calls.append(self.weight.grad is None)
-        return gradient
-
-
-@pytest.mark.parametrize(("reduction", "trained"), [("mean", "hidden and weight"), ("sum", "weight")])
-def test_a_hook_of_fsdp_leaves_logits_deferred_and_comes_before_the_heads_backward(reduction, trained):
-    hidden, weight, _ = make()
-    hidden.requires_grad_("hidden" in trained)
-    state = OfFsdp(weight)
-    logits = defer(hidden, weight, None)
-    assert logits._base is None
-    logits.register_hook(state.pre_backward)
-    (F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7, reduction=reduction) / 3).backward()
-    assert logits.computed is None
-    assert state.calls == [True]
-
-
-def test_a_hook_of_fsdp_is_called_for_real_logits_too_and_can_be_removed():
-    hidden, weight, _ = make()
-    state = OfFsdp(weight)
-    logits = defer(hidden, weight, None)
-    logits.register_hook(state.pre_backward)
-    logits.register_hook(state.pre_backward).remove()
-    logits.exp().sum().backward()
-    assert state.calls == [True]
-
-
-def test_any_other_hook_needs_the_real_logits():
-    hidden, weight, _ = make()
-    logits, seen = defer(hidden, weight, None), []
-    logits.register_hook(seen.append)
-    logits.sum().backward()
-    assert seen[0].shape == (2, 5, 7)
-
-
-def test_a_head_whose_memory_was_freed_is_told_in_words():
-    hidden, weight, _ = make()
-    logits = defer(hidden, weight, None)
-    weight.untyped_storage().resize_(0)
-    with pytest.raises(IsotypeError, match="its memory was freed before the logits were computed"):
-        F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7)
 
 
 class Reversed(torch.autograd.Function):

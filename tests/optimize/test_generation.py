@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from isotype import optimize, restore
+from isotype import optimize
 from isotype.integrations import attach
-from isotype.precision import PRESETS, Precision
+from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from tests.models import lora, quantised, tiny
@@ -97,15 +97,6 @@ def test_training_continues_bit_for_bit_after_generation(preset, adapter, tmp_pa
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in sampled), "two samples in a row are two samples"
 
 
-def test_eight_bit_layers_too(tmp_path):
-    model = lora(quantised(tiny(), kind="int8"))
-    optimize(model)
-    twin = copy.deepcopy(model)
-    expected, _ = trained(twin, tmp_path, generates=False)
-    got, _ = trained(model, tmp_path, generates=True)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("checkpointed", ["trainer", "isotype"])
 def test_tokens_in_training_mode_are_right_under_checkpointing(tmp_path, checkpointed):
     # without dropout both modes give the same tokens: a lost cache shows
@@ -161,19 +152,6 @@ def test_outside_a_trainer_a_seed_gives_what_it_gave():
 
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(three(model), three(plain)))
-
-
-def test_the_manifest_names_it_and_restore_undoes_it():
-    model = lora(tiny())
-    inner = model.get_base_model()
-    (line,) = [entry for entry in optimize(model, Precision.preset("fp32")).entries if entry.part == "generate"]
-    assert line.op == "generate"
-    assert "generate" in vars(inner)
-    copied = copy.deepcopy(model)
-    assert vars(copied.get_base_model())["generate"].__self__ is copied.get_base_model()
-    restore(model)
-    assert "generate" not in vars(inner)
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 class SamplesInTheLoss(Trainer):

@@ -14,7 +14,7 @@ from torch import nn
 from isotype.optimize import optimize, restore
 from isotype.optimize.head import BYPASSED
 from isotype.optimize.instances import foreign
-from isotype.optimize.rotary import has_the_form, replacement, tables
+from isotype.optimize.rotary import replacement, tables
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -119,42 +119,3 @@ def test_a_rotation_that_is_called_without_keys_is_the_models_own():
     across = q.transpose(1, 2)
     torch.testing.assert_close(ours(across, cos=cos, sin=sin, unsqueeze_dim=2), original(across, cos=cos, sin=sin, unsqueeze_dim=2))
     torch.testing.assert_close(ours(q, k, cos=cos, sin=sin), original(q, k, cos, sin))
-
-
-def apply_rotary_to_one(x, cos, sin):
-    return x * cos + sin
-
-
-def decorated(f):
-    import functools
-
-    @functools.wraps(f)
-    def wrapper(*args, **kwargs):
-        return f(*args, **kwargs)
-
-    return wrapper
-
-
-def turn(q, k, cos, sin):
-    return q * cos, k * sin
-
-
-class OneByOne(nn.Module):
-    def forward(self, x):
-        return apply_rotary_to_one(x, 1, 0)
-
-
-class Decorated(nn.Module):
-    @decorated
-    def forward(self, x):
-        return turn(x, x, 1, 0)
-
-
-def test_what_only_looks_like_a_rotation_has_its_line():
-    assert has_the_form(turn)
-    assert not has_the_form(apply_rotary_to_one)
-    manifest = optimize(nn.ModuleList([OneByOne(), Decorated()]))
-    assert reasons(manifest, "rotary") == {
-        "apply_rotary_to_one(x, cos, sin) is not of the form (q, k, cos, sin)",
-        "its forward is decorated: rebuilt over other globals it would lose the decorator",
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -118,17 +117,3 @@ def test_accelerates_offloading_is_preserved(kind, order):
     remove_hook_from_submodules(model)
     assert torch.equal(model(**batch(length=40)).loss.detach(), want)
     assert not ours(model)
-
-
-def test_a_copy_under_wrappers_is_restored_alone():
-    model = made("plain")
-    optimize(model)
-    seen = []
-    model.model.norm.forward = functools.partial(model.model.norm.forward)
-    twin = copy.deepcopy(model)
-    want = model(**batch()).loss.detach() * 1
-    restore(twin)
-    assert not ours(twin)
-    torch.testing.assert_close(twin(**batch()).loss.detach(), want)
-    assert ours(model)
-    assert not seen

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from isotype.errors import UsageError
-from isotype.optimize import check_placed, optimize, restore
+from isotype.optimize import optimize, restore
 from isotype.precision import PRESETS
-from tests.models import lora
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -94,38 +93,6 @@ def test_compile_without_a_graph_break():
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("cast", "inside"), [(torch.bfloat16, True), (torch.float16, False)])
-def test_fp32_weights_under_autocast(cast, inside):
-    model = tiny("qwen2")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-    results = []
-    for m in (model, mine):
-        with torch.autocast("cpu", cast):
-            loss = m(**batch()).loss
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        assert all(p.grad.dtype == torch.float32 for p in m.parameters())
-        results.append((loss.detach(), m.model.layers[0].mlp.gate_proj.weight.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=3e-2, atol=3e-2)
-
-
-def test_an_fp32_norm_does_not_widen_a_bf16_model():
-    """What makes generation fail after prepare_model_for_kbit_training: fp32 norms promote the residual stream into a bf16 head."""
-    model = tiny("llama", dtype=torch.bfloat16)
-    for module in model.modules():
-        if "Norm" in type(module).__name__:
-            module.float()
-    with pytest.raises(RuntimeError):
-        model(**batch())
-    optimize(model, "bf16")
-    loss = model(**batch()).loss
-    loss.backward()
-    model.generate(batch()["input_ids"], max_new_tokens=2)
-
-
 def test_an_optimized_model_is_saved_and_loaded_as_a_plain_one(tmp_path):
     model = tiny("llama")
     optimize(model)
@@ -133,14 +100,6 @@ def test_an_optimized_model_is_saved_and_loaded_as_a_plain_one(tmp_path):
     again = type(model).from_pretrained(tmp_path)
     restore(model)
     same_training(model, again)
-
-
-@pytest.mark.parametrize("how", ["full", "lora"])
-def test_random_numbers_go_on_as_without_optimize(how):
-    model = tiny("qwen2") if how == "full" else lora(tiny("qwen2"))
-    before = torch.get_rng_state()
-    optimize(model)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_no_known_model_is_reported_or_refused():
@@ -228,22 +187,6 @@ def test_a_module_that_rounds_its_result_is_not_replaced(kind, forward):
     assert not [entry for entry in optimize(model).replaced if entry.kind.startswith("Rounded")]
 
 
-class Gated(torch.autograd.Function):
-    """A gated product that keeps its inputs in 8 bits for its gradients."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        scales = [x.abs().amax(-1, keepdim=True) / 127 for x in (gate, up)]
-        ctx.kept = [((x / scale).round().to(torch.int8), scale) for x, scale in zip((gate, up), scales)]
-        return torch.nn.functional.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx, g):
-        gate, up = (small * scale for small, scale in ctx.kept)
-        s = gate.sigmoid()
-        return g * up * s * (1 + gate * (1 - s)), g * gate * s
-
-
 class HalfTheGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -252,10 +195,6 @@ class HalfTheGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g / 2
-
-
-def small_mlp(self, x):
-    return self.down_proj(Gated.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def damped_layer(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
@@ -273,48 +212,18 @@ def damped_layer(self, hidden_states, attention_mask=None, position_ids=None, pa
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-@pytest.mark.parametrize(
-    ("kind", "forward"),
-    [("LlamaMLP", small_mlp), ("LlamaDecoderLayer", damped_layer)],
-)
-def test_a_module_with_a_backward_of_its_own_is_not_replaced(kind, forward):
+def test_a_layer_with_a_backward_of_its_own_is_not_replaced():
     """Its output is the op's: a probe of outputs alone exchanges the gradients that the program is about."""
     model = tiny("llama")
     for module in model.modules():
-        if type(module).__name__ == kind:
-            module.__class__ = type("Own" + kind[5:], (type(module),), {"forward": forward})
+        if type(module).__name__ == "LlamaDecoderLayer":
+            module.__class__ = type("OwnLayer", (type(module),), {"forward": damped_layer})
     mine = copy.deepcopy(model)
     assert not [entry for entry in optimize(mine).replaced if entry.kind.startswith("Own")]
     (loss, gradients), (plain, theirs) = (loss_and_gradients(each, batch()) for each in (mine, model))
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
     for name, gradient in theirs.items():
         assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
-
-
-def test_hooks_for_every_module_of_the_process_see_the_modules_inside_fused_layers():
-    model = lora(tiny("llama"), init_lora_weights=False)
-    mine = copy.deepcopy(model)
-    optimize(mine)
-    seen = []
-    for each in (model, mine):
-        names, outputs = {id(module): path for path, module in each.named_modules()}, {}
-
-        def keep(module, args, output, names=names, outputs=outputs):
-            if isinstance(output, torch.Tensor):
-                outputs[names[id(module)]] = output * 1
-
-        loss_and_gradients(each, batch())  # the layers have run fused before
-        handle = nn.modules.module.register_module_forward_hook(keep)
-        check_placed(each)
-        try:
-            loss_and_gradients(each, batch())
-        finally:
-            handle.remove()
-        seen.append({name: output.detach() for name, output in outputs.items()})
-    assert any("act_fn" in name for name in seen[0])
-    assert seen[1].keys() == seen[0].keys()
-    for name, output in seen[0].items():
-        torch.testing.assert_close(seen[1][name], output, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_whose_class_has_no_input_embeddings_is_optimised():
@@ -344,14 +253,3 @@ def test_a_model_outlined_on_the_meta_device_is_optimised_and_filled(family):
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_buffer(leaf, buffer, persistent=False)
     same_training(plain, model)
-
-
-def test_an_optimised_model_runs_on_the_meta_device():
-    """As for its shapes or its parts' sizes: autocast does not know that device."""
-    model = tiny("llama")
-    optimize(model)
-    model.to("meta")
-    outputs = model(**{name: value.to("meta") for name, value in batch().items()})
-    outputs.loss.backward()
-    assert outputs.logits.is_meta
-    assert all(p.grad.is_meta for p in model.parameters())
