@@ -159,22 +159,6 @@ def test_a_hook_on_the_layer_itself_still_runs_fused():
     assert seen
 
 
-def test_a_scale_that_is_trained_is_given_its_gradient():
-    gradients = []
-    for model in (adapted(), adapted()):
-        scale = nn.Parameter(torch.tensor(0.75))
-        layer_of(model).scaling["default"] = scale
-        if gradients:
-            fuse_lora(model)
-            assert not fused(model)
-        gradients.append(results(model, inputs()) | {"scale": scale.grad})
-    # one that is a tensor and not trained, as PEFT makes for hot swaps, is a number
-    scale.requires_grad_(False)
-    fuse_lora(model)
-    assert fused(model)
-    assert_same(gradients[1], gradients[0])
-
-
 def test_other_kinds_of_layers_are_not_fused():
     embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
     before = {id(module): dict(vars(module)) for module in embedding.modules()}
@@ -207,18 +191,6 @@ def test_unfuse_restores_every_attribute_and_class():
     assert before == {id(module): dict(vars(module)) for module in model.modules()}
     assert classes == [type(module) for module in model.modules()]
     unfuse_lora(model)
-
-
-def test_deepcopy_uses_its_own_weights():
-    model = fused_copy(adapted())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        layer_of(twin).lora_B.default.weight.zero_()
-        layer_of(twin).base_layer.weight.zero_()
-        layer_of(twin).base_layer.bias.zero_()
-    assert twin(inputs()).abs().max() == 0
-    assert model(inputs()).abs().max() > 0
-    assert fused(twin) == 1
 
 
 @pytest.mark.parametrize(("reentrant", "base"), [(False, None), (True, "nf4")])

@@ -58,12 +58,6 @@ def test_dropout_gradients_follow_the_mask(branch_fp32):
         assert (gradient.double() - expected[name]).norm() <= (1e-2 if branch_fp32 else 1e-9) * expected[name].norm(), name
 
 
-def test_everything_dropped_is_the_base_product():
-    leaves = {name: t.detach() for name, t in tensors().items()}
-    y = lora_linear(**leaves, dropout=1.0)
-    torch.testing.assert_close(y, torch.nn.functional.linear(leaves["x"], leaves["weight"], leaves["bias"]))
-
-
 def test_each_gradient_leaves_the_function_in_its_tensors_dtype():
     # autograd casts what a leaf gets, so .grad proves nothing: what the function returned is looked at
     returned = []
@@ -148,14 +142,6 @@ def test_writes_into_no_tensor_of_others(case, branch_fp32, trainable):
             assert (gradient.double() - exact[name]).norm() <= relative * exact[name].norm(), name
     for name, t in leaves.items():
         assert torch.equal(t, before[name]), name
-
-
-def test_the_incoming_gradient_is_read_only():
-    leaves = tensors()
-    dy = torch.randn(T, OUT, dtype=torch.float64)
-    before = dy.clone()
-    torch.autograd.grad(lora_linear(**leaves), list(leaves.values()), dy)
-    assert torch.equal(dy, before)
 
 
 def test_a_weight_changed_before_backward_is_an_error():
