@@ -141,16 +141,3 @@ def test_copies_that_are_made_as_late_as_a_stream_may():
     assert late.too_early == 0
     # six inputs go out; the last two are still here in backward, the other four come back
     assert late.begun == 6 + (6 - BUFFERS)
-
-
-def test_all_that_one_call_keeps_comes_back_while_the_call_after_it_is_worked_on():
-    late = Late()
-    memory, calls = HostMemory(late), []
-    for n in range(5):
-        memory(lambda x, n=n: calls.append([memory.pack(torch.full((64, 128), 10.0 * n + i)) for i in range(3)]), torch.randn(4))
-    assert [away.here is not None for call in calls for away in call] == [False] * 9 + [True] * 6
-    out = late.begun
-    memory.unpack(calls[2][0])
-    # its own three, and the three of the call before
-    assert late.begun == out + 6
-    assert [float(memory.unpack(away)[0, 0]) for away in (*calls[2][1:], *calls[1])] == [21.0, 22.0, 10.0, 11.0, 12.0]

@@ -68,21 +68,6 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
 
 
-def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from isotype.model.adapter import attach_adapter
-
-    new, memory = planned(LLAMA, ["precision.preset=bf16-lora", "adapter.r=8"], 16)
-    config = load(None, ["adapter.r=8"]).config
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
-    attach_adapter(base, config.adapter, seed=0).save_pretrained(tmp_path / "adapter")
-    again, continued = planned(LLAMA, ["precision.preset=bf16-lora", f"adapter.start_from={tmp_path / 'adapter'}"], 16)
-    assert again.trainable == new.trainable > 0
-    assert continued.not_simulated is None
-    assert continued.peak == memory.peak
-
-
 def test_more_rows_take_more_and_checkpointing_takes_less():
     def peak(*overrides: str) -> int:
         return planned(LLAMA, ["precision.preset=bf16-lora", *overrides], 128)[1].peak

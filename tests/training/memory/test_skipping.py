@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-
 import pytest
 import torch
 from tests.models import lora, tiny
 
-from isotype.lora import mlp
 from isotype.ops import cpp as ops_cpp
 from isotype.ops.attention import cpu, op
-from isotype.ops.backend import using
 from isotype.optimize import optimize
-from isotype.testing.interpreter import interpreted
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 
 BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -125,33 +119,3 @@ def test_a_second_backward_over_a_kept_graph_gives_the_same(counted):
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(p.grad, first[n]) for n, p in model.named_parameters() if p.grad is not None)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("kernels", ["triton", "eager"])
-def test_tiles_over_tokens_written_in_place_give_the_same_gradients(monkeypatch, family, kernels):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(mlp, "TILE", 7)
-    model = model_of(family)
-    twin = copy.deepcopy(model)
-    overwritten, whole = [], []
-    original, starting_at_x = mlp.gated_gradients_, mlp._Whole.gradients
-    monkeypatch.setattr(mlp._Whole, "gradients", lambda self, x, *a: (whole.append(len(x)), starting_at_x(self, x, *a))[1])
-
-    def watched(kind, gate, up, dy):
-        made = original(kind, gate, up, dy)
-        overwritten.append(all(a.data_ptr() == b.data_ptr() for a, b in zip(made, (gate, up, dy))))
-        return made
-
-    monkeypatch.setattr(mlp, "gated_gradients_", watched)
-    with interpreted() if kernels == "triton" else contextlib.nullcontext(), using(kernels):
-        loss, want = gradients(model, length=9)
-        assert not overwritten  # without a recompute gate and up belong to the graph
-        again, got = gradients(twin, length=9, kind="layers")
-    # 18 rows are three tiles, in each of two layers; llama's backward starts at x, and makes gate and up again tile by tile
-    assert overwritten == ([True] * 6 if kernels == "triton" else [])
-    assert whole == ([18, 18] if kernels == "triton" and family == "llama" else [])
-    torch.testing.assert_close(again, loss)
-    for name, g in want.items():
-        torch.testing.assert_close(got[name], g, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
