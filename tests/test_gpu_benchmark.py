@@ -109,30 +109,6 @@ def decorated(file):
     return {f.name for f in functions if {ast.unparse(d) for d in f.decorator_list} & {"on_a_gpu", "pytest.mark.gpu"}}
 
 
-def test_collects_every_way_of_marking_a_gpu_test(gpu, tmp_path):
-    (tmp_path / "tests/training").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\nmarkers = ["gpu: needs one"]\n')
-    (tmp_path / "tests/ways.py").write_text("import pytest\ndef on_a_gpu(test):\n    return pytest.mark.gpu(test)\n")
-    (tmp_path / "tests/conftest.py").write_text("import sys, pathlib\nsys.path.insert(0, str(pathlib.Path(__file__).parent))\n")
-    (tmp_path / "tests/test_a.py").write_text(
-        "import pytest\nfrom ways import on_a_gpu\n"
-        "@on_a_gpu\n@pytest.mark.parametrize('x', ['a b', '[c]'])\ndef test_by_alias(x): pass\n"
-        "@pytest.mark.gpu\ndef test_by_mark(): pass\ndef test_of_no_gpu(): pass\n"
-    )
-    (tmp_path / "tests/training/test_b.py").write_text("import pytest\npytestmark = pytest.mark.gpu\ndef test_by_module(): pass\n")
-    ids = gpu.collected(tmp_path)
-    assert ids == [
-        "tests/test_a.py::test_by_alias[a b]",
-        "tests/test_a.py::test_by_alias[[c]]",
-        "tests/test_a.py::test_by_mark",
-        "tests/training/test_b.py::test_by_module",
-    ]
-    assert gpu.shards(ids) == {"runs": ids[3:], "others": ids[:3]}
-    (tmp_path / "tests/test_c.py").write_text("import no_such_module\n")
-    with pytest.raises(RuntimeError, match="no_such_module"):
-        gpu.collected(tmp_path)
-
-
 def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
     ids = [f"tests/lora/test_x.py::test[{i}]" for i in range(5)] + [f"tests/ops/test_kernels.py::test[{i}]" for i in range(50)]
     parts = gpu.shards(ids)
