@@ -20,7 +20,7 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from .adapter import attach_adapter, left_out, trained_in_full
 from .host_embedding import refuse_trained_embedding
-from .load import Source, base_notes, check_vocabulary, load_base
+from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .tokens import align_special_tokens
 
 if TYPE_CHECKING:
@@ -81,4 +81,5 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
+        checkpoint=published_word(config.model),
     )
