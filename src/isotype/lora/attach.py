@@ -26,7 +26,7 @@ from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
-from .plain import DENSE, has_hooks, kind_reason, lora_layers, parts_of, parts_reason, why_not_fused
+from .plain import DENSE, has_hooks, is_stacked, kind_reason, lora_layers, parts_of, parts_reason, why_not_fused
 from .quantised import state_reason
 
 FUSED, _PLAN, _GROUP, _READY, _BRANCH = (f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32"))
@@ -43,7 +43,7 @@ _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
-    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer, in the model's order.
+    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer but those of experts, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
@@ -51,6 +51,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
     """
     placements = []
     for path, layer in lora_layers(model):
+        if is_stacked(layer):
+            continue
         reason = kind_reason(layer)
         if reason is None and not is_fused(layer):
             if "forward" in vars(layer):

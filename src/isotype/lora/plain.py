@@ -38,6 +38,14 @@ def is_lora(layer: nn.Module) -> bool:
     return loaded is not None and isinstance(layer, loaded.LoraLayer)
 
 
+def is_stacked(layer: Any) -> bool:
+    """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions: `optimize.experts` computes those."""
+    if not hasattr(layer, "parameter_name") or not is_lora(layer):
+        return False
+    dims: int = getattr(layer, "_param_ndim", None) or layer.get_param().dim()
+    return dims == 3
+
+
 def kind_reason(layer: Any) -> str | None:
     """Why this kind of layer has no fused op, or None."""
     from peft.tuners import lora
@@ -46,6 +54,9 @@ def kind_reason(layer: Any) -> str | None:
     # exact types: a subclass may compute something else
     if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
+    if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) is nn.Linear and layer.parameter_name == "weight":
+        # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and B are those of any other
+        return None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
         return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
     if type(base).__name__ == "Linear8bitLt":
