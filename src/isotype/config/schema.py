@@ -184,7 +184,8 @@ class AdapterSection(Section):
     rslora: bool = False
     """Rank-stabilised scale."""
     modules_to_save: list[str] = []
-    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them unquantised."""
+    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
+    refused."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
     vision: Literal["none", "lora", "full"] = "none"
@@ -196,8 +197,8 @@ class AdapterSection(Section):
 class PrecisionSection(Section):
     preset: Literal["auto", "fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"] = "auto"
     """A named precision; `isotype plan` shows what each role becomes and why."""
-    base: Literal["fp32", "bf16", "fp16", "nf4"] | None = None
-    """Frozen weights."""
+    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
+    """Frozen weights. A checkpoint that was published quantised is taken as it is; a declared word must be what it is."""
     trainable: Dtype | None = None
     """Weights that are trained."""
     compute: Dtype | None = None
