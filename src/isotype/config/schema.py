@@ -164,7 +164,7 @@ class DiffusionSection(Section):
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None
-    """Longest caption in tokens of the T5 encoder; by default the model family's own."""
+    """Longest caption in tokens of the largest text encoder; by default the model family's own."""
 
 
 class AdapterSection(Section):
@@ -315,6 +315,14 @@ class RunSection(Section):
     """Steps between checkpoints; by default at every evaluation, and one at the end."""
     keep: PositiveInt = 2
     """Checkpoints kept, besides the best."""
+    adapters_every: PositiveInt | None = None
+    """Steps between adapters that are written as the run goes, each to `adapters/step_N` in the run folder, complete as the result is. By
+    default only the last one is written."""
+    adapters_keep: PositiveInt | None = None
+    """How many of these adapters are kept, the newest; by default all."""
+    adapter_format: Literal["diffusers", "comfyui"] = "diffusers"
+    """Diffusion: with `comfyui` each adapter's folder has one more file, comfyui.safetensors, with the names and `.alpha` tensors that
+    ComfyUI reads."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     sample_every: Annotated[int, Field(ge=0)] | None = None
