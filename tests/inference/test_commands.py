@@ -221,3 +221,17 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()  # beside nothing: what stands beside tmp_path is other tests', whose runs may be spelt nearly so
     with pytest.raises(UsageError, match="isotype ls"):
         load_run(tmp_path / "empty")
+
+
+def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(configured, tmp_path):
+    loaded = configured(train={"learning_rate": 2e-2, "steps": 3}, run={"adapters_every": 1, "adapters_keep": 1})
+    assert train(loaded) == 0
+    assert [p.name for p in (tmp_path / "run/adapters").iterdir()] == ["step_2"]
+    early, last = (json.loads(ask("eval", tmp_path / folder, "--json").splitlines()[-1]) for folder in ("run/adapters/step_2", "run"))
+    assert (early["taken"], last["taken"]) == ("adapters/step_2", "adapter")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    then = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    assert early["loss"] == pytest.approx(then[2], rel=1e-6)
+    assert last["loss"] == pytest.approx(then[3], rel=1e-6)
+    ask("merge", tmp_path / "run/adapters/step_2", "--out", tmp_path / "merged")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
