@@ -176,7 +176,8 @@ def _precision_of(source: Source) -> Precision:
     architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
     found = of_config(architecture)
     if found is not None:
-        return Precision.preset("nf4-lora")
+        # a packing that is not read is refused when the base is loaded
+        return Precision.preset("bf16-lora", **({} if found.unread or found.kind == "fp4" else {"base": found.kind}))
     dtype = getattr(architecture, "dtype", None)
     word = name_of(dtype) if dtype is not None else "fp32"
     return Precision(base=word, compute=word, generate=word, save=word)

@@ -96,8 +96,10 @@ PLAIN = [
     ("sd3", {}, plain_sd3),
     ("pixart", {}, plain_pixart),
     ("sdxl", {}, plain_sdxl),
-    ("sdxl_v", {}, plain_sdxl_v),
-    ("sdxl", {"weighting": "min_snr"}, plain_sdxl_min_snr),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [("sdxl_v", {}, plain_sdxl_v), ("sdxl", {"weighting": "min_snr"}, plain_sdxl_min_snr)]
+    ),
     ("sdxl_v", {"weighting": "min_snr"}, plain_sdxl_v_min_snr),
 ]
 
