@@ -115,24 +115,19 @@ def conform(
 
 _KERNELS = """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 
-TARGET is a file or module (signatures inferred), `file.py:kernel`, a wrapper `file.py:function` (called with CPU tensors while its
-launches are trapped), a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS and TARGETS beside it or (function, inputs),
-or `-- pytest ...` to record the launches of tests.
+TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS
+and TARGETS beside it, or (function, inputs): that function is called with CPU tensors while its launches are trapped.
 
     isotype doctor kernels kernels.py
 
     isotype doctor kernels kernels.py:silu_mul --arch sm_80,sm_90,sm_100,gfx942
 
     isotype doctor kernels my_package.ops.rms_norm --binary
-
-    isotype doctor kernels -- pytest tests/test_ops.py -k norm
 """
 
 
 def kernels(
-    target: Annotated[
-        list[str], typer.Argument(metavar="TARGET", help="file.py, module, file.py:name, or `-- pytest ...`", show_default=False)
-    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py, module or file.py:name", show_default=False)],
     arch: Annotated[
         str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90).")
     ] = "",
@@ -153,16 +148,9 @@ def kernels(
     warnings.filterwarnings("ignore", module="triton")
     # what imported code prints must not end up in the JSON
     with contextlib.redirect_stdout(sys.stderr):
-        if target[0] == "pytest":
-            from ..doctor.kernels.target import check_pytest
+        from ..doctor.kernels.target import check_target
 
-            report = check_pytest(target[1:], targets, binary=binary)
-        elif len(target) > 1:
-            raise UsageError(f"one TARGET at a time, got {len(target)}: {' '.join(target)} (write `-- pytest ...` to record tests)")
-        else:
-            from ..doctor.kernels.target import check_target
-
-            report = check_target(target[0], targets, binary=binary)
+        report = check_target(target, targets, binary=binary)
     names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
     subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
     shown = report.findings
