@@ -82,10 +82,6 @@ or the function itself, with `--inputs`. Triton code runs in the repaired interp
 def conform(
     target: Annotated[str, typer.Argument(help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False)],
     inputs: Annotated[Optional[str], typer.Option(help='Inputs for a function: "fp32[4 16], int[4] < 8, 0.5".')] = None,  # noqa: UP045
-    compile_backend: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--compile", help="Also under torch.compile with this backend, e.g. aot_eager (slower, so off unless asked for)."),
-    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
@@ -99,7 +95,7 @@ def conform(
 
         loaded = load_target(target, inputs)
         with triton_interpreted_without_gpu():
-            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, compile=compile_backend, raises=False)
+            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
     status = answer(
         report.findings,
         subject=f"{target} ({report.tried} runs)",

@@ -206,7 +206,7 @@ def _check_callable(
     module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], binary: bool, report: Report
 ) -> None:
     if _required(function):
-        raise UsageError(f"{name} needs inputs", fix=f"name a function without arguments that returns ({name}, inputs)")
+        raise UsageError(f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)")
     result, calls = _call_once(name, function, targets)
     if isinstance(result, tuple) and result and is_kernel(result[0]):
         _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, binary, report)
