@@ -102,7 +102,7 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
 
     text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
     levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
-    return Batch(normal(made.latents), normal(made.noise), levels, text).to(device)
+    return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths).to(device)
 
 
 def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:

@@ -245,7 +245,8 @@ class DiffusionTask:
         latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
         shapes = self.folder.family.text_shapes(config, length)
         words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
-        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words)
+        lengths = (length,) * rows if self.folder.family.own_lengths else ()
+        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
@@ -287,7 +288,7 @@ class DiffusionTask:
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        asked = Asked(self.config.diffusion.guidance, self.downscale)
+        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths)
         return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
