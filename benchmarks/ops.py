@@ -24,7 +24,7 @@ from torch import Tensor
 from isotype import ops
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
-from isotype.ops.linear_cross_entropy.products import extent
+from isotype.ops.linear_cross_entropy.chunked import extent
 
 Step = Callable[[], list[Tensor]]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
-from isotype.ops.linear_cross_entropy import products as chunks
+from isotype.ops.linear_cross_entropy import chunked
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.ops.trials import FACTOR, error, plain_weighted
 
@@ -146,10 +146,10 @@ def test_logits_never_exist_at_once():
 
 def test_chunks_depend_on_shapes_alone():
     cpu = torch.device("cpu")
-    assert chunks.extent(2048, 128256, 2, cpu, head=True) == 1024
-    assert chunks.extent(2048, 128256, 2, cpu, head=False) == 256
-    assert chunks.extent(10**6, 128256, 2, cpu, head=True) <= 256 * 2**20 // (128256 * 2) + 64
-    assert chunks.extent(5, 10**9, 2, cpu, head=True) == 64
+    assert chunked.extent(2048, 128256, 2, cpu, head=True) == 1024
+    assert chunked.extent(2048, 128256, 2, cpu, head=False) == 256
+    assert chunked.extent(10**6, 128256, 2, cpu, head=True) <= 256 * 2**20 // (128256 * 2) + 64
+    assert chunked.extent(5, 10**9, 2, cpu, head=True) == 64
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from isotype import optimize, restore
 from isotype.integrations import attach
 from isotype.ops import cpp
-from isotype.ops.gated import cpu as gated
-from isotype.ops.rms_norm import cpu as norm
-from isotype.ops.rope import cpu as rope
+from isotype.ops.gated import op as gated
+from isotype.ops.rms_norm import op as norm
+from isotype.ops.rope import op as rope
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing

@@ -19,9 +19,8 @@ from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
 from isotype.precision.parts import Part
 from isotype.precision.precision import Precision
-from isotype.training.eval_mode import eval_mode
 from isotype.training.feed import RowStream
-from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
+from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode
 
 Row = tuple[float, float]
 DATA: list[Row] = [(i / 8, float(torch.sin(torch.tensor(i / 8)))) for i in range(48)]

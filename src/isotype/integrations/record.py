@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 
 from ..config.schema import RunSection
 from ..environment.versions import environment
-from ..lora.plain import lora_layers, why_not_fused
+from ..lora.attach import lora_layers, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised

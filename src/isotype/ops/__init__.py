@@ -1,4 +1,4 @@
-"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.py`.
+"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.cpp`.
 
 Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without torch.
 """

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
-from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+from ..ops.backend import autocast_dtype, autocast_off, product_dtype
 from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 

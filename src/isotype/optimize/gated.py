@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..instance_method import MARK, put
+from ..lora.attach import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_lora
 from ..lora.mlp import run_gated, why_not_one
-from ..lora.plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
 from ..placement import Placement
-from .instances import MARK, placement, put, same_in_both_modes, stand_in
+from .instances import placement, same_in_both_modes, stand_in
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10

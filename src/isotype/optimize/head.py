@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..instance_method import put, settings_of
 from ..ops import linear_log_probs
-from ..ops.autocast import autocast_off
-from ..ops.backend import reference_runs
+from ..ops.backend import autocast_off, reference_runs
 from ..placement import Placement
 from ..precision.apply import inner_model
 from .deferred import defer
-from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, settings_of, taken
+from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, taken
 from .manifest import Manifest
 
 PART = "head"

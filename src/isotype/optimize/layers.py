@@ -20,13 +20,13 @@ from torch.nn.modules import module as modules
 from transformers.utils import logging
 
 from ..errors import UsageError
-from ..instance_method import InstanceMethod
-from ..lora.plain import has_hooks
+from ..instance_method import InstanceMethod, put, settings_of
+from ..lora.attach import has_hooks
 from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .instances import foreign, placement, put, same_in_both_modes, settings_of, stand_in, taken
+from .instances import foreign, placement, same_in_both_modes, stand_in, taken
 
 logger = logging.get_logger(__name__)
 PART = "layer"

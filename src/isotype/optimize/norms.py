@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import InstanceMethod
+from ..instance_method import MARK, InstanceMethod, put
 from ..ops import add_rms_norm, rms_norm
 from ..ops.remade import remember
 from ..placement import Placement
-from .instances import MARK, placement, put, same_in_both_modes, stand_in
+from .instances import placement, same_in_both_modes, stand_in
 
 PART = "norm"
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
+from ..instance_method import method_of, put, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused, look_again
 from ..lora.products import why_not_native
@@ -17,7 +18,7 @@ from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, gated, generation, head, layers, norms, rotary
-from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, method_of, placement, put, put_rebuilt, take_back, taken
+from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
 from .layers import uncompile_layers
 from .manifest import Manifest, base_notes
 

@@ -17,7 +17,6 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
-from ..observe import share_changed
 from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
@@ -240,3 +239,13 @@ def spread(things: Sequence[T], most: int) -> list[T]:
     Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance all of the sample can be of one kind.
     """
     return [things[i] for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))]
+
+
+def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
+    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when all updates were rounded away."""
+    total = sum(b.numel() for b in before)
+    if not total:
+        return 0.0
+    counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
+    # one transfer: each read would make the host wait for the device
+    return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) / total

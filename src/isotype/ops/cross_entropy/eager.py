@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import wide
-from ..backend import rows_can_be_counted
+from ..backend import rows_can_be_counted, wide
 from .rule import LossRule
 
 # fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight

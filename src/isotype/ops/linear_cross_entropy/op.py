@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UsageError
-from ..autocast import autocast_off, product_dtype, wide
-from ..backend import applied, reference_runs, refuse_second_derivative
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
 from ..cross_entropy.rule import (
@@ -29,8 +28,7 @@ from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_log_probs import linear_log_probs
 from . import chunked
-from .chunked import check_head, gradients_wanted, like_gradients
-from .products import extent, operand_dtype, result_dtype
+from .chunked import check_head, extent, gradients_wanted, like_gradients, operand_dtype, result_dtype
 
 LINEAR_CROSS_ENTROPY = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[...]",

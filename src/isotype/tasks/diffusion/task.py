@@ -24,10 +24,9 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
-from ...training.eval_mode import eval_mode
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
-from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
 from .encode import Encoder, Shapes, Store, key_of, latent
