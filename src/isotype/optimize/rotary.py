@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..ops import rope
 from ..placement import Placement
+from .forwards import narrow, replacement
 from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 
 PART = "rotary"
@@ -64,11 +65,6 @@ def tables(positions: int, pairs: int, repeated: bool) -> tuple[Tensor, Tensor]:
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (1.0 + torch.arange(pairs, dtype=torch.float64))
     angle = (angle.repeat_interleave(2, -1) if repeated else torch.cat((angle, angle), -1))[None]
     return angle.cos(), angle.sin()
-
-
-def narrow(table: Tensor, repeated: bool) -> Tensor:
-    """One value a pair."""
-    return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
 
 
 def recognise(original: Callable[..., Any], tables_repeat: bool) -> bool | None:
@@ -142,23 +138,6 @@ def with_values(module: nn.Module) -> nn.Module:
         for name, buffer in module._buffers.items()
     }
     return filled
-
-
-def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[:4]
-
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
-        if len(args) != 4 or kwargs:
-            if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
-                return original(*args, **kwargs)
-            args = (*args, *(kwargs[name] for name in names[len(args) :]))
-        q, k, cos, sin = args
-        if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
-            return original(q, k, cos, sin)
-        return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
-
-    return apply_rotary_pos_emb
 
 
 def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:

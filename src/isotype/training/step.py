@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import random
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -249,3 +251,11 @@ def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
     counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
     # one transfer: each read would make the host wait for the device
     return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) / total
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
