@@ -136,7 +136,8 @@ class _Run:
         prepared = prepare(task, loaded.sources, folder.base, world)
         self._refuse_before_the_first_step(prepared)
         if self.objective is not None:
-            prepared.stepper.loss_sum = self.objective
+            objective = self.objective
+            prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
         loop = self._loop(prepared)
         world.at(0, "the preflight")
         subject = Subject(

@@ -50,6 +50,12 @@ class Words:
     """Those of the measures that the live line shows."""
 
 
+class LossSum(Protocol):
+    """`Task.loss_sum` in the dtype of a run's `precision.loss`."""
+
+    def __call__(self, model: nn.Module, batch: Any, divisor: int = 1, /) -> Tensor: ...
+
+
 class Batch(Protocol):
     """One micro-batch, on one device after `to`."""
 
@@ -160,7 +166,7 @@ class StepOutline:
     rows: int
     length: int
     batch: Callable[[torch.device], Batch]
-    loss_sum: Callable[[nn.Module, Batch], Tensor]
+    loss_sum: LossSum
     evaluation: Callable[[nn.Module, torch.device], None] | None = None
     sampling: Callable[[nn.Module, torch.device], None] | None = None
 
@@ -245,9 +251,12 @@ class Task(Protocol):
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
-    def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums
-        follow, without gradient."""
+        follow, without gradient.
+
+        divisor  the sums are divided by it, inside an op where there is one, so that a gradient is rounded once
+        """
 
     def flops(self, model: nn.Module) -> Callable[[Batch], float]:
         """FLOPs of forward and backward of one micro-batch; matrix products only."""

@@ -13,9 +13,8 @@ from isotype.optimize import optimize
 from isotype.optimize.attention import DocumentMask, why_mask_is_read, why_no_document_mask
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.tasks.language import loss
-from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, padded_length
-from isotype.tasks.language.loss import batch_loss_sum, model_inputs
+from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, model_inputs, next_tokens, padded_length
+from isotype.tasks.language.objective import batch_loss_sum
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, tiny
@@ -46,7 +45,7 @@ def unpacked():
 def result(model, batch, **inputs):
     model.zero_grad()
     if inputs:
-        found = loss.token_loss_sum(model(**inputs).logits, batch.labels)
+        found = next_tokens(batch, every_row=True).of_logits(model(**inputs).logits)
     else:
         found = batch_loss_sum(model, batch)
     found.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,7 @@ class DiffusionTask:
             rows=rows,
             length=self.tokens,
             batch=lambda device: self.empty_batch(rows, device),
-            loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
+            loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
         )
 
@@ -288,8 +288,8 @@ class DiffusionTask:
         asked = Asked(self.config.diffusion.guidance, self.downscale)
         return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return self.losses(model, batch, dtype=dtype).sum()
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return self.losses(model, batch, dtype=dtype).sum() / divisor
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         """The forward's, and as many for the gradients of activations and of trained weights each."""

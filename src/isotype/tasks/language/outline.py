@@ -113,8 +113,8 @@ def step_outline(
     learnt = objective or NextToken(config)
     packing, rows, length = config.data.packing, config.train.batch_size * learnt.each, padded_length(length, device_type)
 
-    def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return learnt.loss_sum(model, learnt.outlined(batch), dtype=precision.loss)
+    def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
+        return learnt.loss_sum(model, learnt.outlined(batch), divisor, dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with eval_mode(model):
