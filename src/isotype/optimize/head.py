@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dtypes import to_torch
 from ..instance_method import put, settings_of
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype, reference_runs
@@ -169,14 +170,14 @@ class Targets:
     rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in their order
     divisor  of the summed cross-entropy; the op takes it, so that a gradient is rounded once
     each     fp32[N] log-probabilities are wanted, in place of the loss
-    dtype    of the logits inside the loss: `precision.loss`
+    dtype    of the logits inside the loss, as `precision.loss`
     """
 
     classes: Tensor
     rows: Tensor | None = None
     divisor: int | float | None = None
     each: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: str = "fp32"
 
     def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """Without logits, by an op, in fp32."""
@@ -195,7 +196,7 @@ class Targets:
     def of_logits(self, logits_BTV: Tensor) -> Tensor:
         """From logits, real or deferred, in `dtype`."""
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(self.dtype)
+        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(to_torch(self.dtype))
         if self.each:
             return F.log_softmax(logits_NV, -1).gather(-1, self.classes.unsqueeze(-1)).squeeze(-1)
         loss = F.cross_entropy(logits_NV, self.classes, ignore_index=IGNORED, reduction="sum")
@@ -207,7 +208,7 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tenso
 
     A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones where its head is no plain layer.
     """
-    if targets.dtype != torch.float32:
+    if targets.dtype != "fp32":
         return targets.of_logits(model(**inputs).logits)
     if takes_targets(model):
         loss: Tensor = model(**inputs, targets=targets).loss

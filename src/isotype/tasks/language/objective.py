@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
-from ...dtypes import to_torch
 from ...environment.planned import stands_for
 from ...optimize.head import loss_of
 from ...training.task import Batch, Check, Feed, Words
@@ -119,4 +118,4 @@ def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dty
         batch = batch.as_one_row()
     # on a CPU the loss finds the rows that count itself
     targets = next_tokens(batch, every_row=stands_for(batch.labels.device) == "cpu")
-    return loss_of(model, model_inputs(model, batch), replace(targets, divisor=divisor, dtype=to_torch(dtype)))
+    return loss_of(model, model_inputs(model, batch), replace(targets, divisor=divisor, dtype=dtype))

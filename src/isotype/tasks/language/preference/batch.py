@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....data.pairs import Pair
-from ....dtypes import to_torch
 from ....optimize.head import loss_of
 from ....wording import counted
 from ..batches import Batch, collate, model_inputs, next_tokens
@@ -76,7 +75,7 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
     inside  `dtype` for a token, fp32 for the sum
     """
     targets = next_tokens(batch, every_row=False)
-    log_probs_N = loss_of(model, model_inputs(model, batch), replace(targets, each=True, dtype=to_torch(dtype)))
+    log_probs_N = loss_of(model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype))
     assert batch.counted is not None
     by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(0, batch.counted, log_probs_N.float())
     return row_sums(by_place.view(batch.labels.shape))
