@@ -24,6 +24,23 @@ FAMILIES: dict[str, dict] = {
 }
 
 
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+
+# mixtures of experts; gpt-oss has biases, the transposed form and its own gate, DeepSeek-V3 a dense layer and a shared expert
+MIXTURES: dict[str, dict] = {
+    "qwen3_moe": _EXPERTS,
+    "mixtral": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "deepseek_v3": {
+        **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+    "gpt_oss": {**_EXPERTS, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}},
+}  # fmt: skip
+FAMILIES |= MIXTURES
+
+
 def tiny(family: str = "llama", *, seed: int = 0, **changes):
     """A random model of `family` with about 20,000 parameters, in fp32."""
     torch.manual_seed(seed)

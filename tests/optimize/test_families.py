@@ -85,9 +85,7 @@ def test_each_family_gets_the_ops_that_fit_its_modules():
 
 
 def test_every_module_without_an_op_has_a_reason():
-    left = {(e.part, e.reason) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
-    assert ("norm", "its output is not RMSNorm's on a probe") in left
-    assert ("experts", "its experts are one stacked parameter: no op for those") in left
+    assert ("norm", "its output is not RMSNorm's on a probe") in {(e.part, e.reason) for e in optimize(tiny("cohere")).left}
 
 
 def with_dropout(family, dropout):

@@ -106,6 +106,7 @@ _NAMES = {
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.targets": "target_modules lora_target_modules lora_target",
+    "adapter.parameters": "target_parameters lora_target_parameters",
     "adapter.rslora": "use_rslora",
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",

@@ -176,7 +176,10 @@ class AdapterSection(Section):
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     targets: str | list[str] = "all-linear"
-    """`all-linear`, or names of modules as PEFT understands them (`[q_proj, v_proj]`)."""
+    """`all-linear`, or names of modules as PEFT understands them (`[q_proj, v_proj]`). In a mixture of experts `all-linear` includes the
+    experts and leaves the routers as they are."""
+    parameters: list[str] = []
+    """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
     rslora: bool = False
     """Rank-stabilised scale."""
     modules_to_save: list[str] = []

@@ -58,6 +58,14 @@ def is_lora(layer: nn.Module) -> bool:
     return loaded is not None and isinstance(layer, loaded.LoraLayer)
 
 
+def is_stacked(layer: Any) -> bool:
+    """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions: `optimize.experts` computes those."""
+    if not hasattr(layer, "parameter_name") or not is_lora(layer):
+        return False
+    dims: int = getattr(layer, "_param_ndim", None) or layer.get_param().dim()
+    return dims == 3
+
+
 def kind_reason(layer: Any) -> str | None:
     """Why this kind of layer has no fused op, or None."""
     from peft.tuners import lora
@@ -66,6 +74,9 @@ def kind_reason(layer: Any) -> str | None:
     # exact types: a subclass may compute something else
     if type(layer) is lora.Linear and type(base) is nn.Linear:
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
+    if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) is nn.Linear and layer.parameter_name == "weight":
+        # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and B are those of any other
+        return None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
         return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
     if type(base).__name__ == "Linear8bitLt":
@@ -172,7 +183,7 @@ _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
-    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer, in the model's order.
+    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer but those of experts, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
@@ -180,6 +191,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
     """
     placements = []
     for path, layer in lora_layers(model):
+        if is_stacked(layer):
+            continue
         reason = kind_reason(layer)
         if reason is None and not is_fused(layer):
             if "forward" in vars(layer):

@@ -60,12 +60,16 @@ def attach_adapter(
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
     refuse_quantised(model, in_full, "adapter.modules_to_save")
+    modules, parameters = _targets(model, section) if targets is None else (targets, [])
+    refuse_on_parameters(section, parameters)
+    _refuse_unknown(model, section.parameters)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
-        target_modules=_targets(model, section) if targets is None else targets,
+        target_modules=modules,
+        target_parameters=parameters or None,
         use_rslora=section.rslora,
         modules_to_save=in_full or None,
         ensure_weight_tying=tied,
@@ -74,6 +78,8 @@ def attach_adapter(
     lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
     if section.targets == "all-linear":
         config.exclude_modules = _other_products(model) + lost or None
+        gone = {f"{_tail(name)}.weight" for name in lost} | _lost_stacks(model, config)
+        config.target_parameters = [name for name in parameters if name not in gone] or None
     try:
         adapted = get_peft_model(model, config)
         if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
@@ -86,7 +92,7 @@ def attach_adapter(
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         if section.dropout and "lora_dropout" in str(error):
-            fix = "adapter.dropout: 0; PEFT adapts stacked experts and routers of this family as parameters, for which it has no dropout"
+            fix = "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters, for which it has no dropout"
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
 
 
@@ -123,8 +129,15 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
 
 
-def left_out(model: PeftModel, section: AdapterSection) -> list[str]:
-    """A note on the linear layers to which `all-linear` gave no adapter; none where all of them have one, or names chose the layers."""
+def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
+    """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave none."""
+    routers = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
+    more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
+    notes = [f"adapter.targets: the router {routers[0]}{more} is adapted: all-linear leaves routers as they are"] if routers else []
+    return notes + _left_out(model, section)
+
+
+def _left_out(model: PeftModel, section: AdapterSection) -> list[str]:
     if section.targets != "all-linear" or section.start_from is not None:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -132,8 +145,11 @@ def left_out(model: PeftModel, section: AdapterSection) -> list[str]:
 
     base: Any = model.get_base_model()
     modules: list[nn.Module] = list(base.modules())
+    wrapped = {(m.parameter_name, m.get_base_layer()) for m in modules if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)}
     of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
-    bare = [name for name, m in _linear_layers(base) if id(m) not in of_peft]
+    routers = {id(m) for _, m in _routers(base)}
+    bare = [name for name, m in _linear_layers(base) if id(m) not in of_peft and id(m) not in routers]
+    bare += [name for name in stacks(base) if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped]
     if not bare:
         return []
     more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
@@ -171,11 +187,114 @@ def _gives_rows(linear: nn.Linear) -> bool:
     return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 
 
-def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
-    """The target modules for PEFT. With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list."""
-    if section.targets == "all-linear" and _never_called(model):
-        return linear_names(model)
-    return section.targets
+def _targets(model: PreTrainedModel, section: AdapterSection) -> tuple[str | list[str], list[str]]:
+    """(target modules, target parameters) for PEFT.
+
+    With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list. So do mixtures: their stacked
+    experts are parameters, their routers stay as they are, and linear layers that PEFT renames as a checkpoint's experts are adapted by
+    their parameter, under the names that they would have.
+    """
+    named = list(section.parameters)
+    if section.targets != "all-linear":
+        modules = [section.targets] if isinstance(section.targets, str) else list(section.targets)
+        as_parameters = {name: found for name in modules if (found := _as_parameters(model, name))}
+        kept = [name for name in modules if name not in as_parameters]
+        named += [name for found in as_parameters.values() for name in found if name not in named]
+        return section.targets if isinstance(section.targets, str) and not as_parameters else kept, named
+    if _never_called(model):
+        return linear_names(model), named
+    stacked = stacks(model)
+    if not stacked:
+        return "all-linear", named
+    routers = {name for name, _ in _routers(model)}
+    layers = {name: m for name, m in _linear_layers(model) if name not in routers}
+    renamed = _renamed(model, layers)
+    taken = [f"{_tail(name)}.weight" for name in sorted(renamed) if not is_quantised(layers[name].weight)]
+    named += [name for name in sorted({_tail(name) for name in stacked} | set(taken)) if name not in named]
+    return _short(model, layers.keys() - renamed), named
+
+
+def _short(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Last names, where every module of that name is among `names`, else the names themselves."""
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names}
+    return sorted({last if (last := name.rpartition(".")[2]) not in others else name for name in names})
+
+
+def _tail(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def stacks(model: nn.Module) -> list[str]:
+    """Names of the parameters that hold one matrix of every expert of a mixture."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if _has_stack(module)
+        for name, p in module.named_parameters(recurse=False)
+        if p.dim() == 3
+    ]
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
+    for path, block in model.named_modules():
+        experts = [m for m in map(_without_adapter, block.children()) if _has_stack(m)]
+        for name, child in block.named_children() if experts else ():
+            weight = _without_adapter(child)._parameters.get("weight")
+            if _is_matrix(weight) and len(weight) == experts[0].num_experts:
+                yield f"{path}.{name}", child
+
+
+def _has_stack(module: nn.Module) -> bool:
+    return hasattr(module, "num_experts") and any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
+
+
+def _without_adapter(module: Any) -> Any:
+    return module.get_base_layer() if hasattr(module, "lora_A") else module
+
+
+def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
+    """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and replace by the stacks."""
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # a version that renames nothing
+        return set()
+    config = LoraConfig(target_modules=list(layers))
+    convert(config, model, None)
+    return set(layers) - set(config.target_modules or ())
+
+
+def _as_parameters(model: nn.Module, name: str) -> list[str]:
+    """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a router's weight, or stacks of experts."""
+    named = [m for full, m in model.named_modules() if full == name or full.endswith(f".{name}")]
+    own = [m for m in named if type(m).__module__.startswith("transformers.models.") and not isinstance(m, nn.Linear | nn.Embedding)]
+    if named:
+        return [f"{name}.weight"] if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own) else []
+    return sorted({_tail(full) for full in stacks(model) if full.endswith(f".{name}")})
+
+
+def _is_matrix(weight: Any) -> bool:
+    return weight is not None and weight.dim() == 2
+
+
+def _refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
+    """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the model has"""
+    of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3)]
+    for name in parameters:
+        if not any(full == name or full.endswith(f".{name}") for full in of_model):
+            known = sorted({_tail(full) for full in stacks(model)}) or sorted({_tail(full) for full in of_model})
+            raise UsageError(f"adapter.parameters: {name}: the model has no such matrix or stack", fix=f"one of {', '.join(known[:8])}")
+
+
+def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
+    """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
+    if parameters and section.dropout:
+        raise UsageError(
+            f"adapter.dropout: {section.dropout}: {parameters[0]} is adapted as a parameter, for which PEFT has no dropout",
+            fix="adapter.dropout: 0, or adapter.targets that name linear layers only",
+        )
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:
@@ -304,6 +423,15 @@ def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]
         except (RuntimeError, ValueError, IndexError, KeyError):
             found.add(name)
     return [layer for name, layer in names.items() if name not in found]
+
+
+def _lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
+    """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for each of its stacks."""
+    stacked = stacks(model)
+    paths = {name.rpartition(".")[0] for name in stacked}
+    lost = lost_when_loaded(model, config, [layer for path in sorted(paths) for layer in (path, f"{path}.base_layer")])
+    gone = {layer.removesuffix(".base_layer") for layer in lost}
+    return {_tail(name) for name in stacked if name.rpartition(".")[0] in gone}
 
 
 def trained_in_full(section: AdapterSection) -> list[str]:

@@ -18,7 +18,7 @@ from ..precision.parts import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter, left_out, trained_in_full
+from .adapter import attach_adapter, notes_of_targets, trained_in_full
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
 from .tokens import align_special_tokens
@@ -50,7 +50,7 @@ def build_model(
     model: nn.Module = base
     if not every_weight:
         model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
-        notes += left_out(adapted, config.adapter)
+        notes += notes_of_targets(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     if is_kept_on_host(config.model.embedding, device.type):

@@ -17,7 +17,7 @@ from ..ops.backend import why_no_kernels
 from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
-from . import attention, denoiser, gated, generation, head, layers, norms, rotary
+from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
 from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
 from .layers import uncompile_layers
@@ -48,7 +48,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated MLPs `silu_mul` or `gelu_mul`, the head
-    with its loss `linear_cross_entropy`, LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`.
+    with its loss `linear_cross_entropy`, LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, stacked experts with and without LoRA
+    `experts`, and 4-bit layers `linear_4bit`.
     `model.generate` may be called in a trainer's callback: see `generation`.
     Raises  UsageError for something that is no module, an unknown precision, and an unknown lora_branch
     """
@@ -82,7 +83,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     if on_cpu and any(adapter.op for adapter in adapters):
         slower = why_not_native()
         manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
-    tables = rotary.tables_of(model)
+    tables, inner = rotary.tables_of(model), set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
             manifest.entries.append(_four_bit(path, module))
@@ -92,8 +93,9 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
             manifest.entries += denoiser.place(path, module, out_dtype) if denoises else _attention(path, module, tables, on_cpu)
         if not why_not and layers.is_candidate(module):
             manifest.entries.append(layers.place(path, module))
-        if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
-            manifest.entries.append(placement("experts", path, module, None, "its experts are one stacked parameter: no op for those"))
+        if path and id(module) not in inner and experts.is_candidate(module):
+            manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
+            inner |= {id(m) for m in module.modules()}
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]

@@ -198,7 +198,7 @@ KEYS: dict[str, Handler] = {
     "peft_use_rslora": to_truth("adapter.rslora"),
     "peft_use_dora": not_offered("DoRA is not offered; plain LoRA is used"),
     "lora_model_dir": to("adapter.start_from"),
-    "lora_target_parameters": not_offered("adapters are put on linear layers; stacked experts have none"),
+    "lora_target_parameters": to("adapter.parameters"),
     **each(not_offered("ReLoRA is not offered"), "relora* jagged_restart_*"),
     "lisa_*": not_offered("LISA is not offered"),
     "peft": not_offered("adapter.* has what is offered of PEFT's settings"),

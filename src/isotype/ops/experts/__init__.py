@@ -1,0 +1,3 @@
+from .op import Adapter, Clamped, experts
+
+__all__ = ["Adapter", "Clamped", "experts"]

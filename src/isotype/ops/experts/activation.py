@@ -1,0 +1,75 @@
+"""What lies between an expert's two layers: a gated activation, or any function of rows.
+
+T rows, G features of the first layer's output, I inner features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backend import path_for, wide
+from ..gated import cpu as gated_cpu
+from ..gated.op import gated_backward, gated_forward, gated_reference
+
+
+class Clamped(NamedTuple):
+    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at most `limit`) and the odd ones (up, within it)."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh"] | Clamped | Callable[[Tensor], Tensor]
+
+
+def _halves(g: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = g.chunk(2, dim=-1)
+    return gate, up
+
+
+def activated_reference(g: Tensor, kind: Activation) -> Tensor:
+    """In plain PyTorch, right at fp64: [... G] -> [... I]."""
+    if isinstance(kind, str):
+        return gated_reference(*_halves(g), kind)
+    if not isinstance(kind, Clamped):
+        return kind(g)
+    gate, up = g[..., ::2].to(wide(g.dtype)), g[..., 1::2].to(wide(g.dtype))
+    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return ((up + 1) * gate * torch.sigmoid(kind.alpha * gate)).to(g.dtype)
+
+
+def activated(g_TG: Tensor, kind: Activation) -> Tensor:
+    """F[T I], for a caller that differentiates it itself."""
+    if not isinstance(kind, str):
+        return activated_reference(g_TG, kind)
+    return gated_forward(path_for(gated_cpu.KERNELS, g_TG), *_halves(g_TG), kind)
+
+
+def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
+    """Each row of x times its weight, rounded once to x's dtype."""
+    return (x_TN.to(w_T.dtype) * w_T[:, None]).to(x_TN.dtype)
+
+
+def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of g, weighted; h again; <h, dh> of each row).
+
+    dh  not yet weighted
+    w   of each row, fp32
+    """
+    if isinstance(kind, str):
+        gate, up = _halves(g_TG)
+        dgate, dup, h = gated_backward(path_for(gated_cpu.KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
+        assert dup is not None
+        assert h is not None
+        dg = torch.cat((dgate, dup), -1)
+    else:
+        with torch.enable_grad():
+            leaf = g_TG.detach().requires_grad_()
+            made = activated_reference(leaf, kind)
+        (dg,) = torch.autograd.grad(made, leaf, weighted(dh_TI, w_T))
+        h = made.detach()
+    return dg, h, (h.to(w_T.dtype) * dh_TI.to(w_T.dtype)).sum(-1)

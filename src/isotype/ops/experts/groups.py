@@ -1,0 +1,178 @@
+"""Rows in the order of their experts, and the products of each expert's rows with its own matrix.
+
+On a CPU the rows are walked through in parts of a few experts, each expert's rows one product. Elsewhere there is one part of all rows, a
+product of all experts is one call, and the host never waits for the numbers of rows.
+
+S rows of a part in the order of their experts, N and M features, R rank, E experts of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...environment.planned import stands_for
+from ..backend import wide
+
+# Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
+ROWS = 512
+
+
+class Groups:
+    """The order of a call's rows.
+
+    order   int64[S]   position in `index` of each row
+    tokens  int64[S]   the token of each row
+    ends    int32[E]   where each expert's rows end; None on a CPU
+    """
+
+    def __init__(self, index_TC: Tensor, experts: int) -> None:
+        self.experts, self.places, device = experts, index_TC.shape[1], index_TC.device
+        ordered, self.order = index_TC.reshape(-1).sort(stable=True)
+        self.tokens = self.order // self.places
+        self.ends: Tensor | None = None
+        self.counts: list[int] = []
+        if stands_for(device) != "cpu":
+            bounds = torch.arange(1, experts + 1, dtype=ordered.dtype, device=device)
+            self.ends = torch.searchsorted(ordered, bounds).to(torch.int32)
+        elif index_TC.is_meta or isinstance(index_TC, FakeTensor):
+            # a plan, whose indices have no values: as many rows for each
+            self.counts = [ordered.numel() // experts] * (experts - 1)
+            self.counts.append(ordered.numel() - sum(self.counts))
+        else:
+            self.counts = torch.bincount(ordered, minlength=experts).tolist()
+
+    def parts(self) -> Iterator[Part]:
+        if self.ends is not None:
+            yield AllAtOnce(self)
+            return
+        first = start = rows = 0
+        for expert, count in enumerate(self.counts):
+            if rows and rows + count > ROWS:
+                yield Part(self, slice(first, expert), slice(start, start + rows))
+                first, start, rows = expert, start + rows, 0
+            rows += count
+        if rows:
+            yield Part(self, slice(first, self.experts), slice(start, start + rows))
+
+
+class Part:
+    """The rows of a few experts.
+
+    experts  of the stacks
+    rows     of the S rows
+    """
+
+    def __init__(self, groups: Groups, experts: slice, rows: slice) -> None:
+        self.experts, self.rows, self.tokens = experts, rows, groups.tokens[rows]
+        self.each: list[tuple[int, slice]] = []
+        at = 0
+        for i, count in enumerate(groups.counts[experts]):
+            if count:
+                self.each.append((i, slice(at, at + count)))
+            at += count
+
+    def gathered(self, x_TN: Tensor) -> Tensor:
+        """[S N], each row's token."""
+        return x_TN.index_select(0, self.tokens)
+
+    def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S M], in their one dtype."""
+        y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
+        for i, rows in self.each:
+            torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
+        return y
+
+    def shrink(self, x_SN: Tensor, a_ERN: Tensor, scale: float) -> Tensor:
+        """[S R]: scale x Aᵀ."""
+        a_ERN = a_ERN[self.experts]
+        made = x_SN.new_empty(x_SN.shape[0], a_ERN.shape[1])
+        for i, rows in self.each:
+            torch.addmm(made[rows], x_SN[rows], a_ERN[i].t(), beta=0.0, alpha=scale, out=made[rows])
+        return made
+
+    def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
+        """y += scale xa Bᵀ."""
+        b_EMR = b_EMR[self.experts]
+        for i, rows in self.each:
+            y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
+
+    def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
+        """into = scale leftᵀ right of each expert, summed in fp32."""
+        for i, rows in self.each:
+            torch.mul(left_SM[rows].to(into_EMN.dtype).t() @ right_SN[rows].to(into_EMN.dtype), scale, out=into_EMN[i])
+
+    def outer(self, left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor) -> None:
+        """into = leftᵀ right of each expert, for a weight of any dtype."""
+        for i, rows in self.each:
+            into_EMN[i] = left_SM[rows].t() @ right_SN[rows]
+
+    def add_bias_(self, y_SM: Tensor, bias_EM: Tensor) -> None:
+        for i, rows in self.each:
+            y_SM[rows] += bias_EM[self.experts][i].to(y_SM.dtype)
+
+    def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
+        """fp32[S]"""
+        dtype = wide(d_SM.dtype)
+        return torch.cat([d_SM[rows].to(dtype) @ bias_EM[self.experts][i].to(dtype) for i, rows in self.each])
+
+    def bias_sums(self, dy_SM: Tensor, w_S: Tensor | None, into_EM: Tensor) -> None:
+        for i, rows in self.each:
+            dy = dy_SM[rows].to(wide(dy_SM.dtype))
+            into_EM[i] = dy.sum(0) if w_S is None else w_S[rows] @ dy
+
+    def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
+        """Adds each row, times w, to its token's."""
+        wide_SN = y_SN.to(total_TN.dtype)
+        total_TN.index_add_(0, self.tokens, wide_SN if w_S is None else wide_SN * w_S[:, None])
+
+
+class AllAtOnce(Part):
+    """All rows, on a GPU."""
+
+    def __init__(self, groups: Groups) -> None:
+        count = groups.order.shape[0]
+        assert groups.ends is not None
+        self.experts, self.rows, self.tokens, self.ends = slice(0, groups.experts), slice(0, count), groups.tokens, groups.ends
+        self.places = groups.places
+        # the row of each (token, place), and the expert of each row
+        self.rows_of = torch.empty_like(groups.order).index_put_((groups.order,), torch.arange(count, device=groups.order.device))
+        self.owners = torch.searchsorted(self.ends, torch.arange(count, dtype=torch.int32, device=self.ends.device), right=True)
+
+    def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
+        made: Tensor = F.grouped_mm(x_SN, matrices_ENM, offs=self.ends)
+        return made if out is None else out.copy_(made)
+
+    def shrink(self, x_SN: Tensor, a_ERN: Tensor, scale: float) -> Tensor:
+        # the scale multiplies a matrix of rank columns: a power of two in all presets, which rounds nothing
+        return self.multiply(x_SN, a_ERN.transpose(1, 2)).mul_(scale)
+
+    def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
+        y_SM.add_(self.multiply(xa_SR, b_EMR.transpose(1, 2)), alpha=scale)
+
+    def outer(self, left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor) -> None:
+        into_EMN.copy_(F.grouped_mm(left_SM.t(), right_SN, offs=self.ends))
+
+    def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
+        into_EMN.copy_(F.grouped_mm(left_SM.t(), right_SN, offs=self.ends)).mul_(scale)
+
+    def add_bias_(self, y_SM: Tensor, bias_EM: Tensor) -> None:
+        y_SM += bias_EM.to(y_SM.dtype)[self.owners]
+
+    def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
+        dtype = wide(d_SM.dtype)
+        return (d_SM.to(dtype) * bias_EM.to(dtype)[self.owners]).sum(-1)
+
+    def bias_sums(self, dy_SM: Tensor, w_S: Tensor | None, into_EM: Tensor) -> None:
+        dy = dy_SM.to(wide(dy_SM.dtype))
+        sums = torch.zeros(into_EM.shape, dtype=dy.dtype, device=dy.device)
+        into_EM.copy_(sums.index_add_(0, self.owners, dy if w_S is None else dy * w_S[:, None]))
+
+    def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
+        y = y_SN.to(total_TN.dtype) if w_S is None else y_SN.to(total_TN.dtype) * w_S[:, None]
+        # without atomics: the sum of a token's rows, in one order
+        total_TN += y[self.rows_of].view(-1, self.places, y.shape[1]).sum(1)

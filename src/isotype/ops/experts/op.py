@@ -1,0 +1,370 @@
+"""`experts`: the stacked experts of a mixture as one function, frozen or trained, with and without LoRA on their two layers.
+
+Rows are sorted by expert once. Each expert's rows are then one product with its matrix: on a GPU all of them in one grouped product, on a
+CPU one product an expert, a few experts at a time, so that what lies between the two layers exists for those rows alone.
+
+The gradient of a routing weight is the inner product of an expert's result and that result's gradient before the routing weight is
+multiplied in. It equals <h, dh>, with h what the second layer reads and dh its gradient (plus <d, bias>): no expert's output is kept, and
+nothing is divided by the routing weight.
+
+Saved for backward: x, the order of the rows, what the first layer gives, x Aᵀ and h Aᵀ (rows x rank), A and B as cast down.
+
+T tokens, C experts a token, E experts, S = T C rows in the order of their experts, H features, G features of the first layer's output,
+I inner features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import DtypeError, ShapeError
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..contract import OpContract
+from ..recompute import layers_running, output_is_unused, unwritten
+from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted
+from .groups import Groups, Part
+
+EXPERTS = OpContract(
+    "x: X[t h], index: int[t c], weights: W[t c], up: U[e g h], down: D[e h i] -> X[t h]",
+    inside="the products' dtype: autocast's, else what x, up and down promote to; sums over experts in fp32",
+    grads={"x": "X", "weights": "W", "up": "U", "down": "D"},
+    autocast="ignored",
+)
+"""The output has x's dtype also under autocast, as transformers' experts have it; the products follow autocast."""
+
+NO_SECOND_DERIVATIVE = {"why": "its backward is fused", "fix": "isotype.restore(model)"}
+
+
+class Adapter(NamedTuple):
+    """LoRA on one layer of every expert: a [E R N], b [E O R], of any strides; `scale` multiplies the sum."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class Form(NamedTuple):
+    """What is constant of a call."""
+
+    activation: Activation
+    transposed: bool
+    scales: tuple[float, float]
+    norm: Callable[[Tensor], Tensor] | None
+
+
+# --- reference
+
+
+def experts_reference(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
+    activation: Activation = "silu",
+    transposed: bool = False,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """In plain PyTorch, right at fp64; one expert after the other."""
+    dtype = product_dtype(x, up, down)
+    y = torch.zeros(x.shape, dtype=wide(dtype), device=x.device)
+    with autocast_off(x):
+        for expert in range(up.shape[0]):
+            token, place = torch.where(index == expert)
+            h = x[token].to(dtype)
+            for weight, bias, adapter, first in ((up, up_bias, up_adapter, True), (down, down_bias, down_adapter, False)):
+                own = weight[expert].to(dtype)
+                made = h @ (own if transposed else own.t())
+                if adapter is not None:
+                    made = made + adapter.scale * (h @ adapter.a[expert].to(dtype).t()) @ adapter.b[expert].to(dtype).t()
+                if bias is not None:
+                    made = made + bias[expert].to(dtype)
+                h = activated_reference(made, activation) if first else made
+            h = h if norm is None else norm(h)
+            y = y.index_add(0, token, h.to(y.dtype) * weights[token, place, None].to(y.dtype))
+        return y.to(x.dtype)
+
+
+# --- the op
+
+
+def matrices(stack: Tensor, experts: slice, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """F[E' in out] of these experts: the one place where a stack is read. Weights of another dtype are cast for a few experts at a time."""
+    weight = stack[experts]
+    if weight.dtype != dtype:
+        weight = weight.to(dtype)
+    return weight if transposed else weight.transpose(1, 2)
+
+
+class Experts(torch.autograd.Function):
+    """`experts` with its dtype decided; `norms` are the trained parameters of the norm after the experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        index_TC: Tensor,
+        weights_TC: Tensor,
+        form: Form,
+        dtype: torch.dtype,
+        up: Tensor,
+        up_bias: Tensor | None,
+        up_a: Tensor | None,
+        up_b: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        *norms: Tensor,
+    ) -> Tensor:
+        given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
+        keeps, unused = any(ctx.needs_input_grad), bool(layers_running) and output_is_unused(ctx)
+        with autocast_off(x_TH):
+            groups = Groups(index_TC, up.shape[0])
+            low_TH = x_TH.to(dtype)
+            w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
+            a1, b1, a2, b2 = (None if t is None else t.to(dtype).contiguous() for t in (up_a, up_b, down_a, down_b))
+            kept = _Kept(groups, low_TH, a1, a2, width=up.shape[2 if form.transposed else 1]) if keeps else None
+            total = None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
+            for part in groups.parts():
+                xs = part.gathered(low_TH)
+                g, xa = _layer(part, xs, (up, up_bias, a1, b1), form, 0, out=None if kept is None else kept.g[part.rows])
+                h = activated(g, form.activation) if total is not None or a2 is not None else None
+                if total is not None:
+                    assert h is not None
+                    o, ha = _layer(part, h, (down, down_bias, a2, b2), form, 1)
+                    part.scatter_add_(total, o if form.norm is None else form.norm(o), w_S[part.rows])
+                elif a2 is not None:
+                    assert h is not None
+                    ha = part.shrink(h, a2, 1.0)
+                if kept is not None:
+                    kept.keep(part.rows, xa, ha if a2 is not None else None)
+        if kept is not None:
+            ctx.save_for_backward(low_TH, w_S, kept.g, kept.xa, kept.ha, a1, b1, a2, b2, *given, *norms)
+            ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
+        return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype) if total is None else total.to(x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            refuse_second_derivative("experts", **NO_SECOND_DERIVATIVE)
+        x_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, up, up_bias, up_a, up_b, down, down_bias, down_a, down_b, *norms = ctx.saved_tensors
+        form, dtype, groups, x_dtype, w_dtype, w_shape = ctx.given
+        needs_x, _, needs_w, _, _, needs_up, needs_ub, needs_ua, needs_ubb, needs_down, needs_db, needs_da, needs_dbb, *_ = (
+            ctx.needs_input_grad
+        )
+        first = _Gradients((up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), form.transposed)
+        second = _Gradients((down, down_bias, down_a, down_b), (needs_down, needs_db, needs_da, needs_dbb), form.transposed)
+        with autocast_off(dy):
+            dy_TH = dy.to(dtype)
+            dx_TH = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device) if needs_x else None
+            dw_S = torch.empty_like(w_S)
+            dnorms: list[Tensor | None] = [None] * len(norms)
+            for part in groups.parts():
+                rows = part.rows
+                w = w_S[rows]
+                d = part.gathered(dy_TH)
+                g = g_SG[rows]
+                if form.norm is not None:
+                    d, dw_S[rows] = _through_norm(part, form, g, d, w, (down, down_bias, a2, b2), norms, dnorms)
+                    # the routing weight is in d already
+                    w = torch.ones_like(w)
+                dh, dha = _input_gradient(part, d, down, a2, b2, form, 1)
+                dg, h, inner = backward_of_rows(g, dh, w, form.activation, needs_h=needs_down or needs_da)
+                del dh
+                if form.norm is None:
+                    dw_S[rows] = inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
+                second.add(part, h, d, w, ha_SR, dha, form.scales[1])
+                del h
+                dxs, dxa = _input_gradient(part, dg, up, a1, b1, form, 0, wanted=needs_x)
+                xs = part.gathered(x_TH) if needs_up or needs_ua else None
+                first.add(part, xs, dg, None, xa_SR, dxa, form.scales[0])
+                if dx_TH is not None:
+                    assert dxs is not None
+                    part.scatter_add_(dx_TH, dxs, None)
+                # before the next part's are made
+                del d, dg, xs, dxs
+            dweights = torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype) if needs_w else None
+        return (
+            None if dx_TH is None else dx_TH.to(x_dtype), None, dweights, None, None, *first.made(), *second.made(), *dnorms,
+        )  # fmt: skip
+
+
+class _Kept:
+    """What backward reads of every row: the first layer's output, and both layers' products with A."""
+
+    def __init__(self, groups: Groups, like: Tensor, a1: Tensor | None, a2: Tensor | None, *, width: int) -> None:
+        count = groups.order.shape[0]
+        self.g = like.new_empty(count, width)
+        self.xa = None if a1 is None else like.new_empty(count, a1.shape[1])
+        self.ha = None if a2 is None else like.new_empty(count, a2.shape[1])
+
+    def keep(self, rows: slice, xa: Tensor | None, ha: Tensor | None) -> None:
+        for whole, part in ((self.xa, xa), (self.ha, ha)):
+            if whole is not None and part is not None:
+                whole[rows] = part
+
+
+Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(x W + bias + scale (x Aᵀ) Bᵀ of each row's expert, x Aᵀ)."""
+    weight, bias, a, b = layer
+    y = part.multiply(x, matrices(weight, part.experts, x.dtype, transposed=form.transposed), out=out)
+    xa = None
+    if a is not None and b is not None:
+        xa = part.shrink(x, a, 1.0)
+        part.expand_(y, xa, b, form.scales[which])
+    if bias is not None:
+        part.add_bias_(y, bias)
+    return y, xa
+
+
+def _input_gradient(
+    part: Part, dy: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, form: Form, which: int, *, wanted: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with A, scaled)."""
+    dxa = None if b is None else part.shrink(dy, b.transpose(1, 2), form.scales[which])
+    if not wanted:
+        return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
+    dx = part.multiply(dy, matrices(weight, part.experts, dy.dtype, transposed=form.transposed).transpose(1, 2))
+    if dxa is not None:
+        part.expand_(dx, dxa, a.transpose(1, 2), 1.0)  # type: ignore[union-attr]  # an adapter has both
+    return dx, dxa
+
+
+def _through_norm(
+    part: Part, form: Form, g: Tensor, d: Tensor, w: Tensor, layer: Layer, norms: Sequence[Tensor], dnorms: list[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of what the norm after the experts reads, weighted; of the routing weights). The experts' output is made again."""
+    assert form.norm is not None
+    o, _ = _layer(part, activated(g, form.activation), layer, form, 1)
+    with torch.enable_grad():
+        o = o.requires_grad_()
+        normed = form.norm(o)
+        wanted = [t for t in norms if t.requires_grad]
+        do, *grads = torch.autograd.grad(normed, (o, *wanted), weighted(d, w).to(normed.dtype))
+    for i, t in enumerate(norms):
+        if t.requires_grad:
+            one = grads.pop(0)
+            before = dnorms[i]
+            dnorms[i] = one if before is None else before + one
+    return do, (normed.detach().to(w.dtype) * d.to(w.dtype)).sum(-1)
+
+
+class _Gradients:
+    """Those of one layer's weight, bias, A and B, filled a few experts at a time; an expert without rows has zeros."""
+
+    def __init__(self, layer: Layer, needs: Sequence[bool], transposed: bool) -> None:
+        self.transposed, self.needs, self.dtypes = transposed, needs, [None if t is None else t.dtype for t in layer]
+        weight, bias, a, b = layer
+        self.weight = torch.zeros_like(weight) if needs[0] else None
+        self.bias = torch.zeros_like(bias) if needs[1] and bias is not None else None
+        # summed in fp32; B's lie as PEFT's parameter does, the expert last
+        self.a = _sums(a, a.shape) if needs[2] and a is not None else None
+        self.b = _sums(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1) if needs[3] and b is not None else None
+
+    def add(
+        self, part: Part, x: Tensor | None, dy: Tensor, w: Tensor | None, xa_SR: Tensor | None, dxa: Tensor | None, scale: float
+    ) -> None:
+        """x is read where a weight or an A has a gradient; w multiplies dy."""
+        experts = part.experts
+        if self.bias is not None:
+            part.bias_sums(dy, w, self.bias[experts])
+        if self.weight is not None:
+            assert x is not None
+            left, right = (dy, x if w is None else weighted(x, w))
+            part.outer(*((right, left) if self.transposed else (left, right)), self.weight[experts])
+        if self.a is not None:
+            assert dxa is not None
+            assert x is not None
+            part.gradient(dxa if w is None else weighted(dxa, w), x, 1.0, self.a[experts])
+        if self.b is not None:
+            assert xa_SR is not None
+            xa = xa_SR[part.rows]
+            part.gradient(dy, xa if w is None else weighted(xa, w), scale, self.b[experts])
+
+    def made(self) -> list[Tensor | None]:
+        return [
+            None if t is None or dtype is None else t.to(dtype) for t, dtype in zip((self.weight, self.bias, self.a, self.b), self.dtypes)
+        ]
+
+
+def _sums(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=wide(like.dtype), device=like.device)
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
+    activation: Activation = "silu",
+    transposed: bool = False,
+    norm: Callable[[Tensor], Tensor] | None = None,
+    norms: Sequence[Tensor] = (),
+) -> Tensor:
+    """The sum over each token's experts of weight * norm(down(activation(up(x)))), in one function.
+
+    x           X[t h]
+    index       int[t c]   the experts of each token
+    weights     W[t c]     how much each of them counts
+    up, down    U[e g h], D[e h i]; with `transposed` U[e h g], D[e i h]
+    up_bias, down_bias      [e g], [e h], or None
+    up_adapter, down_adapter  LoRA, or None
+    activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of even columns times odd ones; or any
+                function [s g] -> [s i] without trained parameters
+    norm, norms a function of rows after each expert, or None, and its trained parameters
+    ->          X[t h]     x's dtype, also under autocast
+    inside      products in autocast's dtype, else what x, up and down promote to; sums over experts and an adapter's gradients in fp32
+    grads       each in its tensor's dtype
+    Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
+    """
+    _check(x, index, weights, up, down, transposed)
+    options: dict[str, Any] = {
+        "up_bias": up_bias, "down_bias": down_bias, "up_adapter": up_adapter, "down_adapter": down_adapter, "activation": activation,
+        "transposed": transposed, "norm": norm,
+    }  # fmt: skip
+    if reference_runs():
+        return experts_reference(x, index, weights, up, down, **options)
+    layers: list[Tensor | None] = []
+    for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
+        layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
+    scales = tuple(1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter))
+    form = Form(activation, transposed, scales, norm)  # type: ignore[arg-type]  # one scale a layer
+    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, up, down), *layers, *norms)
+    return made
+
+
+def _check(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, transposed: bool) -> None:
+    if index.is_floating_point():
+        raise DtypeError(f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()")
+    inner, outer = (1, 2) if transposed else (2, 1)
+    fits = x.dim() == 2 and up.dim() == down.dim() == 3 and index.shape == weights.shape and index.shape[:1] == x.shape[:1]
+    if not fits or up.shape[inner] != x.shape[1] or down.shape[outer] != x.shape[1] or up.shape[0] != down.shape[0]:
+        raise ShapeError(
+            f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up {list(up.shape)}, "
+            f"down {list(down.shape)}, "
+            f"declared [t h], [t c], [t c], {'[e h g], [e i h]' if transposed else '[e g h], [e h i]'}",
+            code="SH001",
+        )
+
+
+Kind = Literal["silu", "gelu", "gelu_tanh"]
+__all__ = ["EXPERTS", "Adapter", "Clamped", "experts", "experts_reference"]

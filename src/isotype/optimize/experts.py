@@ -1,0 +1,187 @@
+"""Stacked experts of a mixture: transformers gives them one signature and five flags, so that one forward on the instance reaches all.
+
+With adapters it is put on the outermost of PEFT's wrappers, one for each adapted stack, and takes A and B of each at the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..instance_method import MARK, put
+from ..lora.attach import active_adapter, has_hooks, is_stacked, runs_fused
+from ..ops.experts import Adapter, Clamped, experts
+from ..ops.experts.activation import Activation
+from ..placement import Placement
+from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
+
+PART = "experts"
+# sizes of a probe: experts, hidden and inner features
+_EXPERTS, _HIDDEN, _INNER = 3, 6, 10
+_SIZES = {"num_experts": _EXPERTS} | dict.fromkeys(("hidden_dim", "hidden_size"), _HIDDEN) | dict.fromkeys(
+    ("intermediate_dim", "intermediate_size"), _INNER
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSettings:
+    """Names of the module's parts.
+
+    activation  None: the module's own function is called
+    """
+
+    up: str
+    biased: bool
+    transposed: bool
+    normed: bool
+    activation: Activation | None
+
+
+def unwrapped(module: Any) -> tuple[dict[str, Any], Any]:
+    """(PEFT's wrappers by the name of their stack, the experts)."""
+    wrappers = {}
+    while is_stacked(module):
+        wrappers[module.parameter_name] = module
+        module = module.base_layer
+    return wrappers, module
+
+
+def has_stacks(module: nn.Module) -> bool:
+    return hasattr(module, "num_experts") and any(p is not None and p.dim() == 3 for p in module._parameters.values())
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether this is a mixture's stacked experts, or the outermost wrapper of them: a caller meets the inner ones too."""
+    return has_stacks(unwrapped(module)[1])
+
+
+@once_a_kind
+def recognise(module: Any) -> ExpertsSettings | str:
+    """The settings with which the op gives these experts' output on a probe, or why there are none."""
+    if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
+        return "its experts do not follow transformers' interface for experts"
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    normed = getattr(module, "has_post_expert_norm", False)
+    transposed, biased = module.is_transposed, module.has_bias
+    if any(not p.is_floating_point() for p in module._parameters.values() if p is not None):
+        return "its weights are packed"
+    gate = _activation_child(module)
+    if gate is not None and any(p.requires_grad for p in gate.parameters()):
+        return "its activation has trained parameters"
+    width = _INNER * (2 if module.has_gate else 1)
+    sizes: dict[str, tuple[int, ...]] = {up: (_HIDDEN, width), "down_proj": (_INNER, _HIDDEN)}
+    shapes = {name: (_EXPERTS, *(size if transposed else size[::-1])) for name, size in sizes.items()}
+    if biased:
+        shapes |= {f"{name}_bias": (_EXPERTS, size[1]) for name, size in sizes.items()}
+    if shapes.keys() != {name for name, p in module._parameters.items() if p is not None}:
+        return "it has other weights than two stacks"
+    generator = torch.Generator().manual_seed(0)
+    tiny = {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes.items()}
+    children = {}
+    if normed:
+        norm = children["post_expert_norm"] = stand_in(module.post_expert_norm, {}, {})
+        norm._parameters = {name: nn.Parameter(torch.linspace(0.5, 2.0, _HIDDEN, dtype=torch.float64)) for name in norm._parameters}
+    twin: Any = stand_in(module, children, tiny)
+    for name, size in _SIZES.items():
+        if hasattr(twin, name):
+            setattr(twin, name, size)
+    x = torch.randn(7, _HIDDEN, generator=generator, dtype=torch.float64)
+    index = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
+    own = inspect.unwrap(type(module).forward)
+    for activation in _activations(module):
+        found = ExpertsSettings(up, biased, transposed, normed, activation)
+        if same_in_both_modes(twin, lambda: own(twin, x, index, weights), partial(compute, twin, {}, x, index, weights, found), x, weights):
+            return found
+    return "its output is not that of stacked experts on a probe"
+
+
+def _activation_child(module: Any) -> nn.Module | None:
+    child = getattr(module, "act_fn", None)
+    return child if isinstance(child, nn.Module) else None
+
+
+def _activations(module: Any) -> list[Activation | None]:
+    if not module.has_gate:
+        return [None]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        return [Clamped(float(module.alpha), float(module.limit)), None]
+    return ["silu", "gelu", "gelu_tanh", None]
+
+
+def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor, weights: Tensor, s: ExpertsSettings) -> Tensor:
+    """The op over this module's own weights."""
+    parameters, norm = module._parameters, module.post_expert_norm if s.normed else None
+    activation = s.activation if s.activation is not None else module._apply_gate if module.has_gate else module.act_fn
+    return experts(
+        x,
+        index,
+        weights,
+        parameters[s.up],
+        parameters["down_proj"],
+        up_bias=parameters[f"{s.up}_bias"] if s.biased else None,
+        down_bias=parameters["down_proj_bias"] if s.biased else None,
+        up_adapter=adapters.get(s.up),
+        down_adapter=adapters.get("down_proj"),
+        activation=activation,
+        transposed=s.transposed,
+        norm=norm,
+        norms=() if norm is None else tuple(norm.parameters()),
+    )
+
+
+def adapter_of(wrapper: Any) -> Adapter:
+    """A [(E R) N] and B [O (R E)], as PEFT keeps them: the expert is A's slow index and B's fast one."""
+    name = active_adapter(wrapper)
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    count = wrapper.num_experts
+    return Adapter(a.view(count, -1, a.shape[-1]), b.view(b.shape[0], -1, count).permute(2, 0, 1), float(wrapper.scaling[name]))
+
+
+def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
+    """Why PEFT's or transformers' own code runs as these experts are now, or None."""
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are divided over several processes"
+    for part in (*wrappers.values(), module):
+        if has_hooks(part):
+            return "a hook on the experts"
+    for name, wrapper in wrappers.items():
+        if name not in (settings.up, "down_proj"):
+            return f"an adapter on {name}"
+        if wrapper.merged_adapters:
+            return "the adapter is merged into the weight"
+        if not wrapper._disable_adapters and active_adapter(wrapper) is None:
+            return "several adapters are active" if len(wrapper.active_adapters) > 1 else "no active adapter"
+    return None
+
+
+def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    settings: ExpertsSettings = self.__dict__[MARK][0]
+    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling() and runs_fused()
+    wrappers, module = unwrapped(self)
+    if not fits or why_not(wrappers, module, settings) is not None:
+        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return own
+    adapters = {name: adapter_of(wrapper) for name, wrapper in wrappers.items() if not wrapper._disable_adapters}
+    return compute(module, adapters, hidden_states, args[0], args[1], settings)
+
+
+def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
+    """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it gives their output."""
+    wrappers, base = unwrapped(module)
+    reason = next((why for part in (*wrappers.values(), base) if (why := taken(part)) is not None), None)
+    found = recognise(base) if reason is None else reason
+    if not isinstance(found, str) and (why := why_not(wrappers, base, found)) is not None:
+        found = why
+    if isinstance(found, str):
+        return placement(PART, path, base, None, found)
+    put(module, experts_forward, found)
+    said = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
+    if wrappers and branch_fp32:
+        said.append("lora_branch: fp32 does not reach adapters on experts: they have the products' dtype, as in PEFT")
+    return placement(PART, path, base, "experts", "; ".join(said))
