@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backend import path_for, wide
-from ..gated import cpu as gated_cpu
-from ..gated.op import gated_backward, gated_forward, gated_reference
+from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 
 
 class Clamped(NamedTuple):
@@ -46,7 +45,7 @@ def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
-    return gated_forward(path_for(gated_cpu.KERNELS, g_TG), *_halves(g_TG), kind)
+    return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
 
 
 def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
     """
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
-        dgate, dup, h = gated_backward(path_for(gated_cpu.KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
+        dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
         assert dup is not None
         assert h is not None
         dg = torch.cat((dgate, dup), -1)
