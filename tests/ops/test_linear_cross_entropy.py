@@ -136,11 +136,9 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    from isotype.ops.linear_cross_entropy import chunked
-
     rule = chunked.LossRule()
     with Sizes():
-        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False, False)
+        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False)
     assert max(seen) <= 64 * 2000
 
 
@@ -160,24 +158,6 @@ def test_chunk_size_changes_only_rounding(chunk):
     linear_cross_entropy(got[0], got[1], targets, bias=got[2], chunk=chunk, **OPTIONS["all"]).backward()
     linear_cross_entropy_reference(want[0], want[1], targets, bias=want[2], **OPTIONS["all"]).backward()
     torch.testing.assert_close([t.grad for t in got], [t.grad for t in want])
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_statistics_are_those_of_the_whole_logits(options):
-    x, w, _, targets = make()
-    x.requires_grad_()
-    loss, stats = linear_cross_entropy(x, w, targets, statistics=True, chunk=6, **options)
-    cap, scale = options.get("softcap"), options.get("logit_scale", 1.0)
-    z = F.linear(x, w) * scale
-    z = cap * torch.tanh(z / cap) if cap else z
-    keep = targets != -100
-    log_p = z.log_softmax(-1)
-    torch.testing.assert_close(stats.log_probs[keep], log_p[keep].gather(-1, targets[keep, None]).squeeze(-1))
-    torch.testing.assert_close(stats.entropy[keep], -(log_p.exp() * log_p).sum(-1)[keep])
-    assert torch.equal(stats.top1[keep], z.argmax(-1)[keep])
-    assert (stats.top1[~keep] == -1).all()
-    assert not stats.entropy.requires_grad
-    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets, **options))
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(0), 0], ids=str)
@@ -274,8 +254,6 @@ def test_second_derivatives_are_refused(reduction):
     loss = linear_cross_entropy(x.requires_grad_(), w, targets, reduction=reduction).sum()
     with pytest.raises(UsageError, match="no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(UsageError, match="statistics=True is not available"):
-        torch.func.grad(lambda x: linear_cross_entropy(x, w, targets, statistics=True)[0])(x)
 
 
 def test_no_gradient_is_made_under_no_grad(monkeypatch):
@@ -338,15 +316,6 @@ def test_weighted_bf16_gradients_are_as_good_as_plain_pytorchs():
         assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
 
 
-def test_statistics_return_logsumexp_and_the_z_loss():
-    x, w, b, targets = make()
-    loss, seen = linear_cross_entropy(x, w, targets, bias=b, z_loss=1e-2, statistics=True, reduction="none")
-    lse = torch.logsumexp(F.linear(x, w, b), -1).masked_fill(targets == -100, 0.0)
-    torch.testing.assert_close(seen.logsumexp, lse)
-    torch.testing.assert_close(seen.z_loss, 1e-2 * lse.square())
-    torch.testing.assert_close(loss - seen.z_loss, -seen.log_probs)
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
@@ -354,7 +323,6 @@ def test_statistics_return_logsumexp_and_the_z_loss():
         ({"token_weights": torch.ones(3)}, ShapeError, "token_weights"),
         ({"class_weights": torch.ones(50, requires_grad=True)}, UsageError, "gets none"),
         ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
-        ({"token_weights": torch.ones(20), "statistics": True}, UsageError, "linear_log_probs"),
     ],
 )
 def test_weights_of_a_wrong_shape_are_refused(given, kind, words):

@@ -100,5 +100,5 @@ def test_wrappers_of_adapter_and_precision_hand_targets_on():
     loss = loss_of(model, INPUTS, targets)
     assert (loss.dtype, takes_targets(model)) == (torch.float32, True)
     found = copy.deepcopy(model)
-    assert float(loss_of(found, INPUTS, targets)) == float(loss)
-    assert float(targets.of_logits(model(**INPUTS).logits.float())) == pytest.approx(float(loss), rel=1e-2)
+    assert torch.equal(loss_of(found, INPUTS, targets), loss)
+    torch.testing.assert_close(targets.of_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0)

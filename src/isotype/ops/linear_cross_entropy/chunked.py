@@ -17,7 +17,6 @@ from torch import Tensor
 from ...environment.planned import stands_for
 from ...errors import ShapeError, UsageError
 from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
-from ..cross_entropy import eager as rows_eager
 from ..cross_entropy.rows import loss_paths
 from ..cross_entropy.rule import LossRule
 
@@ -134,9 +133,6 @@ class Forward(NamedTuple):
     dhidden_TH: Tensor
     dweight_VH: Tensor
     dbias_V: Tensor
-    log_prob_T: Tensor
-    entropy_T: Tensor
-    top1_T: Tensor
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -145,15 +141,12 @@ def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dty
     return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
 
 
-def like(
-    hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, want_statistics: bool, chunk: int
-) -> Forward:
+def like(hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, chunk: int) -> Forward:
     """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk writes the whole head's gradient."""
     tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
-    counted = tokens if want_statistics else 0
     return Forward(
         loss_T,
         torch.zeros_like(loss_T),
@@ -161,9 +154,6 @@ def like(
         # one chunk needs no accumulator: the product's own fp32 sum is rounded once
         hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32),
         hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
-        hidden_TH.new_zeros(counted, dtype=fp32),
-        hidden_TH.new_zeros(counted, dtype=fp32),
-        torch.full((counted,), -1, dtype=torch.int64, device=hidden_TH.device),
     )
 
 
@@ -255,10 +245,9 @@ def forward_with_gradients(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
-    want_statistics: bool,
 ) -> Forward:
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
-    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
+    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
     wants_gradient = want_dhidden or want_dweight or want_dbias
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
     if not chunks.count:
@@ -268,16 +257,8 @@ def forward_with_gradients(
     compute = loss_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
-        if want_statistics or not wants_gradient:
-            loss, lse = compute.cross_entropy_forward(z_NV, targets_N, rule)
-            out.loss_T[rows], out.lse_T[rows] = loss, lse
-        if want_statistics:
-            log_prob, entropy, top1 = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
-            if chunks.counted_N is None:
-                ignored = targets_N == rule.ignore_index
-                log_prob, entropy, top1 = log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), top1.masked_fill(ignored, -1)
-            out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = log_prob, entropy, top1
         if not wants_gradient:
+            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule)
             continue
         out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into)
         if want_dbias:
