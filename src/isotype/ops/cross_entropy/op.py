@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..backend import applied, autocast_off, differentiated_again, reference_gradients, reference_runs, wide
 from ..contract import OpContract
@@ -196,13 +195,6 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    if type(logits) is not Tensor and has_torch_function_unary(logits):
-        # a tensor that stands for logits (deferred ones) may know a way of its own
-        return handle_torch_function(
-            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items, class_weights=class_weights,
-            token_weights=token_weights,
-        )  # fmt: skip
     check_reduction(reduction, num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
