@@ -124,10 +124,9 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     if by_trl:
         return placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
-    why_not_targets = place_targets(inner, head)
-    return placement(
-        PART, path, head, "linear_cross_entropy", "deferred logits" + (f"; takes no targets: {why_not_targets}" if why_not_targets else "")
-    )
+    why_none = place_targets(inner, head)
+    note = "the loss of targets, else deferred logits" if why_none is None else f"deferred logits; takes no targets: {why_none}"
+    return placement(PART, path, head, "linear_cross_entropy", note)
 
 
 def why_not(model: nn.Module, head: nn.Module) -> str | None:
