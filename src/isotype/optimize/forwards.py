@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -236,7 +236,26 @@ def compute_gated(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
 # --- rotary functions
 
 
-def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
+Form = Literal["runs", "values", "once"]
+# which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second into the order of the first
+Pairs = Literal["halves", "neighbours", "neighbours to halves"]
+
+
+def narrow(table: Tensor, form: Form) -> Tensor:
+    """One value a pair."""
+    if form == "once":
+        return table
+    return table[..., ::2] if form == "values" else table[..., : table.shape[-1] // 2]
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form) -> tuple[Tensor, Tensor]:
+    if pairs == "neighbours to halves":
+        # DeepSeek-V3's: one copy into the order of halves
+        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return rope(q, k, narrow(cos, form), narrow(sin, form), interleaved=pairs == "neighbours")
+
+
+def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -248,14 +267,9 @@ def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool)
         q, k, cos, sin = args
         if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
             return original(q, k, cos, sin)
-        return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
+        return rotated(q, k, cos, sin, pairs, form)
 
     return apply_rotary_pos_emb
-
-
-def narrow(table: Tensor, repeated: bool) -> Tensor:
-    """One value a pair."""
-    return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
 
 
 # --- input embeddings
