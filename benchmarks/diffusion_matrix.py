@@ -154,8 +154,8 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     objective = plain_objective(family)
 
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-        return picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum()
+    def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> torch.Tensor:
+        return picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum() / divisor
 
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
     batches = [random_batch(family, denoiser.config, precision) for _ in range(2)]

@@ -32,8 +32,7 @@ from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.sample import Prompt, Sample, texts_of
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
-from ..training.eval_mode import eval_mode
-from ..training.task import Evaluation
+from ..training.task import Evaluation, eval_mode
 from .loaded import name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
