@@ -145,18 +145,6 @@ def test_anything_else_gets_the_real_tensor_with_its_graph(use):
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_metadata_of_deferred_logits_computes_nothing():
-    hidden, weight, _ = make()
-    x = defer(hidden, weight, None)
-    assert (x.shape, x.dtype, x.device, x.dim(), x.ndim, len(x), x.numel(), x.size(-1)) == (
-        torch.Size([2, 5, 7]), torch.float64, hidden.device, 3, 3, 2, 70, 7,
-    )  # fmt: skip
-    assert x.requires_grad
-    assert not x.detach().requires_grad
-    assert isinstance(x, torch.Tensor)
-    assert x.computed is None
-
-
 def test_a_materialisation_in_a_training_step_is_counted_with_its_line():
     deferred.materialised.clear()
     hidden, weight, _ = make()
