@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
-from ..autocast import wide
-from ..backend import forced_path, path_for, triton_runs
+from ..backend import forced_path, path_for, triton_runs, wide
 from ..library import library_op
 from . import cpu
 
