@@ -25,6 +25,7 @@ from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own
 from .formats import Example
 from .hub import note_unread_splits
 from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
+from .pictures import Pictures
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
@@ -36,12 +37,13 @@ _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
-def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = False) -> LoadedData:
+def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = False, pictures: Pictures | None = None) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
     data       the data section
     tokenizer  the model's
     seed       of the held-out share
+    pictures   of a vision-language model: its processor reads those of the rows
     pairs      rows are preference pairs, each of which becomes two rows: they stay together, and a limit counts pairs
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
@@ -54,7 +56,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
     read_once(sources)
     read_once(eval_sources)
     note_unread_splits(sources + eval_sources)
-    encoder = encoder_for(data, tokenizer, sources + eval_sources)
+    encoder = encoder_for(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
 
@@ -90,6 +92,9 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
     }
+    shows = bool(train.has_pictures.any() or evaluation.has_pictures.any())
+    if shows and pictures is not None:
+        facts["pictures"] = pictures.settings() | {"rows": int(train.has_pictures.sum()), "eval_rows": int(evaluation.has_pictures.sum())}
     for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
         facts[side] |= pair_facts(rows_of_side)
     said = [note for s in sources + eval_sources for note in s.notes] + (pair_notes(facts["train"]) if pairs else [])
@@ -100,10 +105,10 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
-    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed)
+    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, pictures=pictures if shows else None)
 
 
-def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
+def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None) -> Encoder:
     """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
     with this template when the model is used."""
     formats = {form for s in sources for form in s.formats}
@@ -114,7 +119,7 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) ->
     if data.chat_template is not None and not wanted:
         raise UsageError("data.chat_template has no effect: no row is a chat")
     template = chat_template(tokenizer, data.chat_template) if wanted else None
-    return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template)
+    return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template, pictures=pictures)
 
 
 def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
@@ -141,6 +146,7 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
             "content": one.identity(), "formats": one.forms and [form for form, _ in one.forms], "columns": dict(spec.columns or {}),
             "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and template.text,
             "max_length": encoder.max_length, "loss_on": encoder.loss_on, "needs_answer": one.needs_answer,
+            "pictures": encoder.pictures and encoder.pictures.settings(),
         }
     )  # fmt: skip
 
@@ -149,6 +155,9 @@ def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock
     block, wrong = cache.load(key)
     if wrong:
         one.notes.append(f"a damaged cache entry was made again: {wrong}")
+    if block is not None and (gone := block.pictures_gone()):
+        one.notes.append(f"a cache entry was made again: {gone} changed, or is gone")
+        block = None
     if block is not None:
         block.facts["cache"] = f"from {cache.path(key)}"
         return block

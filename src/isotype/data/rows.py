@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 from .bad_rows import BadRow
@@ -23,6 +25,8 @@ class Row:
     """Tokens before the first learnt one."""
     documents: tuple[int, ...] = ()
     """Of a packed row: the tokens of each document in it, one after the other. Their first labels are never learnt."""
+    pictures: tuple[str, ...] = ()
+    """References, as `pictures.Pictures` makes them, in the order of their tokens."""
 
     @property
     def supervised(self) -> int:
@@ -40,6 +44,8 @@ class SamplePrompt:
     """The text given to the model, with the template's generation prompt."""
     reference: str | None = None
     """The answer in the data, if there is one."""
+    pictures: tuple[str, ...] = ()
+    """As a row's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class LoadedData:
     """Rows that were left out: those of bad_rows.jsonl."""
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
+    pictures: Any = None
+    """A `Pictures`, where a row has some."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of the training rows before packing, and one of the evaluation rows: of their tokens and of which are learnt."""
@@ -80,9 +88,29 @@ class LoadedData:
     def longest(self, count: int) -> list[Row]:
         """The rows of the largest batch that training could ever see."""
         lengths = row_lengths(self.train)
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]
-        found = [self.train[i] for i in order]
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        if self.pictures is not None:  # a batch has rows with pictures, or rows without
+            shown = has_pictures(self.train)
+            order = [i for i in order if shown[i]] or order
+        found = [self.train[i] for i in order[:count]]
         return [_stretched(row, self.facts["max_length"]) for row in found] if self.stream is not None else found
+
+
+def path_of(reference: str) -> Path:
+    return Path(reference.split(" ", 2)[2])
+
+
+def digest_of_picture(reference: str) -> str:
+    return reference.split(" ", 1)[0]
+
+
+def is_there(reference: str) -> bool:
+    """Whether the file is still the one that was tokenised, by its time."""
+    _, time, path = reference.split(" ", 2)
+    try:
+        return os.stat(path).st_mtime_ns == int(time)
+    except OSError:
+        return False
 
 
 def _hash_of(rows: Sequence[Row]) -> str:
@@ -105,6 +133,12 @@ def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
     """Tokens of each row that give a loss, as `row_lengths`."""
     column = getattr(rows, "column", None)
     return [row.supervised for row in rows] if column is None else column("supervised").tolist()
+
+
+def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
+    """Whether each row has some, as `row_lengths`."""
+    known = getattr(rows, "has_pictures", None)
+    return [bool(row.pictures) for row in rows] if known is None else known
 
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:

@@ -40,6 +40,9 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if batch.position_ids is not None and reads_grids(model):
         # the first row keeps documents apart, the others are time, height and width: of text they are equal
         inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
+    if batch.pictures:
+        # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its pictures across (Llama 3.2 Vision)
+        return inputs
     if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
         documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
         return inputs | {"attention_mask": DocumentMask(documents)}
