@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from torch import nn
 
 import lora as lora_bench
 
+# a checkout that is not installed runs too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False}  # fmt: skip
 GEMMA = {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -38,6 +42,7 @@ GEMMA = {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "int
 TINY = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"llama-8b": LLAMA, "gemma-2b": GEMMA, "tiny": TINY}
+LEFT_OUT = 4  # exit code where a package is missing, as benchmarks/gpu.py reads it
 KEPT = {
     "attention": {"keep_attention": True},
     "nothing": {},
@@ -85,7 +90,7 @@ def isotype_step(a: argparse.Namespace, length: int, model: nn.Module) -> tuple[
     ids = tuple(tokens(a, length).tolist())
     batch = collate([Row(ids, ids, 0)], pad_id=0, device_type=device.type).to(device)
     said = sorted({f"{e.part}: {e.reason}" for e in manifest.entries if e.part == "attention"}) + [str(e) for e in manifest.left]
-    return lambda: stepper([batch], step=1, learning_rate=1e-4, watch_changes=False).loss, [*said, *manifest.notes]
+    return lambda: stepper([batch], step=1, learning_rate=1e-4, watch_changes=True).loss, [*said, *manifest.notes]
 
 
 def checkpointing_of(a: argparse.Namespace, model: nn.Module) -> Any:
@@ -221,10 +226,10 @@ def main() -> int:
         parser.error("--ledger counts isotype's llama-8b")
     if a.who == "unsloth" and (reason := unsloth_row.why_not(a.device)):
         print(f"Unsloth left out: {reason}")
-        return 0
+        return LEFT_OUT
     if a.base == "nf4" and not lora_bench.has_bitsandbytes():
         print("left out: bitsandbytes is not installed, and --base nf4 needs it")
-        return 0
+        return LEFT_OUT
     rows: list[dict[str, Any]] = []
     for length in a.tokens:
         row, step = measured(a, length)

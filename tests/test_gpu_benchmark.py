@@ -90,7 +90,7 @@ def test_probe_profile_and_goal_run_at_the_sizes_of_a_test(gpu, monkeypatch, tmp
     monkeypatch.setattr(sys, "executable", interpreter())
     status = started(gpu, monkeypatch, what, "--out", str(tmp_path), "--part", part)
     (line,) = lines(tmp_path, what)
-    assert status == 0, line["output"]
+    assert status == (4 if what == "goal" else 0), line["output"]
     if what == "goal":
         assert "Unsloth left out: Unsloth needs a GPU" in line["output"]
     elif what == "probe":
@@ -120,7 +120,9 @@ def test_collects_every_way_of_marking_a_gpu_test(gpu, tmp_path):
         "@pytest.mark.gpu\ndef test_by_mark(): pass\ndef test_of_no_gpu(): pass\n"
     )
     (tmp_path / "tests/training/test_b.py").write_text("import pytest\npytestmark = pytest.mark.gpu\ndef test_by_module(): pass\n")
-    ids = gpu.collected(tmp_path)
+    (tmp_path / "tests/test_no_gpu.py").write_text("import no_such_module\n")
+    ids, failed = gpu.collected(tmp_path)
+    assert not failed
     assert ids == [
         "tests/test_a.py::test_by_alias[a b]",
         "tests/test_a.py::test_by_alias[[c]]",
@@ -128,9 +130,17 @@ def test_collects_every_way_of_marking_a_gpu_test(gpu, tmp_path):
         "tests/training/test_b.py::test_by_module",
     ]
     assert gpu.shards(ids) == {"runs": ids[3:], "others": ids[:3]}
-    (tmp_path / "tests/test_c.py").write_text("import no_such_module\n")
-    with pytest.raises(RuntimeError, match="no_such_module"):
-        gpu.collected(tmp_path)
+    (tmp_path / "tests/test_c.py").write_text("import no_such_module\n# needs pytest.mark.gpu\n")
+    assert gpu.collected(tmp_path) == (ids, {"tests/test_c.py": "ModuleNotFoundError: No module named 'no_such_module'"})
+
+
+def test_a_part_that_misses_a_package_fails_nothing_and_runs_again(gpu, monkeypatch, tmp_path, capsys):
+    parts = [gpu.Part("good", ("-c", ""), 30), gpu.Part("missing", ("-c", "import sys; sys.exit(4)"), 30)]
+    monkeypatch.setattr(gpu, "benchmarks", lambda a: parts)
+    for _ in range(2):
+        assert started(gpu, monkeypatch, "benchmarks", "--out", str(tmp_path)) == 4
+    assert [line["part"] for line in lines(tmp_path)] == ["good", "missing", "missing"]
+    assert "1 before; failed: none; left: none; left out for want of a package: ['missing']" in capsys.readouterr().out
 
 
 def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
@@ -141,7 +151,7 @@ def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
     assert max(map(len, parts.values())) <= gpu.SHARD
 
 
-@pytest.mark.slow  # pytest imports every test of this repository
+@pytest.mark.full  # pytest imports every test of this repository
 @pytest.mark.timeout(300)
 def test_every_gpu_test_of_this_repository_is_in_one_part(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", interpreter())

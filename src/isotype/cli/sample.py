@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one prompt per line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
@@ -68,6 +68,7 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..model.processor import pictures_of
     from ..runs.folder import without_run
     from ..tasks.language.sample import sample as answer
 
@@ -78,14 +79,17 @@ def sample(
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not texts and alone:
         raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
+    pictures = None
     if texts:
         asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
     else:
-        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed).prompts)
+        pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
+        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures).prompts)
     torch.manual_seed(seed)
     answers = answer(
-        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p
-    )
+        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p,
+        pictures=pictures,
+    )  # fmt: skip
     if json_output:
         print(json.dumps({"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}))
         return
@@ -101,11 +105,12 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
         if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..inference.diffusion import draw_with
+    from ..runs.folder import run_and_result
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed)
-    folder = run / "drawn"
+    folder = run_and_result(run)[0] / "drawn"
     made: list[dict[str, str]] = []
     _write(pictures, folder, made)
     if json_output:
@@ -129,5 +134,6 @@ def _write(pictures: Sequence[Any], folder: Path, made: list[dict[str, str]]) ->
 def _chats(run: Path) -> bool:
     """Whether the run's rows were chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
+    from ..runs.folder import run_and_result
 
-    return bool(read_run(run).data.get("template"))
+    return bool(read_run(run_and_result(run)[0]).data.get("template"))

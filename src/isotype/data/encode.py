@@ -129,6 +129,7 @@ class Encoder:
         self, tokenizer: Any, *, max_length: int, loss_on: str, template: ChatTemplate | None, pictures: Pictures | None = None
     ) -> None:  # fmt: skip
         self.pictures = pictures
+        self.no_pictures = "the model has no vision tower"
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
@@ -185,7 +186,7 @@ class Encoder:
             assert self.template is not None
             chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
             if example.pictures and self.pictures is None:
-                raise RowError(f"{example.place}: the row has pictures, and the model has no vision tower", fix="a vision-language model")
+                raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)

@@ -21,7 +21,18 @@ from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import (
+    COMPARED,
+    FEW,
+    add_own_masks,
+    between_facts,
+    compare_with_own_mask,
+    eval_sets,
+    notes,
+    side_facts,
+    template_facts,
+    token_facts,
+)
 from .formats import Example
 from .hub import note_unread_splits
 from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
@@ -59,6 +70,9 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
     encoder = encoder_for(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
+
+        if pictures is not None:
+            encoder.pictures, encoder.no_pictures = None, "data.stream reads none: leave it out"
 
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
@@ -105,7 +119,10 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
-    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, pictures=pictures if shows else None)
+    return LoadedData(
+        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation),
+        pictures=pictures if shows else None,
+    )  # fmt: skip
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None) -> Encoder:

@@ -204,6 +204,11 @@ class Pictures:
             )  # fmt: skip
         return found
 
+    def within(self, text: str, written: Sequence[str]) -> str:
+        """A rendered text with what is written for each picture in place of its mark."""
+        first, *rest = text.split(self.mark)
+        return first + "".join(one + after for one, after in zip(written, rest))
+
     def inputs(self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         """What the processor makes of a batch besides its tokens, by name: pixels, their grids or masks, token types.
 

@@ -1,4 +1,4 @@
-"""Rows with pictures: the loss and the gradients of the released class, what is learnt, bad pictures, and a run from its rows to a merge."""
+"""Rows with pictures: the loss and the gradients of the released class, what is learnt, bad pictures, and a whole run."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Batch:
 def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None) -> Batch:
     """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants; padding is never supervised.
 
-    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed, all get positions instead, and padding is
+    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed, all get positions, and padding is
     a document of its own.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
