@@ -229,6 +229,8 @@ class PrecisionSection(Section):
     """Diffusion: latents, noise, noise level and target, before the model."""
     ema: Dtype | None = None
     """Diffusion: the moving average that `train.ema` keeps."""
+    vision: Dtype | None = None
+    """Vision-language: frozen weights of tower and projector, and the pixels that they are given. Follows `compute`."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None

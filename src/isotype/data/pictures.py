@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dtypes import name as dtype_name
 from ..errors import UsageError
 from .rows import is_there, path_of
 
@@ -123,7 +124,9 @@ class Pictures:
         self._temporary = tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
         self.kept = Path(self._temporary.name) if self._temporary is not None else kept
         self.dtype: torch.dtype | None = None
-        """Of the last pixels that a model was given."""
+        """Of the pixels that a model is given; None: as the processor makes them."""
+        self.given: dict[str, str] = {}
+        """Name -> dtype of the floating tensors of the last batch."""
 
     @cached_property
     def processor(self) -> Any:
@@ -218,7 +221,10 @@ class Pictures:
         one = copy.copy(self.processor)
         one.tokenizer = _AsTokenised(self.processor.tokenizer, input_ids, attention_mask)
         made = one(images=self._images(references), text=[self.mark * len(row) for row in references], return_tensors="pt")
-        return {name: value for name, value in made.items() if name not in _PER_TOKEN and hasattr(value, "dtype")}
+        found = {name: value for name, value in made.items() if name not in _PER_TOKEN and hasattr(value, "dtype")}
+        floating = {name: value.to(self.dtype) for name, value in found.items() if value.is_floating_point()}
+        self.given = {name: dtype_name(value.dtype) for name, value in floating.items()}
+        return found | floating
 
 
 class _AsTokenised:

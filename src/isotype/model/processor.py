@@ -43,18 +43,34 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
 
 def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pictures | None:
     """Reads the pictures of a run's rows for this model; None for a model without a vision tower."""
-    name = section.name
-    if name is None or section.init == "random":
+    architecture = _architecture(section)
+    if architecture is None or not is_vision_language(architecture):
         return None
-    architecture = AutoConfig.from_pretrained(name, revision=section.revision, trust_remote_code=section.trust_remote_code)
-    if not is_vision_language(architecture):
-        return None
+    name = str(section.name)
     token = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(architecture, key, None)) is not None), None)
     folder = cache_folder(data.cache)
     return Pictures(
         lambda: load_processor(name, section.revision, architecture, tokenizer), token=token, min_pixels=data.min_pixels,
         max_pixels=data.max_pixels, kept=None if folder is None else folder.parent / "pictures",
     )  # fmt: skip
+
+
+def has_vision(section: ModelSection) -> bool:
+    """Whether a run's model has a vision tower. A model that cannot be read has none: what loads it says why."""
+    if isinstance(section.config, dict):
+        return "vision_config" in section.config
+    try:
+        architecture = _architecture(section)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return architecture is not None and is_vision_language(architecture)
+
+
+def _architecture(section: ModelSection) -> Any:
+    """The configuration of the model that a run loads; None where it builds one from `model.config`."""
+    if section.name is None or section.config is not None:
+        return None
+    return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
 
 
 def load_processor(name: str, revision: str | None, architecture: Any, tokenizer: Any) -> Any:
@@ -75,7 +91,7 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
         raise UsageError(f"{where} is a {kind}, which transformers {transformers.__version__} does not have")
     try:
         images = transformers.AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
-        without_video = type(of_class.__name__, (_WithoutVideo, of_class), {})
+        without_video: Any = type(of_class.__name__, (_WithoutVideo, of_class), {})
         parts = {"image_processor": images, "tokenizer": tokenizer}
         given = [parts.get(part) for part in of_class.get_attributes()]
         return without_video.from_args_and_dict(given, {**said[1], "chat_template": None})

@@ -256,3 +256,58 @@ def ask(*arguments, text=None):
     done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def many(seen, count=12):
+    """Rows with one picture, with two, and with none."""
+    kinds = (asked(0), asked(1, 2), "what colour?", asked(4))
+    return seen(*(turns(kinds[i % 4], f"it is {[*COLOURS][i % 3]}.") for i in range(count)))
+
+
+SETTINGS = ("train.batch_size=3", "train.accumulate=1", "data.eval_split=0.2", "run.sample_tokens=4", "run.sample_every=2", "train.seed=1")
+
+
+def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
+    """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the same bytes as an undisturbed one."""
+    base, run = folders("gemma3"), tmp_path / "run"
+    file = many(seen)
+    ask(
+        "train", "--model", base, "--data", file, "--out", run, "precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS
+    )
+    precision = json.loads((run / "precision.json").read_text())
+    assert precision["declared"]["vision"]["value"] == "bf16"
+    assert set(precision["observed"]["vision"]) == {"bf16"}
+    data = json.loads((run / "data.json").read_text())
+    assert data["pictures"]["images"].endswith("Pil")
+    samples = [json.loads(line) for path in (run / "samples").glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert samples or list((run / "samples").iterdir())
+    assert "image" in (run / "report.html").read_text()
+
+    half = tmp_path / "half"
+    ask(
+        "train",
+        "--model",
+        base,
+        "--data",
+        file,
+        "--out",
+        half,
+        "precision.preset=bf16-lora",
+        "train.steps=4",
+        "run.save_every=2",
+        *SETTINGS,
+    )
+    for gone in ("adapter", "checkpoints/step_4"):
+        import shutil
+
+        shutil.rmtree(half / gone)
+    ask("train", "--resume", half)
+    one, other = ((f / "adapter" / "adapter_model.safetensors").read_bytes() for f in (run, half))
+    assert one == other
+
+    said = json.loads(ask("chat", run, "--image", tmp_path / "0.png", "--tokens", 3, "--json", text="what colour?\n").splitlines()[-1])
+    assert said["prompt"] == "what colour?"
+    measured = json.loads(ask("eval", run, file, "--json").splitlines()[-1])
+    assert measured["rows"] == 12
+    ask("merge", run, "--out", tmp_path / "merged", "--dtype", "fp32")
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()

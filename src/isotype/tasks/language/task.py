@@ -19,13 +19,14 @@ from ...data.load import load_data
 from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
+from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
-from ...model.processor import copy_files, pictures_of
+from ...model.processor import copy_files, has_vision, pictures_of
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
@@ -55,7 +56,6 @@ class LanguageTask:
     """Rows of tokens, a loss for each next token, sampled answers. Implements `training.task.Task`."""
 
     kind = "language"
-    roles: Mapping[str, str] = {}
 
     tokenizer: PreTrainedTokenizerBase
     data: LoadedData
@@ -71,8 +71,13 @@ class LanguageTask:
     def words(self) -> Words:
         return self.objective.words
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {"vision": "compute"} if has_vision(self.config.model) else {}
+
     def observed(self) -> Iterable[tuple[str, str, str]]:
-        return ()
+        pictures = self.data.pictures
+        return [] if pictures is None else [("vision", name, dtype) for name, dtype in pictures.given.items()]
 
     @property
     def base_name(self) -> str:
@@ -82,6 +87,8 @@ class LanguageTask:
 
     def check(self, precision: Precision) -> None:
         check_branch(self.config, precision)
+        if self.config.precision.vision is not None and not self.roles:
+            raise UsageError("precision.vision has no effect: the model has no vision tower", fix="leave it out")
         self.objective.check()
 
     def load_data(self) -> None:
@@ -103,6 +110,8 @@ class LanguageTask:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
         self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        if self.data.pictures is not None:
+            self.data.pictures.dtype = to_torch(precision.vision)
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
         self.objective.check_model(model)
         return model, manifest
