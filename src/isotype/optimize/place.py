@@ -71,6 +71,9 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
+    if on_cpu and any(map(experts.has_stacks, model.modules())):
+        # without them the op is products of PyTorch's
+        missing("experts")
     if why_not:
         # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
@@ -96,6 +99,8 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         if path and id(module) not in inner and experts.is_candidate(module):
             manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
             inner |= {id(m) for m in module.modules()}
+        elif path and experts.is_block(module) and id(module) not in inner:
+            manifest.entries.append(experts.place_block(path, module))
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
