@@ -181,6 +181,12 @@ class Pictures:
         scale, to = math.sqrt(wanted / pixels), math.floor if wanted < pixels else math.ceil
         return image.resize((max(1, to(image.width * scale)), max(1, to(image.height * scale))))
 
+    def small(self, reference: str) -> str:
+        """At most 160 pixels wide and high, as a data: URL."""
+        image = self.image(reference)
+        image.thumbnail((160, 160))
+        return str(as_json(image)).replace("data:;", "data:image/png;")
+
     def _images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
         flat = [reference for row in references for reference in row]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -165,8 +166,10 @@ LOOKED_AT = 1000  # rows among which the median and the longest are found: a run
 MOST_TOKENS = 512  # shown of a row
 
 
-def examples(rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
-    """The first row, one of median length and the longest, each cut into parts that are learnt or not.
+def examples(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
+    """The first row, one of median length, the longest and the first with a picture, each cut into parts that are learnt or not.
+
+    pictures  the run's `Pictures`: rows that have some get them as small ones, `data:` URLs
 
     A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the whole row, `left_out` what is not shown.
     """
@@ -175,13 +178,24 @@ def examples(rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
     chosen: dict[int, str] = {}
     for which, i in (("the first row", 0), ("of median length", by_length[len(seen) // 2]), ("the longest", by_length[-1])) if seen else ():
         chosen.setdefault(i, which)
-    return [{"which": which, "row": i, **_example(seen[i], tokenizer)} for i, which in chosen.items()]
+    if pictures is not None and not any(seen[i].pictures for i in chosen):
+        chosen |= dict.fromkeys([i for i, row in enumerate(seen) if row.pictures][:1], "the first with a picture")
+    return [{"which": which, "row": i, **_example(seen[i], tokenizer, pictures)} for i, which in chosen.items()]
 
 
-def _example(row: Row, tokenizer: Any) -> dict[str, Any]:
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the places of a picture
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]} x {len(found[0]) // len(found[1])} "
+
+
+def _example(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
     shown = list(zip(row.input_ids, row.labels))[:MOST_TOKENS]
     parts = []
     for learnt, pairs in groupby(shown, key=lambda pair: pair[1] != IGNORED):
         ids = [token for token, _ in pairs]
-        parts.append({"text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), "learnt": learnt})
-    return {"tokens": len(row.input_ids), "learnt": row.supervised, "left_out": len(row.input_ids) - len(shown), "parts": parts}
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parts.append({"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt})
+    seen = {"pictures": [pictures.small(one) for one in row.pictures]} if row.pictures and pictures is not None else {}
+    return seen | {"tokens": len(row.input_ids), "learnt": row.supervised, "left_out": len(row.input_ids) - len(shown), "parts": parts}

@@ -225,7 +225,7 @@ class LanguageTask:
         return [("data", data_line(self.data, self.objective)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
+        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer, self.data.pictures)}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         """Lists the rows that are left out; a stream finds more of them while it is read."""
