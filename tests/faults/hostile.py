@@ -61,7 +61,7 @@ def rows(material: Material, folder: Path, draw: random.Random) -> None:
 
 def weights(material: Material, folder: Path, draw: random.Random) -> None:
     """A safetensors file: as part of a checkpoint that is sealed and whole, and read by the doctor."""
-    from isotype.doctor.check.binary_files import read_safetensors_header as read
+    from isotype.doctor.check.collect import read_safetensors_header as read
     from isotype.doctor.check.text_files import Unreadable
     from isotype.runs.checkpoint.atomic_folder import seal
     from isotype.runs.checkpoint.store import STATE, TENSORS, CheckpointStore
