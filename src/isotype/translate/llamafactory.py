@@ -117,6 +117,7 @@ KEYS: dict[str, Handler] = {
     **TRAINER,
     "model_name_or_path": to("model.name"),
     "rope_scaling": not_offered("the model's own configuration is used"),
+    "moe_aux_loss_coef": to_number("train.aux_loss"),
     "mixture_of_depths": not_offered("the model is trained as it is"),
     **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),
     "flash_attn": attention,
