@@ -304,6 +304,9 @@ class TrainSection(Section):
     """With `wsd`: the share of the steps that decays."""
     min_learning_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Where cosine, linear and wsd end, as a share of the peak."""
+    aux_loss: Annotated[float, Field(ge=0.0)] | None = None
+    """Coefficient of a mixture's balancing loss, which is logged as `aux_loss`. By default the model's own, where its config asks for the
+    loss (`output_router_logits`); 0 leaves it out."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
