@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lora.attach import runs_fused
-from ..lora.plain import active_adapter, has_hooks, is_stacked
+from ..instance_method import MARK, put
+from ..lora.attach import active_adapter, has_hooks, is_stacked, runs_fused
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.recompute import layers_running, same_choices
 from ..placement import Placement
-from .instances import MARK, once_a_kind, placement, put, same_in_both_modes, stand_in, taken
+from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
 PART = "experts"
 # sizes of a probe: experts, hidden and inner features

@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import rope
 from ..placement import Placement
+from .forwards import Form, Pairs, replacement, rotated
 from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 
 PART = "rotary"
@@ -34,10 +34,6 @@ class Tables:
     form: Form | None
     reason: str = ""
 
-
-Form = Literal["runs", "values", "once"]
-# which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second into the order of the first
-Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 # (original function, form of the tables) -> its pairs; None: `rope` does not compute it
 _known: dict[tuple[Any, Form], Pairs | None] = {}
@@ -69,20 +65,6 @@ def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
     if form != "once":
         angle = angle.repeat_interleave(2, -1) if form == "values" else torch.cat((angle, angle), -1)
     return angle[None].cos(), angle[None].sin()
-
-
-def narrow(table: Tensor, form: Form) -> Tensor:
-    """One value a pair."""
-    if form == "once":
-        return table
-    return table[..., ::2] if form == "values" else table[..., : table.shape[-1] // 2]
-
-
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form) -> tuple[Tensor, Tensor]:
-    if pairs == "neighbours to halves":
-        # DeepSeek-V3's: one copy into the order of halves
-        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return rope(q, k, narrow(cos, form), narrow(sin, form), interleaved=pairs == "neighbours")
 
 
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
@@ -156,23 +138,6 @@ def with_values(module: nn.Module) -> nn.Module:
         for name, buffer in module._buffers.items()
     }
     return filled
-
-
-def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[:4]
-
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
-        if len(args) != 4 or kwargs:
-            if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
-                return original(*args, **kwargs)
-            args = (*args, *(kwargs[name] for name in names[len(args) :]))
-        q, k, cos, sin = args
-        if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
-            return original(q, k, cos, sin)
-        return rotated(q, k, cos, sin, pairs, form)
-
-    return apply_rotary_pos_emb
 
 
 def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:

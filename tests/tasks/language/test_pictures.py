@@ -20,7 +20,7 @@ from isotype.model.adapter import attach_adapter
 from isotype.model.load import load_tokenizer
 from isotype.model.processor import pictures_of
 from isotype.tasks.language.batches import collate, with_and_without_pictures
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from tests.vlms import FAMILIES, saved_with_processor
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}

@@ -11,10 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import wide
-from ..backend import path_for
-from ..gated import cpu as gated_cpu
-from ..gated.op import gated_backward, gated_forward, gated_reference
+from ..backend import path_for, wide
+from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from . import cpu
 
 
@@ -51,7 +49,7 @@ def activated(g_TG: Tensor, kind: Activation) -> Tensor:
         return cpu.activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
-    return gated_forward(path_for(gated_cpu.KERNELS, g_TG), *_halves(g_TG), kind)
+    return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
 
 
 def _named(kind: Activation) -> tuple[str, float, float] | None:
@@ -77,7 +75,7 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
         return cpu.backward(g_TG, dh_TI, w_T, *named, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
-        dgate, dup, h = gated_backward(path_for(gated_cpu.KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
+        dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
         assert dup is not None
         assert h is not None
         dg = torch.cat((dgate, dup), -1)

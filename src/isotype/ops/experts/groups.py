@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
-from ..autocast import wide
-from ..backend import path_for
+from ..backend import path_for, wide
 from . import cpu
 
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
