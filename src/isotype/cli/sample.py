@@ -68,6 +68,7 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..model.processor import pictures_of
     from ..runs.folder import without_run
     from ..tasks.language.sample import sample as answer
 
@@ -78,14 +79,17 @@ def sample(
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not own and alone:
         raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
+    pictures = None
     if own:
         asked = prompts_from(own, loaded.tokenizer, chat_template=template)
     else:
-        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed).prompts)
+        pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
+        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures).prompts)
     torch.manual_seed(seed)
     answers = answer(
-        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p
-    )
+        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p,
+        pictures=pictures,
+    )  # fmt: skip
     if json_output:
         print(json.dumps({"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}))
         return

@@ -91,6 +91,10 @@ class DataSection(Section):
     """Join several training rows into one of `max_length` tokens, in which each row attends only to itself: no padding, the same loss."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
+    min_pixels: PositiveInt | None = None
+    """Vision-language: a picture with fewer pixels is made larger, its shape kept, before the model's processor sees it."""
+    max_pixels: PositiveInt | None = None
+    """Vision-language: a picture with more pixels is made smaller: fewer tokens, where the family has a number of them for each size."""
     chat_template: str | None = None
     """Replaces the tokenizer's own chat template: a Jinja file, or one of chatml, llama3, gemma, mistral, zephyr."""
     limit: PositiveInt | None = None
@@ -255,6 +259,8 @@ class PrecisionSection(Section):
     """Diffusion: latents, noise, noise level and target, before the model."""
     ema: Dtype | None = None
     """Diffusion: the moving average that `train.ema` keeps."""
+    vision: Dtype | None = None
+    """Vision-language: frozen weights of tower and projector, and the pixels that they are given. Follows `compute`."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None
@@ -298,6 +304,9 @@ class TrainSection(Section):
     """With `wsd`: the share of the steps that decays."""
     min_learning_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Where cosine, linear and wsd end, as a share of the peak."""
+    aux_loss: Annotated[float, Field(ge=0.0)] | None = None
+    """Coefficient of a mixture's balancing loss, which is logged as `aux_loss`. By default the model's own, where its config asks for the
+    loss (`output_router_logits`); 0 leaves it out."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0

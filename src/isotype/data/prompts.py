@@ -8,7 +8,7 @@ from typing import Any
 from ..config.schema import RunSection
 from ..errors import UsageError
 from .chat import ChatTemplate
-from .encode import Encoder, as_messages
+from .encode import Encoder, Rendered, as_messages
 from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
@@ -57,7 +57,15 @@ def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SampleProm
             first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
             answer = messages[first]["content"] if first < len(messages) else None
             if first:
-                found.append(_question(encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place))
+                shown = sum(
+                    part.get("type") == "image" for m in messages[:first] if not isinstance(m["content"], str) for part in m["content"]
+                )
+                found.append(
+                    _question(
+                        encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place,
+                        pictures=example.pictures[:shown], folder=example.folder,
+                    )
+                )  # fmt: skip
     return [prompt for prompt in found if prompt.input_ids]
 
 
@@ -72,8 +80,17 @@ def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
 
 
 def _question(
-    encoder: Encoder, template: ChatTemplate, messages: Sequence[Message], answer: str | None, *, tools: Any = None, place: str
-) -> SamplePrompt:
+    encoder: Encoder, template: ChatTemplate, messages: Sequence[Message], answer: str | None, *, tools: Any = None, place: str,
+    pictures: Sequence[Any] = (), folder: str = ".",
+) -> SamplePrompt:  # fmt: skip
     rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
-    asked = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
-    return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
+    asked = text_of(next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]))
+    if not pictures:
+        return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
+    found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)
+    return SamplePrompt(asked.strip(), tuple(encoder.ids(found.text)), answer, found.pictures)
+
+
+def text_of(content: Any) -> str:
+    """Of a turn, also where it has pictures."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
