@@ -8,12 +8,13 @@ goes from the file to the device as it is, and no layer is ever there dequantise
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -22,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import UsageError
 from ..lora.quantised import PackedLinear
+from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
 from ..precision.packing import Packing
@@ -172,6 +174,33 @@ def pack(model: nn.Module, packing: Packing) -> None:
         parent, _, last = full.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
         del tensors
+
+
+def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:
+    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the meta device."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child in layers:
+                weight, state = quantised(child.weight.data, word)
+                setattr(parent, name, PackedLinear(child.in_features, child.out_features, weight, state, child.bias))
+                child.weight = None  # type: ignore[assignment]  # its memory is free before the next is packed
+
+
+def load_packed(name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", **options: Any) -> Any:
+    """A causal language model of a folder or hub id whose weights were published quantised, frozen, as transformers gives it but for its
+    layers: they hold the file's own bytes and give a right gradient.
+
+    dtype    of what the file does not pack
+    options  of transformers' `from_pretrained`
+    Raises   UsageError for a base that is not packed, and for a packing that is not read
+    """
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options})
+    found = of_config(config)
+    if found is None or found.packing is None:
+        what = "is not quantised" if found is None else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
+        raise UsageError(f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained")
+    arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name) | options
+    return AutoModelForCausalLM.from_pretrained(name, **arguments).requires_grad_(False)
 
 
 def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..lora import PackedLinear
 from ..ops import linear_log_probs
 from ..ops.autocast import autocast_off
 from ..ops.backend import reference_runs
+from ..ops.packed import widen
 from ..placement import Placement
 from ..precision.apply import inner_model
 from .deferred import defer
@@ -44,6 +46,9 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     if not asked or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
+    if type(self) is PackedLinear:
+        # widened once for the loss and its gradient
+        return defer(hidden, widen(self.weight, self.weight.quant_state, self.compute_dtype or hidden.dtype), self.bias)
     return defer(hidden, self.weight, self.bias)
 
 
@@ -108,7 +113,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     if by_trl:
         place_fused_head(inner)
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
-    if type(head) is nn.Linear:
+    if type(head) in (nn.Linear, PackedLinear):
         put(head, head_forward, HeadSettings(manifest))
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
@@ -119,7 +124,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
 def why_not(model: nn.Module, head: nn.Module) -> str | None:
     """Why this head of a causal LM stays as it is, or None."""
     inner = inner_model(model)
-    if type(head) is not nn.Linear and trls_forward(inner) is None:
+    if type(head) not in (nn.Linear, PackedLinear) and trls_forward(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
     reason = taken(head)
     if reason is not None:

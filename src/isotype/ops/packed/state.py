@@ -76,6 +76,21 @@ def widen(packed: Tensor, state: Any, dtype: torch.dtype, beside: int = 0) -> Te
     return widen_4bit(packed, state, dtype, beside=beside)
 
 
-def word_of_state(state: Any) -> str:
-    """`nf4`, `fp8` and so on."""
-    return str(state.word if isinstance(state, PackedState) else state.quant_type)
+def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
+    """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its state).
+
+    The largest magnitude of a row becomes the largest number of the format.
+    """
+    rows, columns = weight.shape
+    dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
+    packed, scale = torch.empty(rows, columns, dtype=dtype, device=weight.device), weight.new_empty(rows, 1, dtype=torch.float32)
+    step = rows if weight.is_meta else max(1, (_CPU if weight.is_cpu else _GPU) // columns)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        values = weight[piece].float()
+        most = values.abs().amax(1, keepdim=True)
+        scale[piece] = torch.where(most > 0, most / largest, 1.0)
+        values = (values / scale[piece]).clamp_(-largest, largest)
+        packed[piece] = values.to(dtype) if word == "fp8" else values.round_().to(dtype)
+    layout = Layout("scaled", (rows, columns), ("weight", dtype, (rows, columns)), (1, columns))
+    return packed, PackedState(layout, word, {"weight_scale": scale})

@@ -63,7 +63,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
                 base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
             )
         elif precision.packed and not every_weight:
-            outline_packed(base, architecture, config.model)
+            outline_packed(base, architecture, config.model, precision, trained_in_full(config.adapter))
         model: nn.Module = (
             base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
         )
