@@ -20,11 +20,12 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
+        "run.adapter_format",
     ),
     LANGUAGE: (
         "data.", "preference.", "train.objective",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
-        "model.trust_remote_code", "adapter.modules_to_save", "run.sample_tokens",
+        "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "run.sample_tokens",
     ),
 }  # fmt: skip
 # objectives that learn from pairs -> their keys of `preference`, and those beside the model as the run starts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -28,6 +28,7 @@ from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config
+from .architecture import auto_class
 
 METHOD = "isotype"
 _DTYPES = {
@@ -200,7 +201,7 @@ def load_packed(name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch
         what = "is not quantised" if found is None else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
         raise UsageError(f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained")
     arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name) | options
-    return AutoModelForCausalLM.from_pretrained(name, **arguments).requires_grad_(False)
+    return auto_class(config).from_pretrained(name, **arguments).requires_grad_(False)
 
 
 def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:
