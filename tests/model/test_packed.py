@@ -26,7 +26,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
 from tests.models import lora, tiny
-from tests.published import FORMATS, write
+from tests.published import FORMATS, write, write_experts
 
 LANDED = ("fp8-block", "fp8-ct-channel")
 BF16 = PRESETS["bf16-lora"]
@@ -272,3 +272,41 @@ def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, t
     base = dense(load(published("fp8-ct-channel"), form="fp8-ct-channel")[0], torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     assert len([n for n, p in loaded.named_parameters() if "lora_B" in n and p.abs().max() > 0]) == 14
+
+
+MIXTURES = {
+    "gpt-oss": ("gpt_oss", "mxfp4", {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16}),
+    "qwen3-moe": ("qwen3_moe", "fp8-block", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
+    "qwen3-moe gptq": ("qwen3_moe", "gptq-v2", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_packed_experts_pass_a_right_gradient_on(name, tmp_path):
+    family, form, sizes = MIXTURES[name]
+    tied = {"tie_word_embeddings": False, "num_experts_per_tok": 2}
+    write_experts(tiny(family, hidden_size=64, intermediate_size=96, **sizes, **tied), tmp_path / "mixture", form)
+    word = "mxfp4" if form == "mxfp4" else FORMATS[form][0]
+    precision = PRESETS["fp32"].but(base=word)
+    model = load_base(Source(str(tmp_path / "mixture")), precision, attention="eager", device=torch.device("cpu"), trainable=False)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.down_proj.quant_state.word == word
+    exact = dense(model, torch.float64)
+    ids = torch.arange(3, 51).view(2, 24)
+    exact.set_experts_implementation("eager")
+    packed, reference = (peft_on_attention(m) for m in (model, exact))
+    logits, grads = step(packed, ids)
+    exact_logits, exact_grads = step(reference.double(), ids)
+    assert off(logits, exact_logits) < 1e-4
+    assert len(grads) == 8
+    for n, grad in grads.items():
+        assert off(grad, exact_grads[n]) < 1e-4, n
+
+
+def peft_on_attention(model):
+    model.config._attn_implementation = "eager"
+    adapters = lora(model, target_modules=["q_proj", "v_proj"])
+    for n, p in sorted(adapters.named_parameters()):
+        if "lora_" in n:
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)), dtype=torch.float64).mul(0.05).to(p.dtype)
+    return adapters

@@ -29,6 +29,7 @@ from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, s
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config
 from .architecture import auto_class
+from .packed_experts import pack_experts, wait_for_experts
 
 METHOD = "isotype"
 _DTYPES = {
@@ -134,7 +135,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
         owner, _, last = full.rpartition(".")
         owners.setdefault(owner, {})[last] = part
     packed = {owner: parts for owner, parts in owners.items() if is_packed(parts)}
-    if not packed:
+    of_experts = wait_for_experts(model, packed, names, packing, where)
+    if not packed and not of_experts:
         raise UsageError(
             f"model {where}: config.json says that its weights are {packing}, and its files have no packed tensor",
             fix="remove quantization_config from config.json if these are plain weights",
@@ -144,6 +146,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     there, tied = model.state_dict(), set(model.all_tied_weights_keys)
     for owner, parts in packed.items():
+        if owner in of_experts:
+            continue
         renamed, pattern = rename_source_key(f"{owner}.weight", renamings, converters, model.base_model_prefix, there)
         path = renamed.removesuffix(".weight")
         layer = _submodule(model, path)
@@ -175,6 +179,7 @@ def pack(model: nn.Module, packing: Packing) -> None:
         parent, _, last = full.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
         del tensors
+    pack_experts(model, packing)
 
 
 def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:

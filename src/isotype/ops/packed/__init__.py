@@ -1,3 +1,3 @@
-from .state import PackedState, quantised, widen
+from .state import PackedState, StackState, quantised, widen
 
-__all__ = ["PackedState", "quantised", "widen"]
+__all__ = ["PackedState", "StackState", "quantised", "widen"]
