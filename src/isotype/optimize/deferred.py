@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..environment import planned
 from ..errors import IsotypeError
-from ..ops import cross_entropy, linear_cross_entropy
-from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+from ..ops import linear_cross_entropy
+from ..ops.backend import autocast_dtype, autocast_off, product_dtype
 from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
@@ -363,18 +363,6 @@ def _cross_entropy(
     return loss
 
 
-def _own_cross_entropy(
-    logits: DeferredLogits, targets: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, **options: Any
-) -> Tensor | None:
-    """`isotype.ops.cross_entropy`, whose z_loss and num_items PyTorch's has not; its scale and softcap come after the recipe's."""
-    r = logits.recipe
-    if logits.computed is not None or (r.post is not None and (logit_scale is not None or softcap is not None)):
-        return None
-    r.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(logits)
-    r = r if logit_scale is None else r.scaled(logit_scale)
-    return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
-
-
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
     """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no gradient, so that no logits are needed."""
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
@@ -396,7 +384,6 @@ def _requires_grad(x: DeferredLogits) -> bool:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    cross_entropy: _own_cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),

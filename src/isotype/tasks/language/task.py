@@ -150,8 +150,8 @@ class LanguageTask:
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return self.objective.loss_sum(model, batch, dtype=dtype)
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return self.objective.loss_sum(model, batch, divisor, dtype=dtype)
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         counted = step_flops(model, model.config)
