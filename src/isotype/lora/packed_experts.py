@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.autocast import autocast_off
-from ..ops.backend import refuse_second_derivative
+from ..ops.backend import autocast_off, refuse_second_derivative
 from ..ops.packed import StackState
 
 
