@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...data.pictures import Pictures
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
 from ...environment.planned import stands_for
@@ -77,14 +78,14 @@ class NextToken:
     train: Sequence[Row]
     eval: Sequence[Row]
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.balance = config, 0.0
+    def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
+        self.config, self.pictures, self.balance = config, pictures, 0.0
 
     def check(self) -> None:
         """Every setting is kept."""
 
     def take(self, data: LoadedData) -> None:
-        self.data, self.train, self.eval = data, data.train, data.eval
+        self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
         """Every model is trained; a mixture with its family's balancing loss."""
@@ -99,7 +100,7 @@ class NextToken:
         return list(self.data.longest(count))
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch:
-        return collate(rows, pad_id=pad_id, device_type=device_type)
+        return collate(rows, pad_id=pad_id, device_type=device_type, pictures=self.pictures)
 
     def outlined(self, batch: Any) -> Any:
         return batch
