@@ -341,7 +341,7 @@ def stacks(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if _has_stack(module)
+        if has_stack(module)
         for name, p in module.named_parameters(recurse=False)
         if p.dim() == 3
     ]
@@ -350,14 +350,15 @@ def stacks(model: nn.Module) -> list[str]:
 def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
     for path, block in model.named_modules():
-        experts = [m for m in map(_without_adapter, block.children()) if _has_stack(m)]
+        experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
         for name, child in block.named_children() if experts else ():
             weight = _without_adapter(child)._parameters.get("weight")
             if _is_matrix(weight) and len(weight) == experts[0].num_experts:
                 yield f"{path}.{name}", child
 
 
-def _has_stack(module: nn.Module) -> bool:
+def has_stack(module: nn.Module) -> bool:
+    """Whether this module holds the matrices of a mixture's experts in one parameter each."""
     own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
     return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
 
