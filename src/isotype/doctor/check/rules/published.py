@@ -24,7 +24,8 @@ def rounded_activations(r: Record) -> Iterator[Finding]:
 
     **Why it matters.** A W8A8 checkpoint of compressed-tensors asks for rounded activations. transformers rounds them in training too,
     and rounding has derivative zero: only the residual stream and each layer's own adapter get a gradient. Measured with transformers 5.23
-    and PEFT on fp8 and int8 with a scale a channel: LoRA gradients 97% off (layers 0, 1, 2: 99%, 95%, 84%), and no message. torchao's dynamic
+    and PEFT on fp8 and int8 with a scale a channel: LoRA gradients 97% off (layers 0, 1, 2: 99%, 95%, 84%), and no message. torchao's
+    dynamic
     int8 gives the same.
 
     **Example.** `RedHatAI/...-FP8-dynamic` (`config_groups` with `input_activations`) and a LoRA adapter.
