@@ -310,9 +310,12 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
     try:
         with torch.no_grad():
-            logits = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+            output = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
     except Exception as error:
         return f"its forward does not run on a probe ({type(error).__name__})"
+    if not isinstance(output, dict):
+        return f"its forward gives a {type(output).__name__}, not one of transformers' outputs"
+    logits = output.get("logits")
     if not isinstance(logits, DeferredLogits) or len(stub.made) != 1 or logits.computed is not None:
         return "its forward does more to the logits than a scale and a softcap"
     if logits.recipe.hidden.shape != hidden.shape:
