@@ -178,7 +178,7 @@ class Targets:
     each: bool = False
     dtype: str = "fp32"
 
-    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Without logits, by an op, in fp32."""
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
@@ -224,7 +224,7 @@ def takes_targets(model: nn.Module) -> bool:
 class AfterHead:
     """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap), or scale * z."""
 
-    scale: float | None
+    scale: float
     softcap: float | None
 
 
