@@ -252,3 +252,42 @@ def test_two_processes_make_the_run_of_one(paired, tmp_path, kind):
     assert one[1]["loss"] == two[1]["loss"] == float(torch.tensor(math.log(2.0)))
     references = [load_file(tmp_path / name / "reference.safetensors") for name in ("one", "two")]
     assert all(torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation"))
+
+
+@pytest.mark.full
+def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
+    """Every weight of an fp32 model, so that both have one reference and one start."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(workshop.base).save_pretrained(base)
+    pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
+    alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
+    loaded = paired(
+        rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
+        train={"steps": 3, "batch_size": 4, **alike},
+    )  # fmt: skip
+    assert train(loaded) == 0
+    args = DPOConfig(
+        output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant",
+        warmup_steps=0, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", max_grad_norm=1.0,
+        gradient_checkpointing=False, max_length=64,
+    )  # fmt: skip
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = InOrder(model=model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=AutoTokenizer.from_pretrained(base))
+    theirs.train()
+    logged = [row for row in theirs.state.log_history if "loss" in row]
+    ours = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    for mine, other in zip(ours, logged, strict=True):
+        for key in ("loss", "rewards/margins", "logps/chosen"):
+            assert mine[key] == pytest.approx(float(other[key]), abs=1e-4 if key == "logps/chosen" else 1e-5), (key, mine["step"])

@@ -22,6 +22,7 @@ from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.task import Evaluation, eval_mode
+from .batches import with_and_without_pictures
 from .objective import NextToken, Objective
 
 
@@ -83,11 +84,12 @@ def evaluate(
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
-            batch = objective.collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
-            sums = objective.loss_sum(model, batch, dtype=loss_dtype).double().cpu()
-            if start < len(by_length):
-                total += sums
-                weight += batch.weight
+            for alike in with_and_without_pictures(chosen):
+                batch = objective.collate(alike, pad_id=pad_id, device_type=device.type).to(device)
+                sums = objective.loss_sum(model, batch, dtype=loss_dtype).double().cpu()
+                if start < len(by_length):
+                    total += sums
+                    weight += batch.weight
     *totals, counted = world.sum([*total.tolist(), weight])
     loss, *measures = (value / max(1, counted) for value in totals)
     return Evaluation(loss, int(counted), measures=dict(zip(objective.words.measures, measures)))
