@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import UsageError
 from .schema import RunConfig
@@ -27,7 +27,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "model.trust_remote_code", "adapter.modules_to_save", "run.sample_tokens",
     ),
 }  # fmt: skip
-# objectives that learn from pairs -> their keys of `preference`, and those beside the model as the run starts
+# objectives -> their keys of `preference`, and those beside the model as the run starts
 OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("beta", "label_smoothing", "nll"),
@@ -35,8 +35,13 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "simpo": ("beta", "simpo_gamma", "nll"),
     "orpo": ("beta", "nll"),
     "cpo": ("beta", "label_smoothing", "nll"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
 }
-WITH_REFERENCE = ("dpo", "ipo")
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+# the one format of data that an objective learns from; sft learns from the others
+FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo"), "preference"), "kto": "labelled"
+}  # fmt: skip
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",

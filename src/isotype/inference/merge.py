@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..config.kind import FORMATS
 from ..config.schema import DataSection
 from ..data.load import load_data
 from ..data.rows import Row
@@ -237,7 +238,7 @@ def _rows(run: LoadedRun) -> list:
     if data.train is None:
         return _any_rows(run)
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
-    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, pairs=run.config.train.objective != "sft")
+    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective))
     return list((loaded.eval or loaded.train)[:ROWS])
 
 

@@ -43,8 +43,10 @@ class Words:
     """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
     measures: tuple[str, ...] = ()
     """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives their sums."""
+    named: Callable[[dict[str, float]], Mapping[str, float]] = dict
+    """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
     live: tuple[str, ...] = ()
-    """Those of the measures that the live line shows."""
+    """Those of these numbers that the live line shows."""
 
 
 class Batch(Protocol):
@@ -241,6 +243,9 @@ class Task(Protocol):
         """The rows, in parts that `collate` can make one batch of."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
+
+    def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
+        """Gives the batches of a whole step what they share, without gradient. Every process calls it with its own."""
 
     def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums

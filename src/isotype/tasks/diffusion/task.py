@@ -292,6 +292,9 @@ class DiffusionTask:
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum()
 
+    def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
+        return batches
+
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         """The forward's, and as many for the gradients of activations and of trained weights each."""
         factor = 3 if self.config.adapter.kind == "none" else 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...data.formats import FormatName
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
 from ...training.task import Batch, Check, Feed, Words
@@ -23,13 +24,13 @@ Header = list[tuple[str, str]]  # rows of a label and a text
 class Objective(Protocol):
     """The part of a language run that depends on what is learnt.
 
-    pairs        the data are preference pairs
+    format       the one format of data that the objective learns from; None for formats of one answer a row
     each         rows of the model that are one of the data's
     train, eval  the rows, after `take`
     """
 
     words: Words
-    pairs: bool
+    format: FormatName | None
     each: int
 
     @property
@@ -57,6 +58,9 @@ class Objective(Protocol):
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor: ...
 
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        """As `Task.before_step`, of a step or of all batches of an evaluation."""
+
     def checks(self) -> Mapping[str, tuple[Check, ...]]: ...
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header: ...
@@ -66,7 +70,7 @@ class NextToken:
     """`sft`: cross-entropy of every learnt token."""
 
     words = Words(units="tokens", unit="tok", weight="supervised")
-    pairs = False
+    format = None
     each = 1
 
     train: Sequence[Row]
@@ -98,6 +102,9 @@ class NextToken:
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return batch_loss_sum(model, batch, dtype=dtype)
+
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS

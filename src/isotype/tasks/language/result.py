@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.eval_mode import eval_mode
-from ...training.task import Evaluation
+from ...training.task import Evaluation, Idle
 from .objective import NextToken, Objective
 
 
@@ -75,15 +75,20 @@ def evaluate(
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, weight = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64), 0
-    with eval_mode(model):
+
+    def batches() -> Iterator[Any]:
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
             batch = objective.collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
-            sums = objective.loss_sum(model, batch, dtype=loss_dtype).double().cpu()
-            if start < len(by_length):
-                total += sums
-                weight += batch.weight
+            yield batch if start < len(by_length) else Idle(batch)
+
+    with eval_mode(model):
+        for batch in objective.before_step(model, batches(), world, dtype=loss_dtype):
+            idle = isinstance(batch, Idle)
+            sums = objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype).double().cpu()
+            total += 0.0 * sums if idle else sums
+            weight += batch.weight
     *totals, counted = world.sum([*total.tolist(), weight])
     loss, *measures = (value / max(1, counted) for value in totals)
-    return Evaluation(loss, int(counted), measures=dict(zip(objective.words.measures, measures)))
+    return Evaluation(loss, int(counted), measures=objective.words.named(dict(zip(objective.words.measures, measures))))

@@ -37,6 +37,7 @@ from ...wording import counted
 from .batches import longest_of, padded_length
 from .objective import NextToken, Objective
 from .outline import of_data, outline
+from .preference.labelled import FromLabels
 from .preference.objective import Preference
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {"sft": NextToken, "kto": FromLabels}  # the others learn from pairs
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
 
@@ -62,7 +64,7 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.objective: Objective = NextToken(config) if config.train.objective == "sft" else Preference(config)
+        self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
 
     @property
     def words(self) -> Words:
@@ -84,7 +86,7 @@ class LanguageTask:
     def load_data(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, pairs=self.objective.pairs)
+        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, only=self.objective.format)
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
@@ -147,6 +149,9 @@ class LanguageTask:
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
+
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return self.objective.before_step(model, batches, world, dtype=dtype)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.objective.loss_sum(model, batch, dtype=dtype)
