@@ -24,7 +24,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     LANGUAGE: (
         "data.", "preference.", "train.objective",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
-        "model.trust_remote_code", "adapter.modules_to_save", "run.sample_tokens",
+        "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "run.sample_tokens",
     ),
 }  # fmt: skip
 # objectives -> their keys of `preference`, and those beside the model as the run starts

@@ -187,6 +187,10 @@ class AdapterSection(Section):
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them unquantised."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
+    vision: Literal["none", "lora", "full"] = "none"
+    """Vision-language: what is trained of the tower that sees the pictures; `none` leaves it frozen, also with `kind: none`."""
+    projector: Literal["none", "lora", "full"] = "none"
+    """Vision-language: the same of the layers between tower and language model (Qwen's merger is part of its tower)."""
 
 
 class PrecisionSection(Section):

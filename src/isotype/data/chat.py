@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,29 @@ class ChatTemplate:
     def has_generation_block(self) -> bool:
         return _GENERATION.search(self.text) is not None
 
+    @cached_property
+    def in_parts(self) -> bool:
+        """Whether the template writes a content only as a list of parts, as those of LLaVA and SmolVLM do: of a string nothing is left."""
+        asked = [{"role": "user", "content": _SENTINEL}]
+        return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        try:
+            with bounded("prompt"):
+                return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
+        except Exception:  # a template may refuse one form with any error
+            return False
+
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
         """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
         try:
             with bounded(place):
                 text = self.tokenizer.apply_chat_template(
-                    list(messages), chat_template=self.text, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                    in_parts(messages) if self.in_parts else list(messages),
+                    chat_template=self.text,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
                 )
             return refuse_no_text(text, place)
         except UsageError:
@@ -301,6 +319,11 @@ def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
         )
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with each text as a list of one part."""
+    return [m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m for m in messages]
 
 
 def _agreeing(one: str, other: str) -> int:

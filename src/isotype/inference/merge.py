@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ..config.kind import FORMATS
 from ..config.schema import DataSection
@@ -19,11 +19,14 @@ from ..data.load import load_data
 from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
+from ..model.architecture import auto_class
 from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..model.load import Source
+from ..model.processor import copy_files
 from ..model.tokens import align_special_tokens
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
+from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
 from ..tasks.language.result import evaluate, load_result
@@ -70,7 +73,9 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         trust = run.source.trust_remote_code
         config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=trust)
         with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(config, dtype=to_torch(dtype), trust_remote_code=trust)
+            plain = auto_class(config, of_text=vision_parts(base) is None).from_config(
+                config, dtype=to_torch(dtype), trust_remote_code=trust
+            )
         if hasattr(plain.config, "quantization_config"):
             del plain.config.quantization_config
         plain.generation_config.eos_token_id = base.generation_config.eos_token_id
@@ -83,6 +88,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         if names:
             refuse_untrue_config(folder, *names)
         run.tokenizer.save_pretrained(str(folder))
+        if vision_parts(base) is not None:
+            copy_files(run.source.name, run.source.revision, folder)
         facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -1,5 +1,7 @@
 """Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain PEFT folder.
 
+In a vision-language model the adapter is on the language part, and on tower and projectors as `adapter.vision` and `adapter.projector` say.
+
 PEFT trains a copy of each module in `modules_to_save`; a packed weight has no gradient, so that these modules keep their dtype in a 4-bit
 base.
 """
@@ -7,6 +9,7 @@ base.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +24,10 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
-from ..precision.apply import is_quantised
+from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
+from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
+from ..wording import counted
 from .tokens import token_modules
 
 if TYPE_CHECKING:
@@ -38,10 +43,12 @@ def attach_adapter(
     new_tokens: bool = False,
     task_type: str | None = "CAUSAL_LM",
     targets: list[str] | None = None,
+    pictures: bool = False,
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
     new_tokens  also train embedding and head in full; tied ones stay tied
+    pictures    rows have some: without, layers that read only pictures get no adapter
     task_type   PEFT's; None for a model that is called as it is
     targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
@@ -59,6 +66,9 @@ def attach_adapter(
     if new_tokens:
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
+    parts = vision_parts(model)
+    if parts is not None:
+        in_full += _vision_in_full(model, parts, section)
     refuse_quantised(model, in_full, "adapter.modules_to_save")
     modules, parameters = _targets(model, section) if targets is None else (targets, [])
     refuse_on_parameters(section, parameters)
@@ -75,13 +85,19 @@ def attach_adapter(
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
+    adapted_parts = [name for name, _ in _linear_layers(model, section)]
     lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
+    if parts is not None:
+        lost = [name for name in lost if name in adapted_parts]
     if section.targets == "all-linear":
-        config.exclude_modules = _other_products(model) + lost or None
+        unseen = layers_of_pictures(model, parts) if parts is not None and not pictures else []
+        config.exclude_modules = _other_products(model) + lost + unseen or None
         gone = {f"{_tail(name)}.weight" for name in lost} | _lost_stacks(model, config)
         config.target_parameters = [name for name in parameters if name not in gone] or None
     try:
         adapted = get_peft_model(model, config)
+        if parts is not None:
+            _refuse_other_parts(adapted, parts, section)
         if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
             raise UsageError(
                 f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the saved adapter of {named[0]} again "
@@ -119,14 +135,84 @@ _NEVER_CALLED = dict.fromkeys(
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers that can have an adapter, without the head."""
-    return sorted({name.rpartition(".")[2] for name, _ in _linear_layers(model)} - _never_called(model))
+    """Last names of the linear layers that can have an adapter, without the head; of a vision-language model its language part's."""
+    return sorted({name.rpartition(".")[2] for name, _ in _linear_layers(model, AdapterSection())} - _never_called(model))
 
 
-def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """All but the head."""
+def _linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
+    """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
+    parts = vision_parts(model)
+    of = _adapted_parts(section)
+    return (
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m is not head and (parts is None or parts.of(name) in of)
+    )
+
+
+def _adapted_parts(section: AdapterSection) -> set[str]:
+    return {LANGUAGE} | {part for part, how in ((TOWER, section.vision), (PROJECTOR, section.projector)) if how == "lora"}
+
+
+def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
+    """Freezes tower and projector, in the dtype of frozen weights, where every weight is trained otherwise and they are not asked for.
+
+    Returns a header line.
+    """
+    parts = vision_parts(model)
+    if parts is None:
+        return []
+    kept = {LANGUAGE} | {part for part, how in ((TOWER, section.vision), (PROJECTOR, section.projector)) if how == "full"}
+    frozen = {name: p for name, p in model.named_parameters() if parts.of(name) not in kept}
+    for name, parameter in frozen.items():
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(to_torch(declared_dtype(model, name, parameter, precision)))
+    count = sum(p.numel() for p in frozen.values())
+    return [f"adapter.vision, adapter.projector: {counted(count, 'weight')} of tower and projector stay frozen"] if frozen else []
+
+
+def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None:
+    """Raises  UsageError for `adapter.vision` or `adapter.projector` without effect"""
+    for key, how in (("adapter.vision", section.vision), ("adapter.projector", section.projector)):
+        if how == "none":
+            continue
+        if vision_parts(model) is None:
+            raise UsageError(f"{key}: {how} has no effect: {type(model).__name__} has no vision tower", fix=f"{key}: none")
+        if not pictures:
+            raise UsageError(f"{key}: {how} has no effect: no row has a picture, and the tower does not run", fix=f"{key}: none")
+        if how == "lora" and section.kind == "none":
+            raise UsageError(f"{key}: lora needs adapter.kind: lora", fix=f"{key}: full")
+        if section.start_from is not None:
+            raise UsageError(f"{key}: {how} has no effect with adapter.start_from, whose layers go on", fix=f"{key}: none")
+
+
+def _vision_in_full(model: nn.Module, parts: VisionParts, section: AdapterSection) -> list[str]:
+    """Paths of the towers and projectors that are trained in full."""
+    found = list(parts.towers) if section.vision == "full" else []
+    if section.projector == "full":
+        found += parts.projectors(model)
+    return found
+
+
+def _refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
+    """Raises  UsageError where `adapter.targets` chose layers of a part that is to have none"""
+    for name, _ in adapted.get_base_model().named_modules():
+        part = parts.of(name)
+        if name.endswith(".lora_A") and part not in _adapted_parts(section):
+            key = "adapter.vision" if part == TOWER else "adapter.projector"
+            raise UsageError(
+                f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the {part}, which {key}: "
+                f"{section.vision if part == TOWER else section.projector} leaves without an adapter",
+                fix=f"{key}: lora, or targets of the language part ({parts.language})",
+            )
+
+
+def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
+    """Linear layers of the language part that text alone never reaches: the cross-attention layers of Llama 3.2 Vision."""
+    indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
+    within = tuple(f"{parts.language}.layers.{i}." for i in indices)
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(within)] if within else []
 
 
 def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
@@ -148,7 +234,9 @@ def _left_out(model: PeftModel, section: AdapterSection) -> list[str]:
     wrapped = {(m.parameter_name, m.get_base_layer()) for m in modules if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)}
     of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
     routers = {id(m) for _, m in _routers(base)}
-    bare = [name for name, m in _linear_layers(base) if id(m) not in of_peft and id(m) not in routers]
+    parts = vision_parts(base)
+    apart = set() if parts is None else set(layers_of_pictures(base, parts))
+    bare = [n for n, m in _linear_layers(base, section) if id(m) not in of_peft and id(m) not in routers and n not in apart]
     bare += [name for name in stacks(base) if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped]
     if not bare:
         return []
@@ -193,25 +281,46 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> tuple[str | lis
     With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list. So do mixtures: their stacked
     experts are parameters, their routers stay as they are, and linear layers that PEFT renames as a checkpoint's experts are adapted by
     their parameter, under the names that they would have.
+
+    Of a vision-language model a pattern: towers have layers of the same names (`q_proj` in Gemma 3's), which names alone would choose.
     """
+    parts = vision_parts(model)
     named = list(section.parameters)
     if section.targets != "all-linear":
         modules = [section.targets] if isinstance(section.targets, str) else list(section.targets)
         as_parameters = {name: found for name in modules if (found := _as_parameters(model, name))}
         kept = [name for name in modules if name not in as_parameters]
         named += [name for found in as_parameters.values() for name in found if name not in named]
-        return section.targets if isinstance(section.targets, str) and not as_parameters else kept, named
+        if isinstance(section.targets, str) and not as_parameters:
+            return section.targets, named
+        return kept if parts is None else _pattern(model, parts, section, kept), named
     if _never_called(model):
         return linear_names(model), named
     stacked = stacks(model)
-    if not stacked:
+    if not stacked and parts is None:
         return "all-linear", named
     routers = {name for name, _ in _routers(model)}
-    layers = {name: m for name, m in _linear_layers(model) if name not in routers}
+    layers = {name: m for name, m in _linear_layers(model, section) if name not in routers}
     renamed = _renamed(model, layers)
     taken = [f"{_tail(name)}.weight" for name in sorted(renamed) if not is_quantised(layers[name].weight)]
     named += [name for name in sorted({_tail(name) for name in stacked} | set(taken)) if name not in named]
-    return _short(model, layers.keys() - renamed), named
+    chosen = layers.keys() - renamed
+    if parts is not None:
+        return _pattern(model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})), named
+    return _short(model, chosen), named
+
+
+def _pattern(model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]) -> str:
+    """Modules of these names in the parts that get an adapter."""
+    within = [parts.language]
+    within += parts.towers if section.vision == "lora" else []
+    within += parts.projectors(model) if section.projector == "lora" else []
+    whole = [name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names]
+    return "|".join([rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)])
+
+
+def _either(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, names))
 
 
 def _short(model: nn.Module, names: Collection[str]) -> list[str]:
@@ -357,6 +466,18 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     return loaded
 
 
+def is_of_text_class(folder: Path) -> bool:
+    """Whether a saved adapter names the layers of a family's class for text alone (`model.layers`), which the released class of a
+    vision-language model has elsewhere (`model.language_model.layers`)."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            return any(name.startswith(f"{_PEFT_PREFIX}model.layers.") for name in file.keys())  # noqa: SIM118  # not a dictionary
+    except (OSError, SafetensorError):
+        return False  # `load_adapter` says what is wrong with it
+
+
 def _take_wider_values(model: PeftModel, weights: Path) -> None:
     """Modules trained in full, in the file's dtype where that is wider.
 
@@ -457,12 +578,15 @@ def modules_in_full(model: nn.Module, names: Collection[str]) -> dict[str, nn.Mo
 
 
 def kept_whole(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when `model` is quantised.
+    """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when `model` is quantised: tower and projector
+    too, a small share of a large model to which 4 bits do more harm.
 
     model  not yet quantised; on the meta device for example
     names  `trained_in_full`
     """
-    return sorted({*get_keys_to_not_convert(model), *modules_in_full(model, names)})
+    parts = vision_parts(model)
+    vision = [] if parts is None else [*parts.towers, *parts.projectors(model)]
+    return sorted({*get_keys_to_not_convert(model), *modules_in_full(model, names), *vision})
 
 
 def layers_to_quantise(model: PreTrainedModel, kept: Sequence[str]) -> set[nn.Module]:

@@ -1,4 +1,4 @@
-"""What a model's configuration says: whether it predicts the next token, which attention it runs, and the settings of each layer."""
+"""What a model's configuration says: its class, whether it predicts the next token, which attention it runs, the settings of each layer."""
 
 from __future__ import annotations
 
@@ -60,6 +60,30 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
     return UsageError(f"model.attention: {attention}: {who} does not have it in transformers", fix="model.attention: auto")
 
 
+def auto_class(architecture: Any, *, of_text: bool = False) -> Any:
+    """transformers' class that loads this configuration as the class that it was released as.
+
+    A vision-language model is loaded as one for text too: an adapter then has the names that servers of the released model expect.
+
+    of_text  the family's class for text alone, where it has one
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision_language(architecture) and not of_text else AutoModelForCausalLM
+
+
+def is_vision_language(architecture: Any) -> bool:
+    """Whether the configuration is of a class that takes pictures and text, and answers with text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    family = getattr(architecture, "model_type", None) or ""
+    released, of_text = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    if not str(released).endswith("ForConditionalGeneration"):
+        return False
+    named = (getattr(architecture, "architectures", None) or [released])[0]
+    return bool(of_text == released or named != of_text)
+
+
 DECODERS = "a decoder-only model (Llama, Qwen, Gemma, ...)"
 
 
@@ -91,11 +115,11 @@ def refuse_other_objectives(architecture: Any, name: str) -> None:
 
 
 def _has_no_language_model(architecture: Any, family: str) -> bool:
-    """Whether transformers knows the family, and knows no causal language model of it; a model's own code may have one."""
+    """Whether transformers knows the family, and neither a causal nor a vision-language model of it; a model's own code may have one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if getattr(architecture, "auto_map", None):
+    if getattr(architecture, "auto_map", None) or is_vision_language(architecture):
         return False
     return family in CONFIG_MAPPING_NAMES and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -18,7 +18,8 @@ from ..precision.parts import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter, notes_of_targets, trained_in_full
+from ..precision.vision import vision_parts
+from .adapter import attach_adapter, check_vision, freeze_vision, notes_of_targets, trained_in_full
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base
 from .tokens import align_special_tokens
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 
 def build_model(
     config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device,
-    part: Part | None = None,
+    part: Part | None = None, pictures: bool = False,
 ) -> tuple[nn.Module, Manifest]:  # fmt: skip
     """Returns the model and the manifest of the replaced modules.
 
     device  of the run: a model that several processes share is made for it, and its weights lie on the CPU until they are cut
     part    what this process will keep of that model
+    pictures  rows have some
     """
     every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
@@ -47,9 +49,15 @@ def build_model(
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
     base.config.use_cache = False
+    check_vision(base, config.adapter, pictures=pictures)
+    if not pictures and vision_parts(base) is not None:
+        notes.append(f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run")
     model: nn.Module = base
-    if not every_weight:
-        model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+    if every_weight:
+        notes += freeze_vision(base, config.adapter, precision)
+    else:
+        new_tokens = bool(config.model.add_tokens)
+        model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
         notes += notes_of_targets(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)

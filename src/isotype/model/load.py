@@ -1,4 +1,5 @@
-"""Loads or builds a causal language model and its tokenizer in the declared dtypes. Each failure is an error of one line with a fix.
+"""Loads or builds a language model, with a vision tower or without, and its tokenizer in the declared dtypes. Each failure is an error of
+one line with a fix.
 
 Processes that share a model load it in the dtype of its files: transformers then maps the files, a weight is read when it is used, and
 each process casts only the rows that it keeps (`precision.parts`).
@@ -18,7 +19,7 @@ import torch
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from .. import json_objects
 from ..config.kind import is_kept_on_host
@@ -34,9 +35,10 @@ from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted
 from .adapter import kept_whole
-from .architecture import AUTO, attention_options, explain_attention, refuse_other_objectives
+from .architecture import AUTO, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
+from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
@@ -47,11 +49,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a base model comes from: a folder or hub id that can be loaded again, and the revision."""
+    """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
+
+    of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
+    of_text: bool = False
+
+
+def _architecture_of(source: Source) -> Any:
+    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -65,6 +75,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     revision = section.revision if section.tokenizer is None else None
     with _explained(name, "tokenizer", revision):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+        tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
     if section.add_tokens:
         add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
@@ -85,7 +96,8 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
         return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_random_config(section, tokenizer), dtype=to_torch(dtype))
+        architecture = _random_config(section, tokenizer)
+        model = auto_class(architecture).from_config(architecture, dtype=to_torch(dtype))
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return Source(str(folder))
@@ -107,7 +119,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
     """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
     if fault(folder) is not None:
         with _explained(source.name, "model", source.revision):
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(_architecture_of(source)).from_pretrained(
                 source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
             )
         if of_config(model.config) is not None:
@@ -151,7 +163,7 @@ def load_base(
             return in_files
     if quantises:
         if not quantised_before:
-            options["quantization_config"] = _nf4(precision, _kept_whole(source, in_full) if in_full else None)
+            options["quantization_config"] = _nf4(precision, _kept_whole(source, in_full))
         options["device_map"] = {"": where}
     model = _load(source, attention, options, notes)
     if is_kept_on_host(embedding, where.type):
@@ -179,7 +191,8 @@ def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes:
 def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        made: Any = AutoModelForCausalLM.from_pretrained(  # a pair with output_loading_info, which its type does not say
+        of_it = auto_class(_architecture_of(source), of_text=source.of_text)
+        made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
     model: PreTrainedModel
@@ -188,7 +201,7 @@ def _load(source: Source, attention: str, options: dict[str, Any], notes: list[s
     if absent:
         # transformers fills these with random numbers and a warning
         what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
-        raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
+        raise UsageError(f"model {source.name}: {what}: not a whole language model")
     if (filled := fill_buffers(model, source.name)) and notes is not None:
         notes.append(
             f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the model's constructor: plain transformers "
@@ -204,7 +217,7 @@ def base_notes(source: Source, precision: Precision) -> list[str]:
     Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
     """
     with _explained(source.name, "model", source.revision):
-        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+        architecture = _architecture_of(source)
     refuse_other_objectives(architecture, source.name)
     return check_base(of_config(architecture), precision, source.name)
 
@@ -228,11 +241,13 @@ def require_bitsandbytes() -> None:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
 
 
-def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str]:
+def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
+    """What nf4 leaves as it is; None for transformers' own choice."""
     with _explained(source.name, "model", source.revision), torch.device("meta"):
-        trust = source.trust_remote_code
-        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=trust)
-        return kept_whole(AutoModelForCausalLM.from_config(architecture, trust_remote_code=trust), in_full)
+        architecture = _architecture_of(source)
+        if not in_full and not is_vision_language(architecture):
+            return None
+        return kept_whole(auto_class(architecture).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full)
 
 
 def _nf4(precision: Precision, kept: list[str] | None) -> Any:
@@ -277,9 +292,12 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     kind = given.pop("model_type", None)
     if kind is None:
         raise UsageError("model.config: model_type is missing (llama, qwen2, gemma2, ...)")
-    given.setdefault("vocab_size", len(tokenizer))
+    text = given
+    if isinstance(given.get("text_config"), dict):
+        text = given["text_config"] = dict(given["text_config"])
+    text.setdefault("vocab_size", len(tokenizer))
     for role in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        given.setdefault(role, getattr(tokenizer, role))
+        text.setdefault(role, getattr(tokenizer, role))
     try:
         found = AutoConfig.for_model(kind, **given)
     except (ValueError, TypeError) as error:

@@ -24,6 +24,8 @@ from ..ops.attention import Documents
 from ..ops.attention.gpu import no_cudnn_for, on_a_gpu
 from ..ops.attention.op import attention_by_kernels
 from ..placement import Placement
+from ..precision.apply import inner_model
+from ..precision.vision import language_part
 from .instances import Replacement, placement, taken, why_not_rebuilt
 
 PART = "attention"
@@ -164,7 +166,8 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
 
 def why_no_document_mask(model: nn.Module) -> str | None:
     """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs the op, and nothing else reads a mask."""
-    layers = [(name, module) for name, module in model.named_modules() if implementation_of(module) is not None]
+    language = language_part(inner_model(model))
+    layers = [(name, module) for name, module in language.named_modules() if implementation_of(module) is not None]
     for name, module in layers:
         forward = vars(module).get("forward")
         table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(TABLE)
@@ -213,7 +216,7 @@ def why_mask_is_read(model: Any) -> str | None:
     others = sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS)
     if others:
         return f"it has layers of {', '.join(others)}"
-    for name, module in model.named_modules():
+    for name, module in language_part(model).named_modules():  # a tower has no mask of the text's
         if getattr(module, "is_causal", True) is False:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):

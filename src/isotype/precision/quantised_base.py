@@ -14,7 +14,9 @@ from torch import nn
 
 from ..dtypes import name
 from ..errors import UsageError
+from .apply import inner_model
 from .precision import Precision
+from .vision import LANGUAGE, vision_parts
 
 CONSENT = "model.allow_unquantised"
 MOST_UNQUANTISED = 0.10
@@ -100,13 +102,18 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
-    """(share of the frozen matrices' elements that are not quantised, the largest one's name). Embeddings and the head count as neither:
-    no QLoRA quantises them; nor do the originals of what an adapter trains in full. Stacked experts, which bitsandbytes leaves as they
-    are, are what this finds."""
+    """(share of the frozen matrices' elements that are not quantised, the largest one's name).
+
+    Embeddings, the head, and tower and projector of a vision-language model count as neither: no QLoRA quantises them; nor do the originals
+    of what an adapter trains in full. Stacked experts, which bitsandbytes leaves as they are, are what this finds.
+    """
     apart = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     apart |= {id(p) for p in head.parameters()} if head is not None else set()
+    inner = inner_model(model)
+    if (parts := vision_parts(inner)) is not None:
+        apart |= {id(p) for name, p in inner.named_parameters() if parts.of(name) != LANGUAGE}
     whole = packed = most = 0
     largest = ""
     for full, parameter in model.named_parameters():

@@ -85,6 +85,7 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
             "rows": min(ROWS, task.eval_rows or task.rows),
             "trained_loss": saved[0].trained.loss,
             "reloaded_loss": reloaded[0].loss,
+            "tensors": len(saved[0].weights),
         },
     }
     if len(saved) > 1:
@@ -197,7 +198,8 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
     console.say(f"saved     {where}")
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
-    console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}")
+    equal = f"{counted(check['tensors'], 'tensor')} equal"
+    console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}")
     if "report" in result:
         console.say(f"report    {result['report']}")
 

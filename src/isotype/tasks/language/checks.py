@@ -286,7 +286,7 @@ def _beginning(row: Row) -> Row:
 def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device) -> Tensor:
     batch = collate([row], pad_id=pad_id, device_type=device.type).to(device)
     batch = batch.as_one_row() if takes_one_row(model) else batch
-    logits: Tensor = model(**batch.inputs).logits[0]
+    logits: Tensor = model(**model_inputs(model, batch)).logits[0]
     return logits
 
 

@@ -37,12 +37,23 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     bounds, which also let windows and softcaps run in kernels.
     """
     inputs = batch.inputs
+    if batch.position_ids is not None and reads_grids(model):
+        # the first row keeps documents apart, the others are time, height and width: of text they are equal
+        inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
     if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
         documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
         return inputs | {"attention_mask": DocumentMask(documents)}
     if batch.attention_mask is not None and not mask_needs(model).why_read:
         return inputs | {"attention_mask": None}
     return inputs
+
+
+def reads_grids(model: nn.Module) -> bool:
+    """Whether the model's positions have rows for time, height and width, as those of Qwen's vision-language models do. Given one row of
+    packed positions, Qwen2.5-VL would see one document."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return "mrope_section" in (getattr(text, "rope_parameters", None) or {})
 
 
 def takes_one_row(model: nn.Module) -> bool:

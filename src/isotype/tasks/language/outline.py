@@ -12,8 +12,8 @@ from ...config.kind import is_kept_on_host
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...model.adapter import attach_adapter, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
-from ...model.architecture import AUTO, attention_options, explain_attention
+from ...model.adapter import attach_adapter, check_vision, freeze_vision, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
+from ...model.architecture import AUTO, attention_options, auto_class, explain_attention
 from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import require_bitsandbytes
 from ...ops.attention import Documents
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str) -> Outline:
+def outline(
+    architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str, pictures: bool = False
+) -> Outline:
     """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
-    from transformers import AutoModelForCausalLM
-
     every_weight = config.adapter.kind == "none"
     on_host = is_kept_on_host(config.model.embedding, device_type)
     dtype = precision.trainable if every_weight else precision.unquantised
@@ -44,7 +44,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     attention = attention_options(AUTO if asked in ("flash", "flex") else asked, torch.device(device_type))
     with torch.device("meta"), without_warnings():
         try:
-            base = AutoModelForCausalLM.from_config(
+            base = auto_class(architecture).from_config(
                 architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
             )
         except (ValueError, ImportError) as error:
@@ -62,9 +62,13 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
             quantise_outline(
                 base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
             )
-        model: nn.Module = (
-            base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
-        )
+        model: nn.Module = base
+        check_vision(base, config.adapter, pictures=pictures)
+        if every_weight:
+            freeze_vision(base, config.adapter, precision)
+        else:
+            new_tokens = bool(config.model.add_tokens)
+            model = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
     if on_host:
         refuse_trained_embedding(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

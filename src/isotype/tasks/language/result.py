@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...config.schema import ModelSection, RunConfig
+from ...config.schema import AdapterSection, ModelSection, RunConfig
 from ...data.rows import row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
-from ...model.adapter import load_adapter, saved_in_full
+from ...model.adapter import freeze_vision, is_of_text_class, load_adapter, saved_in_full
 from ...model.export import cast_once, embedding_and_head, refuse_untrue_config, write_config
 from ...model.load import Source, load_base
 from ...optimize import optimize
@@ -37,15 +38,18 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
 
 
 def load_result(
-    folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device, part: Part | None = None
-) -> nn.Module:
+    folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device, part: Part | None = None,
+    adapter: AdapterSection | None = None,
+) -> nn.Module:  # fmt: skip
     """The saved adapter on a freshly loaded base, or the saved model, under the run's precision.
 
     Code that came with the base lies beside a saved model, and is trusted there as it was in the base.
 
     part  what this process will keep of the model, where several share it
+    adapter  the run's, which says what of a vision-language model stayed frozen
     """
     if (folder / "adapter_config.json").is_file():
+        source = replace(source, of_text=is_of_text_class(folder))
         base = load_base(
             source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
             embedding=config.embedding, in_full=saved_in_full(folder),
@@ -54,6 +58,7 @@ def load_result(
     else:
         saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
         model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None, part=part)
+        freeze_vision(model, adapter or AdapterSection(), precision)
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)

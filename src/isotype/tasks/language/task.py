@@ -24,11 +24,13 @@ from ...model.architecture import layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
+from ...model.processor import copy_files
 from ...optimize import Manifest
-from ...precision.apply import is_quantised
+from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
+from ...precision.vision import LANGUAGE, vision_parts
 from ...runs.folder import RunFolder
 from ...training.memory.device import shown
 from ...training.memory.plan import most_bytes
@@ -191,9 +193,11 @@ class LanguageTask:
         else:
             save_model(model, folder, precision)
         self.tokenizer.save_pretrained(str(folder))
+        if vision_parts(inner_model(model)) is not None:
+            copy_files(self.source.name, self.source.revision, folder)
 
     def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
-        return load_result(folder, self.source, precision, config=self.config.model, device=device, part=part)
+        return load_result(folder, self.source, precision, config=self.config.model, device=device, part=part, adapter=self.config.adapter)
 
     # what is told
 
@@ -286,10 +290,12 @@ class StepFlops:
 
 
 def step_flops(model: nn.Module, config: Any) -> StepFlops:
-    """Counts every Linear of `model` (adapters included); `config` is a transformers configuration."""
+    """Counts every Linear of `model` (adapters included), without a vision tower; `config` is a transformers configuration."""
     per_token = 0.0
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+    inner = inner_model(model)
+    parts = vision_parts(inner)
+    for name, module in inner.named_modules():
+        if isinstance(module, nn.Linear) and (parts is None or parts.of(name) == LANGUAGE):
             weight = module.weight
             elements = module.in_features * module.out_features
             trained = weight.requires_grad and not is_quantised(weight)

@@ -18,7 +18,8 @@ from torch import nn
 from ...config.schema import TrainSection
 from ...errors import UsageError
 from ...instance_method import InstanceMethod
-from ...precision.apply import denoiser_blocks
+from ...precision.apply import denoiser_blocks, inner_model
+from ...precision.vision import LANGUAGE, vision_parts
 from .offload import HostMemory, call_and_recompute
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
@@ -110,9 +111,12 @@ def checkpointable(model: nn.Module) -> list[Any]:
 
     found: list[Any] = []
     inside = ""
-    for name, module in model.named_modules():
+    inner = inner_model(model)
+    parts = vision_parts(inner)
+    for name, module in inner.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not (inside and name.startswith(inside)):
-            found.append(module)
+            if parts is None or parts.of(name) == LANGUAGE or any(p.requires_grad for p in module.parameters()):
+                found.append(module)
             inside = f"{name}."
     return found or denoiser_blocks(model)
 

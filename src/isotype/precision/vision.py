@@ -1,0 +1,75 @@
+"""The parts of a vision-language model: the decoder of the text, the towers that see pixels, and the projectors between them.
+
+Imports no transformers: the parts are what a model's `get_decoder` and `get_encoder` give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+LANGUAGE, TOWER, PROJECTOR = "language", "tower", "projector"
+_MODALITIES = ("image", "video", "audio")
+
+
+@dataclass(frozen=True)
+class VisionParts:
+    """Paths in a vision-language model.
+
+    language  of the text's decoder
+    towers    of what sees pixels (or hears), whole: Qwen's merger lies inside its tower
+    head      of the output embeddings; "" where there are none
+    """
+
+    language: str
+    towers: tuple[str, ...]
+    head: str
+
+    def of(self, name: str) -> str:
+        """The part that a module or parameter of this path belongs to. What is in no tower, decoder or head is a projector."""
+        if _below(name, self.language) or (self.head and _below(name, self.head)):
+            return LANGUAGE
+        return TOWER if any(_below(name, tower) for tower in self.towers) else PROJECTOR
+
+    def projectors(self, model: nn.Module) -> list[str]:
+        """The outermost modules below the owner of the decoder that are neither decoder nor tower."""
+        owner = self.language.rpartition(".")[0]
+        children = model.get_submodule(owner).named_children()
+        paths = [f"{owner}.{name}".removeprefix(".") for name, _ in children]
+        return [path for path in paths if self.of(path) == PROJECTOR and not any(_below(tower, path) for tower in self.towers)]
+
+
+def _below(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def vision_parts(model: Any) -> VisionParts | None:
+    """The parts of a transformers model that has a vision configuration, and a decoder of its own for the text; None for other models.
+
+    model  not PEFT's wrapper of one
+    """
+    config = getattr(model, "config", None)
+    if not any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")) or not hasattr(model, "get_decoder"):
+        return None
+    paths = {id(module): name for name, module in model.named_modules()}
+    language = paths.get(id(model.get_decoder()), "")
+    if not language:
+        return None
+    towers = {paths.get(id(tower), "") for tower in _towers(model)}
+    head = paths.get(id(model.get_output_embeddings()), "")
+    return VisionParts(language, tuple(sorted(tower for tower in towers if tower and not _below(language, tower))), head)
+
+
+def _towers(model: Any) -> Iterator[nn.Module]:
+    for modality in _MODALITIES:
+        yield model.get_encoder(modality=modality)
+
+
+def language_part(model: Any) -> nn.Module:
+    """The decoder of a vision-language model's text; another model as it is."""
+    parts = vision_parts(model)
+    found: nn.Module = model if parts is None else model.get_submodule(parts.language)
+    return found

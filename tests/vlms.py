@@ -1,0 +1,119 @@
+"""Tiny random vision-language models of every family that a page of the docs lists, with a tokenizer that has their image tokens."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PICTURE, PATCH = 56, 14  # 4 x 4 patches, which become 2 x 2 tokens where a family merges them
+TOKENS = (
+    "<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>",
+    "<image_soft_token>", "<IMG_CONTEXT>", "<img>", "</img>", "<fake_token_around_image>", "<global-img>", "<|image|>",
+    "<|begin|>", *(f"<row_{i}_col_{j}>" for i in (1, 2, 3) for j in (1, 2, 3)),
+)  # fmt: skip
+_TEXT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+_EYE: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": PATCH}
+_QWEN_EYE: dict[str, Any] = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": PATCH,
+}  # fmt: skip
+_GRID = {"mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+_INTERLEAVED = {"rope_type": "default", "mrope_interleaved": True, **_GRID}
+_QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+_IDEFICS = {
+    "text": {"model_type": "llama"},
+    "eye": {**_EYE, "image_size": PICTURE},
+    "tokens": {"image_token_id": "<image>"},
+    "scale_factor": 2,
+}
+
+# text, eye: of the two configurations; tokens: key -> the token whose id it is; all else lies in the outer configuration
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text": {"sliding_window": 64, "query_pre_attn_scalar": 8}, "eye": {**_EYE, "image_size": PICTURE}, "mm_tokens_per_image": 4,
+        "tokens": {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    },
+    "qwen2_5_vl": {
+        "text": {"rope_scaling": {"type": "mrope", **_GRID}},
+        "eye": {**_QWEN_EYE, "fullatt_block_indexes": [1], "window_size": 112}, "tokens": _QWEN_TOKENS,
+    },
+    "qwen3_vl": {
+        "text": {"rope_scaling": _INTERLEAVED},
+        "eye": {**_QWEN_EYE, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, "tokens": _QWEN_TOKENS,
+    },
+    "qwen3_5": {
+        "text": {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_scaling": {"partial_rotary_factor": 1.0, **_INTERLEAVED},
+        },
+        "eye": {**_QWEN_EYE, "num_position_embeddings": 64}, "tokens": _QWEN_TOKENS,
+    },
+    "smolvlm": _IDEFICS,
+    "idefics3": _IDEFICS,
+    "llava": {
+        "text": {"model_type": "llama"}, "eye": {**_EYE, "model_type": "clip_vision_model", "image_size": PICTURE, "projection_dim": 24},
+        "tokens": {"image_token_index": "<image>"}, "image_seq_length": 16,
+    },
+    "internvl": {
+        "text": {"model_type": "qwen2"}, "eye": {**_EYE, "image_size": [PICTURE] * 2, "patch_size": [PATCH] * 2},
+        "tokens": {"image_token_id": "<IMG_CONTEXT>"}, "image_seq_length": 4, "downsample_ratio": 0.5,
+    },
+    "mllama": {
+        "text": {"num_hidden_layers": 3, "cross_attention_layers": [1], "rope_scaling": {"rope_type": "default", "rope_theta": 10000.0}},
+        "eye": {
+            **_EYE, "num_global_layers": 1, "attention_heads": 4, "image_size": PICTURE, "intermediate_layers_indices": [0],
+            "vision_output_dim": 48, "max_num_tiles": 4, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1], [2, 2]],
+        },
+        "tokens": {"image_token_index": "<|image|>"},
+    },
+}  # fmt: skip
+
+
+@cache
+def _tokenizer() -> Any:
+    from isotype.data.small_model import train_tokenizer
+
+    words = [f"what colour is the {shape}? it is {colour}." for shape in ("square", "disc") for colour in ("red", "green", "blue")]
+    made = train_tokenizer(words * 2, vocabulary=300)
+    made.add_special_tokens({"bos_token": "<|begin|>"})
+    made.add_special_tokens({"additional_special_tokens": list(TOKENS)}, replace_extra_special_tokens=False)
+    return made
+
+
+def tokenizer() -> Any:
+    """With ChatML's template, and the image tokens of every family."""
+    return copy.deepcopy(_tokenizer())
+
+
+def tiny_vlm(family: str, *, seed: int = 0, **text: Any) -> Any:
+    """A random model of `family`, in fp32, as the class that the family is released as.
+
+    text  changes of the text's configuration
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokens, made = _tokenizer(), dict(FAMILIES[family])
+    ids = {key: tokens.convert_tokens_to_ids(token) for key, token in made.pop("tokens").items()}
+    special = {"pad_token_id": tokens.pad_token_id, "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    size = {"vocab_size": len(tokens)}
+    config = AutoConfig.for_model(
+        family, text_config={**_TEXT, **size, **special, **made.pop("text"), **text}, vision_config=made.pop("eye"), **ids, **made
+    )
+    torch.manual_seed(seed)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+def saved(family: str, folder: Path) -> Path:
+    """The folder of such a model with its tokenizer."""
+    tiny_vlm(family).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
