@@ -36,11 +36,12 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "orpo": ("beta", "nll"),
     "cpo": ("beta", "label_smoothing", "nll"),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
 }
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 # the one format of data that an objective learns from; sft learns from the others
 FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
-    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo"), "preference"), "kto": "labelled"
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "reward"), "preference"), "kto": "labelled"
 }  # fmt: skip
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",

@@ -244,15 +244,17 @@ class PreferenceSection(Section):
     """Of kto, the weight of the losses of wanted answers."""
     undesirable_weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Of kto, the weight of the losses of unwanted answers."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of reward, the weight of (s + t)^2, which keeps the mean of a pair's scores near 0; 0.01 is usual."""
     nll: Annotated[float, Field(ge=0.0)] | None = None
     """Weight of the chosen answer's negative log-likelihood, the mean over its tokens, added to a pair's loss. Default: 1 for orpo and cpo,
     0 for the others."""
 
 
 class TrainSection(Section):
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto"] = "sft"
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward"] = "sft"
     """What is learnt. `sft`: the answers. dpo, ipo, simpo, orpo and cpo learn from pairs of a chosen and a rejected answer, kto from
-    answers with a label; dpo, ipo and kto beside the model as the run starts."""
+    answers with a label; dpo, ipo and kto beside the model as the run starts. reward trains a score head on pairs."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides `epochs`."""
     epochs: PositiveFloat = 1.0

@@ -35,7 +35,7 @@ from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted
 from .adapter import kept_whole
-from .architecture import AUTO, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
+from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
 from .processor import template_beside
@@ -52,12 +52,14 @@ class Source:
     """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
 
     of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    scored   as a sequence classifier of one label, whose head is drawn where the files have none
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
     of_text: bool = False
+    scored: bool = False
 
 
 def _architecture_of(source: Source) -> Any:
@@ -191,13 +193,19 @@ def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes:
 def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        of_it = auto_class(_architecture_of(source), of_text=source.of_text)
+        of_it = auto_class(_architecture_of(source), of_text=source.of_text, scored=source.scored)
+        options = options | {"num_labels": 1} if source.scored else options
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
     model: PreTrainedModel
     model, loaded = made
-    absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
+    mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"]}
+    absent = sorted({*loaded["missing_keys"], *mismatched})
+    if source.scored:
+        if not isinstance(getattr(model, SCORE, None), torch.nn.Linear):
+            raise UsageError(f"train.objective: reward: {type(model).__name__} has no linear {SCORE}", fix="Llama, Qwen, Gemma, ...")
+        absent = [name for name in absent if name != f"{SCORE}.weight" or name in mismatched]
     if absent:
         # transformers fills these with random numbers and a warning
         what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
@@ -247,7 +255,9 @@ def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
         architecture = _architecture_of(source)
         if not in_full and not is_vision_language(architecture):
             return None
-        return kept_whole(auto_class(architecture).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full)
+        return kept_whole(
+            auto_class(architecture, scored=source.scored).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full
+        )
 
 
 def _nf4(precision: Precision, kept: list[str] | None) -> Any:

@@ -170,6 +170,8 @@ def _preferences(record: RunRecord) -> list[Plot]:
     found = []
     for key, title, note, written in (
         ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
+        ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
+        ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
         (
             "rewards/accuracies",
             "Accuracy",

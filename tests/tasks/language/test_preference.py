@@ -23,6 +23,7 @@ from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.data.labels import drawn_partners, with_answer_of
 from isotype.data.rows import Row
 from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
 from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
@@ -277,6 +278,38 @@ def test_partners_of_kto_have_other_prompts_and_follow_the_seed():
     assert [sorted(set(column)) for column in every.T] == [[4, 5]] * 4 + [[0, 1, 2, 3, 5], [0, 1, 2, 3, 4]]
     row, other = Row((1, 2, 3, 4), (-100, -100, 3, 4), 2), Row((5, 6, 7), (-100, 6, 7), 1)
     assert with_answer_of(row, other, 3) == Row((1, 2, 6), (-100, -100, 6), 2)
+
+
+def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    steps = {"steps": 16, "batch_size": 8, "eval_every": 16, "learning_rate": 1e-2}
+    loaded = paired("reward", train=steps, run={"report": True, "samples": []}, precision={"preset": "fp32"})
+    assert train(loaded) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["eval_accuracy"] > 0.9
+    assert rows[-1]["eval_margin"] > 0
+    base = AutoModelForSequenceClassification.from_pretrained(loaded.config.model.name, num_labels=1)
+    model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    model.config.pad_token_id = tokenizer.pad_token_id
+    margins = []
+    for pair in taste(12, seed=1):
+        chats = [
+            [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")
+        ]
+        scores = [
+            model(tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]).logits.item() for chat in chats
+        ]
+        margins.append(scores[0] - scores[1])
+    assert sum(margin > 0 for margin in margins) >= 11
+    assert sum(margins) / 12 == pytest.approx(rows[-1]["eval_margin"], rel=0.2)
+    assert "AutoModelForSequenceClassification" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match="a reward model gives scores"):
+        load_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"run\.samples has no effect"):
+        train(paired("reward", folder="samples", run={"samples": ["a?"]}))
 
 
 LABELLED = {"prompt": "a?", "completion": "b", "label": True}

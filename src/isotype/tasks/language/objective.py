@@ -26,12 +26,14 @@ class Objective(Protocol):
 
     format       the one format of data that the objective learns from; None for formats of one answer a row
     each         rows of the model that are one of the data's
+    scored       the model has a score head in place of one for tokens
     train, eval  the rows, after `take`
     """
 
     words: Words
     format: FormatName | None
     each: int
+    scored: bool
 
     @property
     def train(self) -> Sequence[Any]: ...
@@ -72,6 +74,7 @@ class NextToken:
     words = Words(units="tokens", unit="tok", weight="supervised")
     format = None
     each = 1
+    scored = False
 
     train: Sequence[Row]
     eval: Sequence[Row]

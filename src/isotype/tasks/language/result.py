@@ -56,7 +56,7 @@ def load_result(
         )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:
-        saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
+        saved = Source(str(folder), trust_remote_code=source.trust_remote_code, scored=source.scored)
         model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None, part=part)
         freeze_vision(model, adapter or AdapterSection(), precision)
     if config.optimize:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
-from ...model.architecture import layer_settings
+from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
@@ -41,6 +41,7 @@ from .objective import NextToken, Objective
 from .outline import of_data, outline
 from .preference.labelled import FromLabels
 from .preference.objective import Preference
+from .preference.reward import Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
@@ -48,7 +49,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {"sft": NextToken, "kto": FromLabels}  # the others learn from pairs
+OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
+    "sft": NextToken,
+    "kto": FromLabels,
+    "reward": Reward,
+}  # the others learn from pairs
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
 
@@ -66,6 +71,9 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        if config.train.objective == "reward" and config.adapter.kind != "none":
+            in_full = [*config.adapter.modules_to_save, SCORE]
+            self.config = config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})})
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
 
     @property
@@ -92,7 +100,7 @@ class LanguageTask:
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        self.prompts = prompts_of_run(config.run, data, self.tokenizer)
+        self.prompts = [] if self.objective.scored else prompts_of_run(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
         """No other model reads the data."""
@@ -100,7 +108,8 @@ class LanguageTask:
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
-        self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        self.source = replace(source, scored=self.objective.scored)
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part)
         self.objective.check_model(model)
         return model, manifest

@@ -40,6 +40,7 @@ class Preference:
     )  # fmt: skip
     format: FormatName = "preference"
     each = 2
+    scored = False
 
     train: Pairs | Labelled
     eval: Pairs | Labelled
