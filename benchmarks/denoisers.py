@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from isotype.tasks.diffusion.families import Asked, Family
-from isotype.tasks.diffusion.families.flux import packed, unpacked
 
 
 class Sana(Family):
@@ -28,32 +27,6 @@ class Sana(Family):
             noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"], timestep=time_N * 1000, return_dict=False
         )[0]
         return made
-
-
-class QwenImage(Family):
-    """Qwen-Image: latents in tokens of 2 x 2, a vision language model's sequence with its mask."""
-
-    pipeline = "QwenImagePipeline"
-    time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
-    max_text_length = 1024
-    encoders = ("text_encoder", "tokenizer")
-
-    def unused(self, denoiser: Any) -> tuple[str, ...]:
-        """What the last block makes of the text, which is not used."""
-        last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
-        return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
-
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["joint_attention_dim"])), "mask": (length,)}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        height, width = noisy_NCHW.shape[-2:]
-        made_NTC = model(
-            hidden_states=packed(noisy_NCHW), timestep=time_N, encoder_hidden_states=text["text"],
-            encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[[(1, height // 2, width // 2)]] * len(noisy_NCHW),
-            return_dict=False,
-        )[0]  # fmt: skip
-        return unpacked(made_NTC, height, width)
 
 
 class Wan(Family):

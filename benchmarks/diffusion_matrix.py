@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.denoisers import QwenImage, Sana, Wan
+from benchmarks.denoisers import Sana, Wan
 from diffusers import (
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
@@ -38,6 +38,7 @@ from isotype.tasks.diffusion.denoiser import built, quantise
 from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flux import Flux
 from isotype.tasks.diffusion.families.pixart import PixArtSigma
+from isotype.tasks.diffusion.families.qwen_image import QwenImage
 from isotype.tasks.diffusion.families.sd3 import SD3
 from isotype.tasks.diffusion.families.sdxl import SDXL
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.denoisers import QwenImage
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 
 from isotype.config.load import load
@@ -21,6 +20,7 @@ from isotype.environment.hardware import detect
 from isotype.tasks.diffusion.denoiser import built, quantised_layers
 from isotype.tasks.diffusion.families import Family
 from isotype.tasks.diffusion.families.flux import Flux
+from isotype.tasks.diffusion.families.qwen_image import QwenImage
 from isotype.tasks.diffusion.families.sd3 import SD3
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import held_bytes

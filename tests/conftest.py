@@ -77,9 +77,8 @@ def workshop(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, base=folder / "base", chats=folder / "chats.jsonl")
 
 
-@pytest.fixture
-def configured(workshop, tmp_path):
-    """`configured(preset=..., train={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
+def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
+    """`make(folder, train={...})` writes place/folder.yaml and loads it; the run goes to place/folder."""
     from isotype.config.load import load
 
     def make(folder: str = "run", **sections: Any) -> Any:
@@ -89,13 +88,29 @@ def configured(workshop, tmp_path):
             "adapter": {"kind": "lora", "r": 4},
             "precision": {"preset": "fp32"},
             "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
-            "run": {"folder": str(tmp_path / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
+            "run": {"folder": str(place / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
         for section, values in sections.items():
             config.setdefault(section, {})
             config[section] |= values
-        file = Path(tmp_path / f"{folder}.yaml")
+        file = Path(place / f"{folder}.yaml")
         file.write_text(json.dumps(config))  # JSON is YAML
         return load(file, [], {})
 
     return make
+
+
+@pytest.fixture
+def configured(workshop, tmp_path):
+    """`configured(train={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
+    return configure_in(workshop, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def default_run(workshop, tmp_path_factory) -> Path:
+    """The folder of a run of `configured()` that nothing disturbed. Tests read it only."""
+    from isotype.tasks.choose import train
+
+    folder = tmp_path_factory.mktemp("default")
+    assert train(configure_in(workshop, folder)("run")) == 0
+    return folder / "run"

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Callable[..., object])
 
 def on_a_gpu(test: T) -> T:
     missing = DEVICE == "cuda" and not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+    return pytest.mark.full(pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test)))
 
 
 @contextmanager

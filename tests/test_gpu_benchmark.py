@@ -151,7 +151,7 @@ def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
     assert max(map(len, parts.values())) <= gpu.SHARD
 
 
-@pytest.mark.slow  # pytest imports every test of this repository
+@pytest.mark.full  # pytest imports every test of this repository
 @pytest.mark.timeout(300)
 def test_every_gpu_test_of_this_repository_is_in_one_part(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", interpreter())

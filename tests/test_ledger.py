@@ -16,7 +16,6 @@ from isotype.config.load import load
 from isotype.environment.hardware import by_name
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
-from isotype.model.host_embedding import outlined_on_host
 from isotype.ops.backend import using
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
@@ -33,7 +32,6 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "tie_word_embeddings": False,
 }  # fmt: skip
-RATES = Rates(flops=1e15, bandwidth=4e12)
 
 
 def of(*shape, dtype=torch.bfloat16):
@@ -53,29 +51,6 @@ def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
     (row,) = launched(lambda: y.addmm_(of(8, 16), of(16, 32)))
     assert row.bytes == 2 * (8 * 16 + 16 * 32 + 2 * 8 * 32)
     assert row == replace(rows.product("forward", "", 8, 32, 16, adds=True), name=row.name)
-
-
-def test_views_and_memory_that_is_handed_out_are_no_launches():
-    x, ids, table = of(8, 16), torch.zeros(4, dtype=torch.long, device="meta"), of(1000, 16)
-    assert launched(lambda: (x.t(), x.view(4, 32), x[2:], x.expand(3, 8, 16), torch.empty_like(x), x.detach())) == []
-    (row,) = launched(lambda: x.copy_(of(8, 16)))
-    assert row.bytes == 2 * 2 * 8 * 16
-    (row,) = launched(x.zero_)
-    assert row.bytes == 2 * 8 * 16
-    # the rows that are looked up, not the table
-    (row,) = launched(lambda: torch.nn.functional.embedding(ids, table))
-    assert row.bytes == 2 * 2 * 4 * 16 + 8 * 4
-    # from host memory they come through the bus, while the launch waits
-    (row,) = launched(lambda: torch.nn.functional.embedding(ids, outlined_on_host(table)))
-    assert (row.kind, row.bytes) == ("host read", 2 * 4 * 16)
-    assert rows.work([row], RATES)["forward"] == row.bytes / (RATES.host * RATES.copy)
-
-
-def test_time_is_the_larger_of_work_and_bytes():
-    product = Row(phase="forward", name="x", kind="product", bytes=1.0, flops=8e14)
-    assert RATES.seconds(product) == pytest.approx(1.0)
-    moved = Row(phase="forward", name="x", kind="memory", bytes=4e12 * RATES.memory, count=3)
-    assert RATES.seconds(moved) == pytest.approx(3.0)
 
 
 def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, embedding="device", **kept):
@@ -122,24 +97,6 @@ def test_a_step_is_counted_as_by_hand():
     # one launch a weight instead of three
     widened = [r for r in ledger.rows if r.name.startswith("widen_4bit")]
     assert sum(r.count for r in widened) < sum(r.count for r in ledger.theirs if r.name.startswith("dequantise"))
-
-
-def test_copies_that_take_longer_than_the_work_beside_them_are_waited_for():
-    one = [
-        Row(phase="forward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=8e14),
-        Row(phase="forward", name="out", kind="copy", bytes=3 * RATES.host * RATES.copy),
-        Row(phase="recompute", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
-        Row(phase="backward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
-        Row(phase="backward", name="in", kind="copy", bytes=0.9 * RATES.host * RATES.copy),
-    ]
-    assert rows.waiting(one, RATES) == pytest.approx({"forward": 2.0, "backward": 0.0, "update": 0.0})
-    assert rows.step_seconds(one, RATES) == pytest.approx(4.0)
-    assert ledger_script.by_part(one, RATES)["forward: waiting for copies"] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(("name", "host"), [("h200", 64e9), ("a100", 32e9), ("mi300x", 64e9)])
-def test_the_host_is_as_far_as_the_devices_bus(name, host):
-    assert ledger_script.rates_of(by_name(name)).host == host
 
 
 def test_every_row_of_the_peer_names_its_source_and_is_marked_as_not_measured():

@@ -39,15 +39,6 @@ def test_json_has_findings_and_records(repository: Path):
     assert report["records"][0]["roles"]["compute"]["value"] == "bf16"
 
 
-def test_sarif_paths_are_relative_to_the_repository(repository: Path):
-    done = isotype("doctor", "check", ".", "--sarif", cwd=repository / "configs")
-    log = json.loads(done.stdout)
-    (result,) = log["runs"][0]["results"]
-    location = result["locations"][0]["physicalLocation"]
-    assert location == {"artifactLocation": {"uri": "configs/args.json"}, "region": {"startLine": 3}}
-    assert log["runs"][0]["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "CF001"
-
-
 def test_bf16_is_right_on_h100_and_refused_on_t4(repository: Path):
     (repository / "configs" / "args.json").write_text('{"output_dir": "o", "bf16": true, "logging_steps": 1}')
     assert isotype("doctor", "check", "configs", "--device", "h100", cwd=repository).returncode == 0
@@ -66,7 +57,6 @@ def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
         (["nowhere"], "no such file"),
         ([".", "--device", "abacus"], "abacus"),
         ([".", "--fail-on", "x"], "--fail-on"),
-        ([".", "--json", "--sarif"], "--sarif"),
     ],
 )
 def test_bad_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path):

@@ -1,8 +1,6 @@
 """`isotype doctor conform` as its user runs it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -56,20 +54,6 @@ def file(tmp_path):
 
 def conform(*arguments):
     return CliRunner().invoke(build_app(), ["doctor", "conform", *map(str, arguments)])
-
-
-@pytest.mark.full
-def test_json_is_one_object_whatever_the_file_prints(file):
-    result = subprocess.run(
-        [sys.executable, "-m", "isotype", "doctor", "conform", f"{file}:build", "--json"], capture_output=True, text=True, check=False
-    )
-    answer = json.loads(result.stdout)
-    assert result.returncode == 1
-    (finding,) = answer["findings"]
-    assert finding["code"] == "AC002"
-    assert finding["place"] == {"file": str(file), "line": 16, "symbol": "Linear.backward"}
-    assert answer["tried"] >= 16
-    assert "version" in answer
 
 
 def test_build_is_the_default_name(file):

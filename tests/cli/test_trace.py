@@ -85,7 +85,6 @@ def test_exit_status_of_the_script_is_kept(program):
         (["{program}:nothing"], "no function 'nothing'"),
         (["{program}:run", "extra"], "takes no arguments"),
         (["--fail-on", "loud", "{program}:fine"], "expected error, warning or note"),
-        (["--map", "/nowhere/at/all/map.html", "{program}:fine"], "no such folder"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
@@ -94,12 +93,6 @@ def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
     assert done.stderr.startswith("isotype: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_map_option_writes_the_precision_map(program, tmp_path):
-    done = isotype(f"{program}:fine", "--map", tmp_path / "map.html")
-    assert done.returncode == 0, done.stderr
-    assert "<title>Precision map" in (tmp_path / "map.html").read_text()
 
 
 def test_syntax_error_in_the_program_is_reported(tmp_path):

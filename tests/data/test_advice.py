@@ -67,14 +67,12 @@ ROW = lines({"prompt": "q", "completion": "a"})
     ("file", "content", "told"),
     [
         ("x.jsonl", gzip.compress(ROW.encode()), "x.jsonl: the file is compressed with gzip, and no text\nmv {x.jsonl} {x.jsonl.gz}, and"),
-        ("x.json", gzip.compress(ROW.encode()), "x.json: the file is compressed with gzip, and no text\nmv {x.json} {x.json.gz}, and"),
         ("x.jsonl.gz", gzip.compress(gzip.compress(ROW.encode())), "with gzip, and no text\ngunzip {x.jsonl.gz}   # it was packed twice"),
         (
             "x.jsonl",
             zipped("x.jsonl", ROW),
             "x.jsonl: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text\nunpack it, or",
         ),
-        ("x.csv", zipped("xl/workbook.xml", "<a/>"), "x.csv: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text"),
         (
             "x.jsonl",
             "PAR1\x15\x04".encode("latin-1") + bytes(40),
@@ -90,7 +88,7 @@ ROW = lines({"prompt": "q", "completion": "a"})
         ),
         ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
     ],
-    ids=["gzip", "gzip as json", "gzip twice", "zip", "spreadsheet", "parquet", "utf-16le", "utf-16be", "zero byte", "cut gzip", "no gzip"],
+    ids=["gzip", "gzip twice", "zip", "parquet", "utf-16le", "utf-16be", "zero byte", "cut gzip", "no gzip"],
 )
 def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(
     tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
@@ -130,49 +128,6 @@ def test_what_is_nearly_json_or_a_table_is_told_what_to_change(
     assert told in error_of(tmp_path, families, file, content)
 
 
-@pytest.mark.parametrize("section", [{"columns": {"prompt": "source", "completion": "target"}}, {"format": "prompt_completion"}])
-def test_a_table_without_a_header_is_told_so_where_columns_or_format_are_given(
-    tmp_path: Path, families: SimpleNamespace, section: dict[str, Any]
-) -> None:
-    said = error_of(tmp_path, families, "x.tsv", "A dog.\tEin Hund.\nA cat.\tEine Katze.\n", **section)
-    assert "write prompt and completion above the first row if it has none" in said
-    assert "columns" not in section or "(data.columns.prompt) among A dog., Ein Hund." in said
-
-
-def test_files_with_other_columns_are_told_to_be_sources_of_their_own(tmp_path: Path, families: SimpleNamespace) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/a.jsonl").write_text(ROW)
-    (tmp_path / "set/b.jsonl").write_text(lines({"question": "q", "answer": "a"}))
-    for columns in (None, {"prompt": "question", "completion": "answer"}):
-        with pytest.raises(UsageError) as caught:
-            load_data(DataSection(train=str(tmp_path / "set"), columns=columns), families.of("chatml"), seed=0)
-        assert "give files with other columns as sources of their own" in str(caught.value.fix)
-
-
-def test_a_zero_byte_makes_its_row_a_bad_one(tmp_path: Path, families: SimpleNamespace) -> None:
-    for file, content in (("x.jsonl", lines(*ROWS)), ("x.csv", "prompt,completion\n" + "q,a\n" * 3)):
-        path = tmp_path / file
-        path.write_bytes(content.replace("q", "q\0", 2).replace("q\0", "q", 1).encode())
-        loaded = load_data(DataSection(train=str(path), on_bad_row="skip"), families.of("chatml"), seed=0)
-        assert (len(loaded.train), len(loaded.bad_rows)) == (2, 1)
-        assert "is zero, which is no text" in loaded.bad_rows[0].reason
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("x.csv", "| prompt | completion |\n|---|:--:|\n| q | a |\n"),
-        ("x.csv", " prompt | completion \n--------+------------\n q      | a\n(1 row)\n"),
-        ("x.csv", "+--------+------------+\n| prompt | completion |\n+--------+------------+\n| q      | a          |\n"),
-        ("x.csv", "PROMPT,COMPLETION\n------,----------\nq,a\n"),
-    ],
-)
-def test_a_table_that_is_drawn_with_lines_is_refused(tmp_path: Path, families: SimpleNamespace, file: str, content: str) -> None:
-    said = error_of(tmp_path, families, file, content, on_bad_row="skip")
-    assert "a table drawn with lines" in said
-    assert "write it as CSV" in said
-
-
 def test_quotes_with_backslashes_are_named(tmp_path: Path, families: SimpleNamespace) -> None:
     said = error_of(tmp_path, families, "x.csv", 'prompt,completion\n"say \\"hi\\"","a"\n')
     assert 'CSV doubles the quotes inside a cell, and this file may have \\" in their place' in said
@@ -198,30 +153,6 @@ def test_the_columns_advised_read_all_that_a_row_has(
     assert yaml.safe_load(said[said.index("{") : said.index("}") + 1]) == columns
     found = load_data(DataSection(train=str(tmp_path / "x.jsonl"), columns=columns, eval_split=0), families.of("chatml"), seed=0)
     assert not [note for note in found.facts["notes"] if "is not read" in note]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "said"),
-    [
-        ({"data": {"q": "a", "a": "b"}}, None, "data is an object (q, a), and only a row's own keys are read: write those of data one"),
-        ({"data": {"q": "a"}}, {"text": "data.q"}, "no key 'data.q' (data.columns.text): data is an object (q), and only a row's own keys"),
-        ({"data": {"q": "a"}}, {"text": "q"}, "no key 'q' (data.columns.text): data is an object (q), and only a row's own keys"),
-        ({"conversation": {"messages": []}}, None, "conversation is an object (messages), and only a row's own keys are read"),
-        (
-            {"train": [{"text": "a"}], "test": [{"text": "b"}]},
-            None,
-            "train and test are lists of objects: if these are rows, give each list",
-        ),
-        ({"test": [{"text": "b"}]}, None, "test is a list of objects: if these are the rows, give a file that is that list alone"),
-    ],
-)
-def test_rows_and_columns_inside_others_are_told_where_to_go(
-    tmp_path: Path, families: SimpleNamespace, row: dict[str, Any], columns: Any, said: str
-) -> None:
-    (tmp_path / "x.json").write_text(json.dumps(row))
-    with pytest.raises(UsageError) as caught:
-        load_data(DataSection(train=str(tmp_path / "x.json"), columns=columns), families.of("chatml"), seed=0)
-    assert said in str(caught.value)
 
 
 def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:

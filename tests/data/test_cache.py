@@ -10,13 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.config.schema import DataSection
-from isotype.data.cache import Cache, read_entry
+from isotype.data.cache import read_entry
 from isotype.data.cache_folder import cache_folder, entries
 from isotype.data.load import load_data
 from isotype.data.rows import LoadedData
@@ -61,16 +60,6 @@ def test_a_second_run_finds_the_rows_of_the_first(load: Any, monkeypatch: pytest
         assert (loaded.train, loaded.eval, loaded.prompts) == (plain.train, plain.eval, plain.prompts)
         assert without_cache(loaded.facts) == without_cache(plain.facts)
     assert load(packing=True, eval_split=0.2).facts["packing"], "packing and split come after the cache"
-
-
-def test_an_entry_is_a_safetensors_file(load: Any) -> None:
-    from safetensors.numpy import load_file
-
-    load()
-    (path,) = Path("kept").iterdir()
-    columns = load_file(path)
-    assert int(columns["ends"][-1]) == len(columns["ids"]) == len(columns["learnt"])
-    assert np.array_equal(read_entry(path).ids, columns["ids"])
 
 
 @pytest.mark.parametrize(
@@ -142,16 +131,6 @@ def test_bad_rows_are_refused_again_from_the_cache(load: Any) -> None:
         with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
             load()
     assert load(on_bad_row="skip").bad_rows[0].place == "chats.jsonl:61"
-
-
-def test_what_killed_runs_leave_is_cleared_away(tmp_path: Path) -> None:
-    import os
-
-    left = tmp_path / ".key.1.ab"
-    left.mkdir()
-    os.utime(left, (0, 0))
-    with Cache(tmp_path).writing("other"):
-        assert not left.exists()
 
 
 def test_cache_folder_of_each_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

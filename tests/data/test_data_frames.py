@@ -16,7 +16,7 @@ from isotype.data.sources import source
 from isotype.errors import UsageError
 
 ROWS = [{"prompt": f"0{i}", "completion": f"2026-11-{i + 10}", "id": i} for i in range(12)]
-FORMS = ("columns", "every second row", "split", "index", "table", "list")
+FORMS = ("columns", "every second row", "split", "table")
 
 
 def opened(name: str, **section: Any) -> Any:
@@ -30,9 +30,7 @@ def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: 
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     frame, rows = pandas.DataFrame(ROWS), ROWS
-    if form == "list":
-        Path("frame.json").write_text(json.dumps(frame.to_dict("list")))
-    elif form == "every second row":
+    if form == "every second row":
         rows = ROWS[::2]
         frame.iloc[::2].to_json("frame.json", indent=1)
     else:

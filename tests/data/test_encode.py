@@ -134,35 +134,6 @@ def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
     assert tokenizer.decode(ids) == text + tokenizer.eos_token
 
 
-class Slow:
-    """A tokenizer as those without `tokenizer.json` are: it cannot say where in the text a token lies."""
-
-    is_fast = False
-
-    def __init__(self, fast: Any) -> None:
-        self.fast = fast
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.fast, name)
-
-    def __call__(self, text: Any, *, return_offsets_mapping: bool = False, **how: Any) -> Any:
-        assert not return_offsets_mapping
-        return self.fast(text, **how)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_tokenizer_without_offsets_gives_the_same_labels(families: SimpleNamespace, family: str, turns: list[str]) -> None:
-    fast = encoder_of(families, family)
-    slow = Encoder(Slow(fast.tokenizer), max_length=4096, loss_on="assistant", template=fast.template)
-    expected, found = row_of(fast, chat(*turns)), row_of(slow, chat(*turns))
-    assert learnt(slow, found) == learnt(fast, expected)
-    assert found.input_ids[: found.prompt_length] == expected.input_ids[: expected.prompt_length]
-    assert fast.tokenizer.decode(found.input_ids) == fast.tokenizer.decode(expected.input_ids)
-
-
 def test_a_tokenizer_in_python_alone_works() -> None:
     from transformers import ByT5Tokenizer
 

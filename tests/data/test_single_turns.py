@@ -1,6 +1,5 @@
 """The logs of chat services: one turn a row."""
 
-import csv
 import json
 from typing import Any
 
@@ -62,36 +61,6 @@ def test_a_row_that_is_one_turn_is_refused_with_what_a_row_holds(tmp_path, famil
     assert fix in said
     assert "did you mean" not in said
     assert "\n" not in refused.value.message
-
-
-@pytest.mark.full
-def test_turns_in_a_table_are_refused(tmp_path, families):
-    file = tmp_path / "log.csv"
-    with file.open("w") as out:
-        turns = rows(conversation="Conversation ID", number="Turn", role="Sender", content="Text")
-        table = csv.DictWriter(out, list(turns[0]))
-        table.writeheader()
-        table.writerows(turns)
-    with pytest.raises(UsageError, match=r"log\.csv:2: the row has Sender and Text: one turn(.|\n)*same Conversation ID .* order of Turn"):
-        load(file, families)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("settings", [{"format": "messages"}, {"columns": {"text": "content"}}])
-def test_turns_are_refused_by_any_way_to_name_their_format(tmp_path, families, settings):
-    turns = written(tmp_path, rows(conversation="conversation_id", role="role", content="content"))
-    with pytest.raises(UsageError, match="one turn of a conversation"):
-        load(turns, families, **settings)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "beside",
-    [{"author": "Austen", "index": 3}, {"from": "a@b"}, {"role": "doctor"}, {"date": "2020-01-01"}, {"thread_id": 7}, {"author": "human"}],
-)
-def test_texts_with_keys_of_their_own_are_learnt(tmp_path, families, beside):
-    texts = [{"text": f"A text, number {i}."} | beside | ({"thread_id": i} if "thread_id" in beside else {}) for i in range(4)]
-    assert len(load(written(tmp_path, texts), families).train) == 4
 
 
 def test_turns_are_learnt_as_texts_where_that_is_asked(tmp_path, families):

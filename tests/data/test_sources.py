@@ -59,8 +59,8 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
 
 
-@pytest.mark.parametrize("name", ["shards", "shards/**/*.*"])
-def test_a_json_that_describes_the_other_files_is_not_read(folder: Path, name: str) -> None:
+def test_a_json_that_describes_the_other_files_is_not_read(folder: Path) -> None:
+    name = "shards/**/*.*"
     (folder / "shards").mkdir()
     (folder / "shards/b.jsonl").write_bytes((folder / "set/a.jsonl").read_bytes())
     rows = asked(found(name))
@@ -86,8 +86,8 @@ def test_a_json_that_describes_the_other_files_is_not_read(folder: Path, name: s
         found(name)
 
 
-@pytest.mark.parametrize("name", [".", "**/*.jsonl"])
-def test_the_files_of_runs_are_no_data(folder: Path, name: str) -> None:
+def test_the_files_of_runs_are_no_data(folder: Path) -> None:
+    name = "."
     names = found(name).identity()
     for run, files in {"runs/a": ["resolved.yaml", "metrics.jsonl"], "runs/refused": [".lock", "preflight.json", "bad_rows.jsonl"]}.items():
         (folder / run / "samples").mkdir(parents=True)
@@ -123,23 +123,6 @@ def test_files_named_as_other_splits_beside_train_are_told(
         said = [note for note in one.notes if "split" in note]
         assert len(said) == (told is not None)
         assert told is None or told.replace("set:", f"{name}:") in said[0]
-
-
-def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS[:1]).slice(0, 0), folder / "set/d.parquet")
-    (folder / "set/e.jsonl").write_bytes(b"")
-    (folder / "set/f.csv").write_bytes(b"prompt,completion\n")
-    (folder / "set/g.csv").write_bytes(b"\n")
-    one = found("set")
-    assert asked(one) == [row["prompt"] for row in ROWS]
-    assert one.facts()["files"] == 3
-    assert "set: 4 of 7 files hold no rows (d.parquet, e.jsonl, f.csv, ...)" in one.notes
-    with pytest.raises(UsageError, match="none of its 2 files holds a row"):
-        found("set/[ef].*")
-    with pytest.raises(UsageError, match=r"set/d\.parquet: the file holds no rows"):
-        found("set/d.parquet")
-    with pytest.raises(UsageError, match=r"set/e\.jsonl: the file is empty"):
-        found("set/e.jsonl")
 
 
 def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
@@ -236,13 +219,6 @@ def test_a_wrong_entry_is_one_line_with_its_key(train: Any, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         source_specs(DataSection(train=train), "train")
     assert str(caught.value).startswith(said)
-
-
-def test_a_split_of_one_file_is_answered_with_what_to_do() -> None:
-    for name, told in (("rows.jsonl", True), ("a", False)):
-        with pytest.raises(UsageError) as caught:
-            source_specs(DataSection(train=[{"name": name, "split": "test"}]), "train")
-        assert (caught.value.fix is not None and "write each split to a file of its own" in caught.value.fix) is told
 
 
 def test_a_weight_has_no_effect_in_evaluation() -> None:

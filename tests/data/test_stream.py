@@ -35,8 +35,7 @@ def load(families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 WEIGHTED = [{"name": "many.jsonl", "weight": 3}, {"name": "few.jsonl", "weight": 1}]
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("train", ["many.jsonl", WEIGHTED], ids=["one", "weighted"])
+@pytest.mark.parametrize(("train", "packing"), [("many.jsonl", False), (WEIGHTED, True)], ids=["one", "weighted and packed"])
 def test_a_resumed_stream_goes_on_with_the_same_row(load: Any, train: Any, packing: bool) -> None:
     whole = load(train, packing=packing).stream
     expected = [whole.take(3) for _ in range(60)]

@@ -53,24 +53,6 @@ def test_a_quote_that_is_not_closed_is_refused_with_its_line(tmp_path: Path, res
         list(read_csv(written(tmp_path, "a.csv", f"p,c\n1,1\n{rest}"), "a.csv"))
 
 
-def test_rows_that_joined_files_leave_are_told(tmp_path: Path) -> None:
-    rows = list(read_csv(written(tmp_path, "a.csv", "p,c\n1,2\np,c\n3,4\n"), "a.csv"))
-    assert [row.wrong and row.wrong.partition(":")[0] for row in rows] == [None, "the header again", None]
-    (row,) = read_csv(written(tmp_path, "b.csv", 'p, c\n1, "2, 3"\n'), "b.csv")
-    assert row.wrong == "3 cells, more than the header's 2; a quote counts where no space is before it"
-
-
-def test_a_cell_that_holds_other_rows_is_remarked(tmp_path: Path) -> None:
-    for mark, name in ((",", "a.csv"), ("\t", "a.tsv")):
-        inner = f"q{mark}a\n" * 3
-        _, spanning, plain = read_csv(
-            written(tmp_path, name, f'p{mark}c\n1{mark}2\nx{mark}"He said\n{inner}y{mark}bye"\nz{mark}"a\nb\nc"\n'), name
-        )
-        assert spanning.remark is not None
-        assert "look like rows" in spanning.remark
-        assert plain.remark is None
-
-
 def test_the_mark_of_databases_for_no_value_is_no_text(tmp_path: Path) -> None:
     rows = read_csv(written(tmp_path, "a.csv", 'prompt,completion\n"q",\\N\n"a \\N b",---\n'), "a.csv")
     assert [row.value for row in rows] == [{"prompt": "q", "completion": None}, {"prompt": "a \\N b", "completion": "---"}]
@@ -119,15 +101,6 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     assert [r.place for r in found] == [f"a.parquet, row {n}" for n in range(1, 6)]
     assert found[0].value == rows[0]
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
-
-
-def test_a_date_that_python_cannot_hold_is_no_value(tmp_path: Path) -> None:
-    far = pa.array([1, 3 * 10**17], pa.int64()).cast(pa.timestamp("us"))
-    table = {"text": ["a", "b"], "far": far, "zone": pa.array([0, 0], pa.timestamp("us", tz="Nowhere/City"))}
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    first, last = (record.value for record in read_parquet(tmp_path / "a.parquet", "a.parquet"))
-    assert (first["text"], first["far"].microsecond, first["zone"]) == ("a", 1, None)
-    assert last == {"text": "b", "far": None, "zone": None}
 
 
 def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:

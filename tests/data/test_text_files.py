@@ -61,16 +61,6 @@ def test_lines_that_end_in_cr_lf_are_told_with_their_files(tmp_path: Path, famil
     assert not any("CR LF" in note for note in load(tokenizer, tmp_path / "src/tabs.py").facts["notes"])
 
 
-def test_line_ends_are_kept_in_the_cache_too(tmp_path: Path, families: SimpleNamespace) -> None:
-    write(tmp_path, {"book.txt": SOURCES["windows.py"]})
-    tokenizer = families.of("chatml")
-    for how in ("kept in", "from"):
-        loaded = load(tokenizer, tmp_path / "book.txt", cache=str(tmp_path / "cache"))
-        assert documents(loaded, tokenizer) == [SOURCES["windows.py"]]
-        assert any("5 lines end in CR LF" in note for note in loaded.facts["notes"])
-        assert any(f"tokens {how}" in note for note in loaded.facts["notes"])
-
-
 def test_a_file_of_another_ending_is_text_where_that_is_said(tmp_path: Path, families: SimpleNamespace) -> None:
     write(tmp_path, {"a.foo": "one\r\ntwo", "b.foo": "three"})
     (tmp_path / "c.py.gz").write_bytes(gzip.compress(b"x = 1\r\n"))
@@ -82,10 +72,3 @@ def test_a_file_of_another_ending_is_text_where_that_is_said(tmp_path: Path, fam
         load(tokenizer, tmp_path)
     assert documents(load(tokenizer, f"{tmp_path}/*.foo", format="text"), tokenizer) == ["one\r\ntwo", "three"]
     assert documents(load(tokenizer, tmp_path / "c.py.gz"), tokenizer) == ["x = 1\r\n"]
-
-
-def test_a_script_beside_data_is_not_learnt(tmp_path: Path, families: SimpleNamespace) -> None:
-    write(tmp_path, {"book.txt": "A book.", "prepare.py": "x = 1"})
-    assert documents(load(families.of("chatml"), tmp_path), families.of("chatml")) == ["A book."]
-    with pytest.raises(UsageError, match=r"none of the 1 files it matches"):
-        load(families.of("chatml"), f"{tmp_path}/prep*")

@@ -32,8 +32,7 @@ def loaded(folder: Path, families: SimpleNamespace, rows: list[Any], **section: 
     return load_data(DataSection(train=str(file), eval_split=0.0, **section), families.of("chatml"), seed=0)
 
 
-@pytest.mark.parametrize(("flag", "off"), KEYS, ids=[f"{key}-{off}" for key, off in KEYS])
-@pytest.mark.parametrize("key", WORDS)
+@pytest.mark.parametrize(("flag", "off", "key"), [(*one, key) for one, key in zip(KEYS, [*WORDS] * 2)])
 def test_marked_turn_is_not_learnt(tmp_path: Path, families: SimpleNamespace, key: str, flag: str, off: Any) -> None:
     row = turns("q", "left out", key=key, last={flag: off}) + turns("r", "learnt", key=key, last={flag: None})
     data = loaded(tmp_path, families, [{key: row}])

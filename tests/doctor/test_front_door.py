@@ -147,14 +147,6 @@ def test_one_summary_and_an_exit_status(project, tmp_path):
     assert CliRunner().invoke(build_app(), ["doctor", str(tmp_path / "clean")]).exit_code == 0
 
 
-def test_sarif(project):
-    done = CliRunner().invoke(build_app(), ["doctor", str(project), "--static", "--sarif"])
-    assert done.exit_code == 1
-    log = json.loads(done.stdout)
-    assert log["version"] == "2.1.0"
-    assert {"CF001", "CF018"} <= {result["ruleId"] for result in log["runs"][0]["results"]}
-
-
 def test_a_folder_without_files_is_reported(tmp_path):
     done = CliRunner().invoke(build_app(), ["doctor", str(tmp_path)])
     assert done.exit_code == 0

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import pty
 import shutil
 import socket
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from isotype.errors import UsageError
 from isotype.model import load as model
 from isotype.model.load import load_architecture, load_tokenizer
 from isotype.training.quiet import quiet_libraries
-from tests.hub import COMMIT, hub
+from tests.hub import COMMIT
 
 
 @pytest.fixture
@@ -156,35 +153,6 @@ def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd
     assert [record.message for record in caplog.records] == ["another thing"]
 
 
-@pytest.fixture
-def filled(workshop, tmp_path):
-    """The folder of a hub that has the model org/tiny and the dataset org/chats, and an environment in which nothing is cached."""
-    shutil.copytree(workshop.base, tmp_path / "hub/models/org/tiny")
-    (tmp_path / "hub/datasets/org/chats").mkdir(parents=True)
-    shutil.copy(workshop.chats, tmp_path / "hub/datasets/org/chats/train.jsonl")
-    unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    return tmp_path / "hub", environment | {"HF_HOME": str(tmp_path / "home")}
-
-
-def on_a_terminal(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    child, terminal = pty.fork()
-    if child == 0:
-        termios.tcsetwinsize(0, (24, 100))  # a new one has no columns, in which a bar is nothing
-        os.execve(sys.executable, command, environment)
-    shown = b""
-    while read := _read(terminal):
-        shown += read
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # the other end is closed
-        return b""
-
-
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
@@ -200,40 +168,3 @@ def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path,
     assert ended.returncode == 0, ended.stderr
     (said,) = ended.stderr.splitlines()
     assert "does not answer" in said
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("terminal", [True, False])
-def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, terminal):
-    folder, environment = filled
-    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", "hf:org/chats", "--steps", "1", "--out",
-               str(tmp_path / "run"), "run.report=false"]  # fmt: skip
-    with hub(folder) as served:
-        environment |= {"HF_ENDPOINT": served.url}
-        if terminal:
-            status, shown = on_a_terminal(command, environment)
-        else:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-            status, shown = ended.returncode, ended.stdout + ended.stderr
-    assert status == 0, shown
-    assert "org/tiny is fetched from the hub, once" in shown
-    assert any(line.startswith("GET /org/tiny/resolve/") and line.endswith("model.safetensors") for line in served.asked)
-    assert ("model.safetensors:" in shown) == terminal
-    assert ("Generating train split:" in shown) == terminal
-    assert "Loading weights" not in shown
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
-    folder, environment = filled
-    command = [sys.executable, "-c", "from isotype.data.sources import *; print(len(list(source(SourceSpec(name='hf:org/chats'), "
-               "needs_answer=True).examples())))"]  # fmt: skip
-    with hub(folder) as served:
-        environment |= {"HF_ENDPOINT": served.url}
-        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert first.stdout == again.stdout == "48\n", first.stderr + again.stderr
-    assert "does not answer" in again.stderr
-    assert "does not answer" not in first.stderr

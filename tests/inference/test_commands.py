@@ -143,8 +143,8 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).taken == "checkpoint step_6"
 
 
-def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_path):
-    assert train(configured("one")) == 0
+def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(default_run, configured, tmp_path):
+    shutil.copytree(default_run, tmp_path / "one")
     assert train(configured("two", train={"learning_rate": 5e-3})) == 0
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
     assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
@@ -154,7 +154,7 @@ def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_p
     assert "train.learning_rate" in ask("ls", "--diff", tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "nf4-lora"])
+@pytest.mark.parametrize("preset", ["fp32", pytest.param("bf16-lora", marks=pytest.mark.full), "nf4-lora"])
 def test_a_merged_model_is_the_adapters(configured, tmp_path, preset, workshop):
     model = {}
     if preset == "nf4-lora":  # blocks of 64 want weights of real sizes
@@ -217,31 +217,21 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
         ask("merge", run, "--out", tmp_path / "words")
 
 
-@pytest.mark.full
-def test_diff_has_the_differences_of_both_precision_records(configured, tmp_path):
-    """Without a dtype of its own a LoRA branch is computed in that of `compute`."""
-    for name, branch in (("one", "compute"), ("two", "fp32")):
-        settings = {"model": {"lora_branch": branch}, "precision": {"preset": "bf16-lora"}, "run": {"folder": str(tmp_path / name)}}
-        assert train(configured(**settings)) == 0
-    one, two = tmp_path / "one", tmp_path / "two"
-    seen = [json.loads((run / "precision.json").read_text())["observed"] for run in (one, two)]
-    found = json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"]
-    assert found["declared"] == {"lora_branch": ["bf16", "fp32"]}
-    dtypes = [{role: sorted(counts) for role, counts in roles.items()} for roles in seen]
-    differ = {role for role in dtypes[0].keys() | dtypes[1].keys() if dtypes[0].get(role) != dtypes[1].get(role)}
-    assert "lora_branch" in differ
-    assert found["observed"] == {role: [dtypes[0].get(role), dtypes[1].get(role)] for role in differ}
-    shown = [line.split() for line in ask("ls", "--diff", one, two).splitlines()]
-    assert ["declared", "lora_branch", "bf16", "fp32"] in shown
-    assert ["observed", "lora_branch", "not", "observed", "fp32"] in shown
-    assert json.loads(ask("ls", "--diff", one, one, "--json").splitlines()[-1])["precision"] == {"declared": {}, "observed": {}}
-    assert "declared and observed dtypes are the same" in ask("ls", "--diff", one, one)
-    (two / "precision.json").unlink()
-    assert f"no precision was recorded in {two}: it is not compared" in ask("ls", "--diff", one, two)
-    assert json.loads(ask("ls", "--diff", one, two, "--json").splitlines()[-1])["precision"] is None
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()  # beside nothing: what stands beside tmp_path is other tests', whose runs may be spelt nearly so
     with pytest.raises(UsageError, match="isotype ls"):
         load_run(tmp_path / "empty")
+
+
+def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(configured, tmp_path):
+    loaded = configured(train={"learning_rate": 2e-2, "steps": 3}, run={"adapters_every": 1, "adapters_keep": 1})
+    assert train(loaded) == 0
+    assert [p.name for p in (tmp_path / "run/adapters").iterdir()] == ["step_2"]
+    early, last = (json.loads(ask("eval", tmp_path / folder, "--json").splitlines()[-1]) for folder in ("run/adapters/step_2", "run"))
+    assert (early["taken"], last["taken"]) == ("adapters/step_2", "adapter")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    then = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    assert early["loss"] == pytest.approx(then[2], rel=1e-6)
+    assert last["loss"] == pytest.approx(then[3], rel=1e-6)
+    ask("merge", tmp_path / "run/adapters/step_2", "--out", tmp_path / "merged")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -57,17 +57,6 @@ def test_a_users_own_loss_is_the_same_and_what_it_reads_is_counted(loss, read, m
     assert heads(tmp_path)["linear_log_probs"] == 1
 
 
-def test_label_smoothing_in_bf16_gives_no_violation(models, tmp_path):
-    """The mean logit is a product in fp32, and so is its gradient."""
-    more = {"label_smoothing_factor": 0.1, "output_dir": str(tmp_path / "out")}
-    trainer = plain(Setting(models, "full", bf16=True, more=more))
-    attach(trainer, "bf16-mixed", quiet=True)
-    curve(trainer)
-    record = json.loads((tmp_path / "out" / "isotype" / "precision.json").read_text())
-    assert [finding["message"] for finding in record["violations"]] == []
-    assert set(record["unobserved"]) == {"norms", "reduce", "loss", "generate", "save", "base", "what callbacks write"}
-
-
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_head_that_peft_trains_in_full_is_fused_and_its_gradient_is_fp32(tied, models, tmp_path):
     """TRL's own fused head reads its weight too, and rounds the weight's gradient to bf16."""

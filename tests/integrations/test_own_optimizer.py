@@ -66,32 +66,6 @@ class ErrorFeedback(Own):
         return sent
 
 
-class NarrowErrorFeedback(ErrorFeedback):
-    dtype = torch.bfloat16
-
-
-class Lookahead(Optimizer):
-    """Slow weights around PyTorch's AdamW, whose groups and states it shows."""
-
-    def __init__(self, parameters: Any) -> None:
-        inner = AdamW(parameters, lr=1e-2)
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.param_groups, self.count = inner, inner.param_groups, 0
-        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
-
-    def step(self, closure: Any = None) -> None:
-        self.update()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self.inner.step()
-        self.count += 1
-        if self.count % 2 == 0:
-            for slow, p in zip(self.slow, self.param_groups[0]["params"]):
-                slow.lerp_(p, 0.5)
-                p.copy_(slow)
-
-
 def with_a_hook(parameters: Any) -> Optimizer:
     """PyTorch's AdamW, whose hook adds the residual of the update before to each gradient."""
     made, residual = AdamW(parameters, lr=1e-2), {}
@@ -105,7 +79,7 @@ def with_a_hook(parameters: Any) -> Optimizer:
     return made
 
 
-FORMS = (ErrorFeedback, Lookahead, with_a_hook)
+FORMS = (ErrorFeedback, with_a_hook)
 
 
 def run(folder: Any, make: Callable[[Any], Optimizer], *, attached: bool) -> tuple[list[float], list[Tensor]]:

@@ -61,14 +61,6 @@ def test_small_updates_arrive_where_rounding_to_nearest_loses_them(models):
     assert 0.6 < shares["bf16-pure"] < 1.4
 
 
-def test_what_would_vanish_is_named(models, capsys):
-    attach(plain(setting(models, rate=1e-5)), "bf16-pure")
-    said = capsys.readouterr().out
-    assert "rounded stochastically; trained as they are" in said
-    assert "of bf16 updates at 1e-05 would vanish" in said
-    assert "Isotype's AdamW, which rounds stochastically" in said
-
-
 def test_a_resumed_run_is_bit_for_bit_the_whole_one(models, tmp_path):
     more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     runs = []

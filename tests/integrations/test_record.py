@@ -51,21 +51,6 @@ def test_the_folder_records_declared_replaced_and_observed(name, head, times, mo
     assert read("env")["packages"]["trl"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "precision", "more"),
-    [("DPO", "bf16-mixed", {}), ("DPO", "fp32", {"precompute_ref_log_probs": True}), ("GKD", "fp32", {})],
-)
-def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, models, tmp_path):
-    more = {"output_dir": str(tmp_path), "max_steps": 2, **more}
-    trainer = TRAINERS[name](Setting(models, form="full", bf16=precision != "fp32", more=more))
-    attach(trainer, precision, quiet=True, preflight=False)
-    trainer.train()
-    seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
-    assert seen["violations"] == []
-    assert [what for what in seen["unobserved"] if "outside" in what] == []
-
-
 @pytest.mark.parametrize(("form", "precision"), [("lora", "bf16-lora"), pytest.param("full", "bf16-mixed", marks=pytest.mark.full)])
 def test_every_declared_role_is_observed_or_has_the_reason(form, precision, models, tmp_path):
     trainer = TRAINERS["DPO"](Setting(models, form=form, more={"output_dir": str(tmp_path), "max_steps": 2}))
@@ -124,7 +109,7 @@ def test_the_schedule_of_a_run_is_observed_and_the_step_after_a_change(models, t
     assert [finding["place"]["symbol"] for finding in seen["violations"]] == ["mm in model.layers.1.self_attn.o_proj"]
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [2])
 def test_nothing_is_watched_after_a_step_that_raised(step, models):
     trainer = plain(Setting(models))
     attach(trainer, "fp32", quiet=True, preflight=False)
@@ -186,14 +171,6 @@ def test_a_token_beyond_the_embeddings_and_a_row_beyond_the_positions_are_found(
     trainer.train_dataset = type(trainer.train_dataset).from_list(rows)
     attach(trainer, "fp32", quiet=True)
     with pytest.raises(PreflightError, match="PF008"):
-        trainer.train()
-
-
-def test_a_step_that_fails_is_refused_with_its_line(models):
-    trainer = plain(Setting(models))
-    attach(trainer, "fp32", quiet=True)
-    trainer.model.base_model.model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out[..., :3])
-    with pytest.raises(PreflightError, match="PF012"):
         trainer.train()
 
 

@@ -43,7 +43,6 @@ WRAPPED = {
     "DDP": (ddp, torch.float32),
     "DDP of bf16 weights": (lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()), torch.bfloat16),
     "fp16 hook": (partial(ddp, default_hooks.fp16_compress_hook), torch.float16),
-    "plain hook": (partial(ddp, default_hooks.allreduce_hook), torch.float32),
     "FSDP": (lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), torch.float32),
     "FSDP in bf16": (
         lambda: FullyShardedDataParallel(

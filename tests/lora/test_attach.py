@@ -49,7 +49,7 @@ def test_output_and_gradients_of_each_configuration_are_pefts(config):
     assert bool(line.reason) != plain
 
 
-@pytest.mark.parametrize("shape", [(FEATURES,), (0, FEATURES), (3, 0, FEATURES), (2, 3, 4, FEATURES)])
+@pytest.mark.parametrize("shape", [(FEATURES,), (3, 0, FEATURES), (2, 3, 4, FEATURES)])
 def test_inputs_of_every_shape_give_pefts_result(shape):
     model = adapted()
     assert_same(results(fused_copy(model), torch.ones(shape)), results(model, torch.ones(shape)))
@@ -132,7 +132,7 @@ def test_mixed_batch_is_pefts():
     torch.testing.assert_close(layer_of(twin)(inputs(), adapter_names=names), layer_of(model)(inputs(), adapter_names=names))
 
 
-@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B", "lora_dropout"])
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_dropout"])
 def test_a_hook_is_honoured_once_the_layer_is_looked_at(part):
     model = adapted(lora_dropout=0.1).eval()
     twin = fused_copy(model)
@@ -159,22 +159,6 @@ def test_a_hook_on_the_layer_itself_still_runs_fused():
     assert seen
 
 
-def test_a_scale_that_is_trained_is_given_its_gradient():
-    gradients = []
-    for model in (adapted(), adapted()):
-        scale = nn.Parameter(torch.tensor(0.75))
-        layer_of(model).scaling["default"] = scale
-        if gradients:
-            fuse_lora(model)
-            assert not fused(model)
-        gradients.append(results(model, inputs()) | {"scale": scale.grad})
-    # one that is a tensor and not trained, as PEFT makes for hot swaps, is a number
-    scale.requires_grad_(False)
-    fuse_lora(model)
-    assert fused(model)
-    assert_same(gradients[1], gradients[0])
-
-
 def test_other_kinds_of_layers_are_not_fused():
     embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
     before = {id(module): dict(vars(module)) for module in embedding.modules()}
@@ -195,14 +179,8 @@ def test_a_forward_replaced_by_another_library_is_not_fused():
     assert layer.forward is theirs
 
 
-def test_a_model_without_lora_has_no_lines():
-    assert fuse_lora(nn.Linear(2, 2)) == []
-    unfuse_lora(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("base", [None, "nf4"])
-def test_unfuse_restores_every_attribute_and_class(base):
-    model = adapted(nf4_linear() if base else None)
+def test_unfuse_restores_every_attribute_and_class():
+    model = adapted(nf4_linear())
     before = {id(module): dict(vars(module)) for module in model.modules()}
     classes = [type(module) for module in model.modules()]
     fuse_lora(model)
@@ -215,68 +193,18 @@ def test_unfuse_restores_every_attribute_and_class(base):
     unfuse_lora(model)
 
 
-def test_deepcopy_uses_its_own_weights():
-    model = fused_copy(adapted())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        layer_of(twin).lora_B.default.weight.zero_()
-        layer_of(twin).base_layer.weight.zero_()
-        layer_of(twin).base_layer.bias.zero_()
-    assert twin(inputs()).abs().max() == 0
-    assert model(inputs()).abs().max() > 0
-    assert fused(twin) == 1
-
-
-def test_weights_are_looked_up_when_called():
-    model = adapted()
-    fused = fused_copy(model)
-    for each in (model, fused):
-        g = torch.Generator().manual_seed(3)
-        layer_of(each).lora_A["default"] = nn.Linear(FEATURES, 4, bias=False)
-        layer_of(each).lora_A["default"].weight.data.normal_(generator=g)
-    assert_same(results(fused, inputs()), results(model, inputs()))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("base", [None, "nf4"])
+@pytest.mark.parametrize(("reentrant", "base"), [(False, None), (True, "nf4")])
 def test_gradients_with_dropout_under_checkpointing_are_pefts(reentrant, base):
     model = adapted(nf4_linear(compute=torch.float32) if base else None, lora_dropout=0.2)
     twin = fused_copy(model)
     assert_same(results(Checkpointed(twin, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
 
 
-def test_several_forwards_before_one_backward():
+def test_a_compiled_model_in_one_graph_gives_pefts_result():
     model = adapted()
-    fused = fused_copy(model)
-    for each in (model, fused):
-        (each(inputs()).square().sum() + each(inputs() * 2).sum() + each(each(inputs())[..., :1].expand(2, 12, FEATURES)).sum()).backward()
-    for p, q in zip(model.parameters(), fused.parameters()):
-        if p.grad is not None:
-            assert (q.grad - p.grad).norm() <= 1e-6 * p.grad.norm()
-
-
-def test_evaluation_mode_ignores_dropout():
-    model = adapted(lora_dropout=0.5).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(fused_copy(model)(inputs()), model(inputs()))
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_compiled_model_in_one_graph_gives_pefts_result(autocast):
-    model = adapted()
-    fused = fused_copy(model)
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    relative = 2e-6 if autocast is None else 2e-2
-    got = {name.removeprefix("_orig_mod."): value for name, value in results(compiled, inputs(), autocast=autocast).items()}
-    assert_same(got, results(model, inputs(), autocast=autocast), relative=relative)
-
-
-def test_a_saved_model_can_be_loaded_and_fused(tmp_path):
-    fused = fused_copy(adapted())
-    torch.save(fused, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    fuse_lora(loaded)
-    torch.testing.assert_close(loaded(inputs()), fused(inputs()))
+    compiled = torch.compile(fused_copy(model), backend="aot_eager", fullgraph=True)
+    got = {name.removeprefix("_orig_mod."): value for name, value in results(compiled, inputs(), autocast=torch.bfloat16).items()}
+    assert_same(got, results(model, inputs(), autocast=torch.bfloat16), relative=2e-2)
 
 
 def test_functional_transforms_take_pefts_code():

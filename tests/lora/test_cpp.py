@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isotype.lora import products
 from isotype.lora.products import add_product_, product_fp32, scaled_product, why_not_native
-from isotype.ops import cpp as ops_cpp
-from isotype.optimize import optimize
-from tests.models import lora, tiny
 
 kernels = pytest.mark.skipif(bool(why_not_native()), reason=why_not_native() or "-")
 # T tokens, N features, R ranks
@@ -91,18 +84,6 @@ def test_a_sum_does_not_depend_on_the_number_of_threads():
 
 
 @kernels
-def test_tensors_without_data_have_results_without_data(monkeypatch):
-    # a plan may be what asks first whether the kernels are there
-    monkeypatch.setattr(products, "native", cache(products.native.__wrapped__))
-    with FakeTensorMode():
-        x, a, left = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, 64), (6, 64), (40, 6)))
-        assert scaled_product(x, a.t()).shape == (40, 6)
-        assert add_product_(x, left, a) is x
-        grad = product_fp32(left, x)
-    assert (grad.shape, grad.dtype) == ((6, 64), torch.float32)
-
-
-@kernels
 def test_what_is_not_finite_comes_through():
     x, a, left = operands(64, 64, 4)
     x[3, 5] = float("inf")
@@ -112,13 +93,3 @@ def test_what_is_not_finite_comes_through():
     got = product_fp32(left, x, 1.0)
     assert not torch.isfinite(got[:, [5, 7]]).any()
     assert torch.isfinite(got[:, :5]).all()
-
-
-def test_without_kernels_pytorchs_products_run_and_the_manifest_gives_the_reason(monkeypatch):
-    model = lora(tiny())
-    monkeypatch.setattr(ops_cpp, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(ops_cpp, "_fallbacks", {})
-    monkeypatch.setattr(products.KERNELS, "library", None)
-    monkeypatch.setattr(products, "native", products.native.__wrapped__)
-    manifest = optimize(model)
-    assert "no C++ compiler (g++ or clang++) was found: the adapters' own products are PyTorch's on this CPU" in manifest.notes

@@ -58,12 +58,6 @@ def test_dropout_gradients_follow_the_mask(branch_fp32):
         assert (gradient.double() - expected[name]).norm() <= (1e-2 if branch_fp32 else 1e-9) * expected[name].norm(), name
 
 
-def test_everything_dropped_is_the_base_product():
-    leaves = {name: t.detach() for name, t in tensors().items()}
-    y = lora_linear(**leaves, dropout=1.0)
-    torch.testing.assert_close(y, torch.nn.functional.linear(leaves["x"], leaves["weight"], leaves["bias"]))
-
-
 def test_each_gradient_leaves_the_function_in_its_tensors_dtype():
     # autograd casts what a leaf gets, so .grad proves nothing: what the function returned is looked at
     returned = []
@@ -113,9 +107,10 @@ def test_autocast_does_not_reach_inside_and_backward_may_run_under_it():
         assert torch.equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("trainable", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("branch_fp32", [False, True])
-@pytest.mark.parametrize("case", ["shared", "expanded", "retained", "second consumer", "view"])
+@pytest.mark.parametrize(
+    ("case", "branch_fp32", "trainable"),
+    zip(("shared", "expanded", "retained", "second consumer", "view"), (False, True, True, False, False), (True, True, False, False, True)),
+)
 def test_writes_into_no_tensor_of_others(case, branch_fp32, trainable):
     dtype = torch.bfloat16 if branch_fp32 else torch.float64
     relative = 3e-2 if branch_fp32 else 1e-10
@@ -147,14 +142,6 @@ def test_writes_into_no_tensor_of_others(case, branch_fp32, trainable):
             assert (gradient.double() - exact[name]).norm() <= relative * exact[name].norm(), name
     for name, t in leaves.items():
         assert torch.equal(t, before[name]), name
-
-
-def test_the_incoming_gradient_is_read_only():
-    leaves = tensors()
-    dy = torch.randn(T, OUT, dtype=torch.float64)
-    before = dy.clone()
-    torch.autograd.grad(lora_linear(**leaves), list(leaves.values()), dy)
-    assert torch.equal(dy, before)
 
 
 def test_a_weight_changed_before_backward_is_an_error():

@@ -16,7 +16,7 @@ from isotype.inference.merge import merge
 from isotype.model.export import digests, refuse_difference, refuse_untrue_config, trained_tensors
 from isotype.runs.folder import CONSENT
 from isotype.tasks.choose import train
-from tests.models import lora, tiny
+from tests.models import lora
 
 TOKENS = torch.arange(3, 20)[None]
 
@@ -67,19 +67,6 @@ def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_b
     merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
     assert config_of(tmp_path / "merged")["tie_word_embeddings"] is False
     torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.full
-def test_a_merged_head_of_several_layers_keeps_what_it_shares_within_itself(workshop, tmp_path):
-    """RoBERTa's head has one bias under two names, which are tied only while the head is the embedding."""
-    base = tmp_path / "base"
-    shutil.copytree(workshop.base, base)
-    tiny("roberta", vocab_size=len(AutoTokenizer.from_pretrained(base)), is_decoder=True, tie_word_embeddings=True).save_pretrained(base)
-    expected = adapter_on(base, tmp_path / "adapter", target_modules=["query"], modules_to_save=["lm_head"])
-    merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()(input_ids=TOKENS).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bf16"])

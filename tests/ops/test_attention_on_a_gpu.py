@@ -63,15 +63,6 @@ def test_the_back_end_follows_from_shapes_and_device(pretend, asked, hopper, amp
     assert [pretend(capability, **asked) for capability in (HOPPER, AMPERE, TURING)] == [hopper, ampere, turing]
 
 
-@pytest.mark.parametrize("depth", [128, 192, 200, 224, 232, 256])
-def test_a_head_size_without_a_backward_on_small_gpus_is_left_to_pytorch(pretend, depth):
-    # PyTorch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
-    small = "sdpa" if 192 < depth <= 224 else "flash"
-    assert [pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))] == [small] * 4
-    assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == ["flash"] * 3
-    assert pretend((13, 0), depth, packed=True) == "sdpa"
-
-
 def test_cudnn_runs_where_pytorch_would_run_it(pretend, monkeypatch):
     assert [pretend(c) for c in (HOPPER, BLACKWELL, ADA, CONSUMER_BLACKWELL)] == ["cudnn", "cudnn", "flash", "flash"]
     with monkeypatch.context() as m:
@@ -98,15 +89,6 @@ def test_a_back_end_that_the_user_switched_off_is_not_called(pretend, monkeypatc
     assert [pretend(HOPPER, packed=True), pretend(AMPERE)] == ["sdpa", "sdpa"]
 
 
-def test_a_softcap_is_computed_plainly_where_triton_cannot_run(pretend, monkeypatch):
-    assert pretend(AMPERE, softcap=50.0) == "flex"
-    monkeypatch.setattr(gpu, "why_no_kernels", lambda device: "Triton cannot run a kernel")
-    assert pretend(AMPERE, softcap=50.0) == "plain"
-    # a plan launches nothing
-    with planned_for("cuda"):
-        assert pretend(AMPERE, softcap=50.0) == "flex"
-
-
 def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     graphs, runs = [], []
 
@@ -130,34 +112,6 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
     assert len(graphs) <= 4
     assert len(runs) == len(lengths)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("told", [True, False], ids=["by torch.compile", "where it compiles"])
-def test_more_kinds_of_calls_are_compiled_than_dynamo_allows_by_default(monkeypatch, told):
-    if not told:
-        # of an older torch, whose compile takes no limit
-        monkeypatch.setattr(gpu.inspect, "signature", lambda function: SimpleNamespace(parameters={}))
-    graphs = []
-    doubled = gpu.compiled(lambda x: x * 2, lambda graph, inputs: graphs.append(graph) or graph.forward)
-    for dimensions in range(1, 13):
-        assert doubled(torch.ones((1,) * dimensions)).sum() == 2
-    assert len(graphs) == 12
-
-
-def test_block_masks_are_those_of_their_own_batch(monkeypatch):
-    monkeypatch.setattr(gpu, "_kept", OrderedDict())
-    q, k, v = (x.detach() for x in drawn(torch.float32))
-    for documents in (Documents.of([10, 14, 5, 19]), Documents.of([20, 4, 24]), None):
-        for window in (None, 5):
-            for _ in range(2):
-                got = gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, window, 3.0, documents)
-            torch.testing.assert_close(got, written_out(q, k, v, causal=True, window=window, softcap=3.0, documents=documents))
-    assert len(gpu._kept) == 6
-    for positions in range(8, 8 + gpu.KEPT):
-        q, k, v = (x.detach() for x in drawn(torch.float32, positions=positions))
-        gpu.flex_attention_softcapped(q, k, v, None, True, 0.25, None, 3.0, None)
-    assert len(gpu._kept) == gpu.KEPT
 
 
 def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():
@@ -190,7 +144,7 @@ def test_cudnn_gets_no_mask_tensor(masked, monkeypatch):
     assert allowed == ([False, False] if masked else [True])
 
 
-DOCUMENTS = Documents.of([100, 0, 156, 200, 56])
+DOCUMENTS, PACKED = Documents.of([100, 0, 156, 200, 56]), Documents.of([10, 14, 5, 19])
 
 
 @pytest.mark.parametrize(
@@ -246,9 +200,10 @@ def written_out(q, k, v, *, causal, window=None, softcap=None, documents=None, m
     return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("documents", [None, Documents.of([10, 14, 5, 19])], ids=["whole", "packed"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0), (5, 3.0)])
+@pytest.mark.parametrize(
+    ("causal", "documents", "window", "softcap"),
+    [(False, PACKED, None, None), (True, None, 5, None), (False, None, None, 3.0), (True, PACKED, 5, 3.0)],
+)
 def test_windows_softcaps_and_documents_are_what_they_say(causal, documents, window, softcap):
     options = {"causal": causal, "window": window, "softcap": softcap, "documents": documents}
     results = []
@@ -259,8 +214,7 @@ def test_windows_softcaps_and_documents_are_what_they_say(causal, documents, win
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("documents", [None, Documents.of([10, 14, 5, 19])], ids=["whole", "packed"])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (PACKED, 5)])
 def test_flex_attention_computes_the_softcap(documents, window):
     q, k, v = (x.detach() for x in drawn(torch.float32))
     mask = torch.rand(2, 1, 24, 24) < 0.7

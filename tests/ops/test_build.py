@@ -1,7 +1,6 @@
 """Where compiled kernels are kept, and that one process at a time builds, where the system can say so."""
 
 import os
-import sys
 
 import pytest
 
@@ -17,18 +16,6 @@ def test_the_folder_follows_the_variables(tmp_path, monkeypatch):
     assert ops_cpp.folder() == tmp_path / "xdg/isotype"
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     assert ops_cpp.folder().name.startswith("isotype-")
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_build_works_without_flock(tmp_path, monkeypatch, windows):
-    if windows:
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-        monkeypatch.delattr("os.getuid")
-        monkeypatch.setenv("USERNAME", "someone")
-        monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "mine"))
-        assert ops_cpp.folder() == tmp_path / "mine"
-    with ops_cpp.locked(tmp_path / "x.lock"):
-        assert (tmp_path / "x.lock").exists() is not windows
 
 
 @pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")

@@ -61,7 +61,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["cpp", "eager"])
+@pytest.mark.parametrize("kernels", ["cpp", pytest.param("eager", marks=pytest.mark.full)])
 @pytest.mark.parametrize("op", OPS)
 def test_forward_and_backward_read_nothing_on_the_host(op, kernels):
     # "cpp": each op as one operator, as with kernels; "eager": every operator of the formulas, loops over chunks included
@@ -104,9 +104,7 @@ def test_the_mode_raises_for_operators_that_wait_for_the_device():
         x.nonzero()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0], ids=["none ignored", "some ignored", "all ignored"])
-@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize(("reduction", "share", "statistics"), [("mean", 0.4, True), ("none", 0.4, False), ("mean", 1.0, True)])
 def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share, statistics):
     hidden, weight = torch.randn(150, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64) / 8
     labels = torch.randint(0, V, (150,))

@@ -33,7 +33,7 @@ from isotype.ops.rms_norm import triton as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
-from tests.ops.trials import FACTOR, error, ptx
+from tests.ops.trials import FACTOR, error
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ALL = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -309,44 +309,3 @@ def test_a_row_of_nan_poison_is_overwritten(monkeypatch):
     with interpreted():
         for op, shapes in CASES.values():
             assert all(t.isfinite().all() for t in results(op, [torch.randn(s) for s in shapes], "triton"))
-
-
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("kind", ["first half of a wider table", "every second value", "turned over"])
-def test_rope_reads_its_tables_where_they_lie_and_launches_once(monkeypatch, kind, batches):
-    """transformers' tables are twice as wide as what is used of them; a copy of a part of them costs a launch a table, layer and pass."""
-    from isotype.ops.rope import triton as rope_kernels
-
-    def table():
-        return {
-            "first half of a wider table": lambda: torch.randn(batches, 5, 8)[..., :4],
-            "every second value": lambda: torch.randn(batches, 5, 8)[..., ::2],
-            "turned over": lambda: torch.randn(batches, 4, 5).transpose(1, 2),
-        }[kind]()
-
-    q, k, cos, sin = torch.randn(2, 5, 6, 8).transpose(1, 2), torch.randn(2, 2, 5, 8), table(), table()
-    want = rope(q, k, cos, sin)
-    launches, original = [], rope_kernels.rotate_pair
-    monkeypatch.setattr(rope_kernels, "rotate_pair", lambda *a, **o: (launches.append(a[2:4]), original(*a, **o))[1])
-    with interpreted(), using("triton"):
-        got = rope(q, k, cos, sin)
-    torch.testing.assert_close(got, want)
-    assert len(launches) == 1
-    assert [t.data_ptr() for t in launches[0]] == [cos.data_ptr(), sin.data_ptr()]
-
-
-FP32 = dict.fromkeys(("smoothing", "scale", "softcap", "z_loss"), "fp32")
-POINTERS = dict.fromkeys(("loss", "lse", "log_probs", "entropy", "log_sum_sq", "mean", "dloss", "dlog_probs", "dlse", "dentropy"), "*fp32")
-TYPES = {**FP32, **POINTERS, "logits": "*bf16", "out": "*bf16", "targets": "*i64", "top1": "*i64"}
-
-
-@pytest.mark.parametrize("name", ["cross_entropy_forward", "cross_entropy_backward", "row_values", "row_value_gradients"])
-def test_a_vocabulary_that_is_no_multiple_of_16_is_read_and_written_16_bytes_at_a_time(name):
-    """Llama's with one added token: a mask over every block made each of its values a load and a store of its own."""
-    kernel = getattr(loss_kernels, f"{name}_kernel")
-    flags = {flag: False for flag in kernel.arg_names if flag.startswith("HAS_")}
-    writes = "out" in kernel.arg_names
-    flags |= {"BLOCK": 4096} if writes else {"LANES": 512, "EACH": 8}
-    code = ptx(kernel, TYPES, flags, ("classes", "columns", "first_class", "blocks", "ignore_index"))
-    assert code.count("ld.global.v4") >= 2
-    assert code.count("st.global.v4") == (2 if writes else 0)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
-from isotype.ops.linear_cross_entropy import products as chunks
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.ops.trials import FACTOR, error, plain_weighted
 
@@ -28,8 +27,7 @@ def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
     return x.to(dtype), w.to(dtype), b.to(dtype), targets
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("options", "reduction"), zip(OPTIONS.values(), ["none", "mean"]), ids=OPTIONS)
 def test_gradients_agree_with_finite_differences(options, reduction):
     x, w, b, targets = make(6, 3, 7)
     assert torch.autograd.gradcheck(
@@ -71,18 +69,7 @@ def test_the_mean_rounds_no_gradient_a_second_time(num_items):
         assert error(mine.grad, truth.grad) <= 1.1 * error(theirs.grad, truth.grad)
 
 
-def test_a_loss_scale_that_is_a_power_of_two_is_exact_in_bf16():
-    x, w, _, targets = make(64, 16, 100)
-    grads = []
-    for scale in (1.0, 2.0**16):
-        leaves = [t.bfloat16().requires_grad_() for t in (x, w)]
-        (linear_cross_entropy(*leaves, targets) * scale).backward()
-        grads.append([t.grad * (2.0**16 / scale) for t in leaves])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 1)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("trained", "reduction"), [((0,), "mean"), ((1,), "none"), ((2,), "mean"), ((0, 1), "none")], ids=str)
 def test_hidden_head_and_bias_may_be_frozen(trained, reduction):
     results = []
     for f in (linear_cross_entropy, linear_cross_entropy_reference):
@@ -110,8 +97,7 @@ def test_upstream_gradient_second_backward_and_second_consumer(reduction):
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("upstream", [2.0**16, 2.0**-8])
+@pytest.mark.parametrize(("reduction", "upstream"), [("mean", 2.0**16), ("none", 2.0**-8)])
 def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstream):
     x, w, _, targets = make(256, 32, 20000)
     # near-uniform probabilities: each 5e-5, and divided by 220 tokens 2e-7, where fp16 has two bits left
@@ -144,15 +130,7 @@ def test_logits_never_exist_at_once():
     assert max(seen) <= 64 * 2000
 
 
-def test_chunks_depend_on_shapes_alone():
-    cpu = torch.device("cpu")
-    assert chunks.extent(2048, 128256, 2, cpu, head=True) == 1024
-    assert chunks.extent(2048, 128256, 2, cpu, head=False) == 256
-    assert chunks.extent(10**6, 128256, 2, cpu, head=True) <= 256 * 2**20 // (128256 * 2) + 64
-    assert chunks.extent(5, 10**9, 2, cpu, head=True) == 64
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_chunk_size_changes_only_rounding(chunk):
     x, w, b, targets = make()
     got = [t.clone().requires_grad_() for t in (x, w, b)]
@@ -162,14 +140,13 @@ def test_chunk_size_changes_only_rounding(chunk):
     torch.testing.assert_close([t.grad for t in got], [t.grad for t in want])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_statistics_are_those_of_the_whole_logits(options):
+def test_statistics_are_those_of_the_whole_logits():
+    options = OPTIONS["all"]
     x, w, _, targets = make()
     x.requires_grad_()
     loss, stats = linear_cross_entropy(x, w, targets, statistics=True, chunk=6, **options)
-    cap, scale = options.get("softcap"), options.get("logit_scale", 1.0)
-    z = F.linear(x, w) * scale
-    z = cap * torch.tanh(z / cap) if cap else z
+    cap = options["softcap"]
+    z = cap * torch.tanh(F.linear(x, w) * options["logit_scale"] / cap)
     keep = targets != -100
     log_p = z.log_softmax(-1)
     torch.testing.assert_close(stats.log_probs[keep], log_p[keep].gather(-1, targets[keep, None]).squeeze(-1))
@@ -225,8 +202,7 @@ def test_bad_arguments_raise_errors_that_name_them():
         linear_cross_entropy(x, w, targets + 50)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("cast", [pytest.param(None, marks=pytest.mark.full), torch.bfloat16], ids=["off", "bf16"])
+@pytest.mark.parametrize(("reduction", "cast"), [("mean", torch.bfloat16), pytest.param("none", None, marks=pytest.mark.full)])
 def test_compiles_without_a_graph_break(reduction, cast):
     torch._dynamo.reset()
     x, w, b, targets = make(dtype=torch.float32)
@@ -268,10 +244,9 @@ def test_derivatives_of_torch_func_are_pytorchs(options):
         torch.testing.assert_close(torch.func.grad(mine)(x, w, b), plain)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_derivatives_are_refused(reduction):
+def test_second_derivatives_are_refused():
     x, w, _, targets = make()
-    loss = linear_cross_entropy(x.requires_grad_(), w, targets, reduction=reduction).sum()
+    loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     with pytest.raises(UsageError, match="no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(UsageError, match="statistics=True is not available"):
@@ -291,8 +266,7 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
 # --- weights of classes and tokens
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("which", ["classes", "tokens", "both"])
+@pytest.mark.parametrize(("reduction", "which"), [("mean", "both"), ("sum", "classes"), ("none", "tokens")])
 def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
     results = []
     for op in ("mine", "plain"):
@@ -312,32 +286,6 @@ def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
     torch.testing.assert_close(*results)
 
 
-def test_torchs_own_mean_divides_by_the_weights_of_the_targets():
-    x, w, _, targets = make()
-    classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64)
-    torch.testing.assert_close(
-        linear_cross_entropy(x, w, targets, class_weights=classes), F.cross_entropy(F.linear(x, w), targets, weight=classes)
-    )
-
-
-def test_weighted_bf16_gradients_are_as_good_as_plain_pytorchs():
-    x, w, b, targets = make(256, 64, 900)
-    classes, tokens = torch.linspace(0.1, 2.0, 900), torch.linspace(0.5, 3.0, 256)
-    leaves = [t.bfloat16().requires_grad_() for t in (x, w, b)]
-    peer = [t.detach().clone().requires_grad_() for t in leaves]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    linear_cross_entropy(
-        leaves[0], leaves[1], targets, bias=leaves[2], class_weights=classes, token_weights=tokens, label_smoothing=0.1, chunk=64
-    ).backward()
-    for given in (peer, exact):
-        z = F.linear(*given)
-        z = z if z.dtype == torch.float64 else z.float()
-        loss = F.cross_entropy(z, targets, weight=classes.to(z), label_smoothing=0.1, reduction="none") * tokens.to(z)
-        (loss.sum() / (tokens * classes[targets.clamp(min=0)]).masked_fill(targets == -100, 0.0).sum()).backward()
-    for mine, theirs, truth in zip(leaves, peer, exact):
-        assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
-
-
 def test_statistics_return_logsumexp_and_the_z_loss():
     x, w, b, targets = make()
     loss, seen = linear_cross_entropy(x, w, targets, bias=b, z_loss=1e-2, statistics=True, reduction="none")
@@ -351,8 +299,6 @@ def test_statistics_return_logsumexp_and_the_z_loss():
     ("given", "kind", "words"),
     [
         ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
-        ({"token_weights": torch.ones(3)}, ShapeError, "token_weights"),
-        ({"class_weights": torch.ones(50, requires_grad=True)}, UsageError, "gets none"),
         ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
         ({"token_weights": torch.ones(20), "statistics": True}, UsageError, "linear_log_probs"),
     ],

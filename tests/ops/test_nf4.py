@@ -17,7 +17,6 @@ from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, on_a_gpu
 from tests.gpu import kernels as running
-from tests.ops.trials import ptx
 
 
 def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8, device="cpu"):
@@ -26,16 +25,14 @@ def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8,
     return quantize_4bit(weight, blocksize=blocksize, compress_statistics=double, quant_type=kind, quant_storage=storage)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {},
-        {"double": False},
-        {"kind": "fp4"},
-        {"blocksize": 128},
-        {"storage": torch.bfloat16},
-        {"kind": "fp4", "double": False, "blocksize": 256},
+        ({}, torch.float32),
+        ({"double": False}, torch.bfloat16),
+        ({"blocksize": 128}, torch.float16),
+        ({"storage": torch.bfloat16}, torch.bfloat16),
+        ({"kind": "fp4", "double": False, "blocksize": 256}, torch.float32),
     ],
     ids=str,
 )
@@ -90,12 +87,3 @@ def test_the_kernel_compiles_for_every_output_and_target(target, double, beside)
         triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
 
     compile_matrix(run, (torch.empty(64, 640 + beside),), targets=[target], fail_on="note", binary=True)
-
-
-@pytest.mark.parametrize(("nested", "loads"), [(True, 1 + 16 + 4), (False, 1 + 16 + 1)])
-def test_a_scale_is_decoded_once_for_eight_bytes(nested, loads):
-    """A thread's 8 packed bytes are one load, their 16 values a look-up each, and their one scale a load, or four where it is quantised."""
-    pointers = dict.fromkeys(("code", "inner_absmax", "inner_code", "offset"), "*fp32")
-    types = {**pointers, "packed": "*u8", "absmax": "*u8" if nested else "*fp32", "out": "*bf16"}
-    flags = {"SCALED": 32, "INNER": 256, "NESTED": nested, "BESIDE": False, "WHOLE": True, "BLOCK": triton.BLOCK}
-    assert ptx(triton.widen_4bit_kernel, types, flags, warps=4).count("ld.global") == loads

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.ops import backend, launch
 
@@ -43,36 +42,6 @@ def test_a_device_whose_kernels_fail_runs_plain_pytorch_and_others_do_not(monkey
         == "Triton cannot run a kernel: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
     )
     assert not backend.triton_runs(on(SECOND, torch.float64))
-
-
-def test_a_failure_of_one_moment_is_forgotten_and_said_once(monkeypatch, capsys):
-    errors = [torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError("CUDA out of memory"), None]
-
-    def probe(device):
-        error = errors.pop(0)
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(launch, "probe", probe)
-    assert [backend.triton_runs(on(FIRST)) for _ in range(4)] == [False, False, True, True]
-    assert capsys.readouterr().err == (
-        "isotype: ops run as plain PyTorch on cuda:0: Triton cannot run a kernel: OutOfMemoryError: CUDA out of memory\n"
-    )
-
-
-def test_a_probe_that_is_first_asked_under_a_fake_mode_runs_outside_it(monkeypatch):
-    """Under FakeTensorMode the value read back was no number, and every op of the process ran as plain PyTorch from then on."""
-
-    def probe(device):
-        x = torch.ones(1)
-        x += 1
-        if float(x) != 2.0:
-            raise RuntimeError(f"1 + 1 was {float(x)}")
-
-    monkeypatch.setattr(launch, "probe", probe)
-    with FakeTensorMode():
-        assert backend.why_no_kernels(FIRST) == ""
-    assert backend.why_no_kernels(FIRST) == ""
 
 
 def test_a_missing_triton_is_named(monkeypatch):

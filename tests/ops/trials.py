@@ -36,21 +36,3 @@ def plain_weighted(x, w, b, targets, reduction, class_weights, token_weights, sm
     counted = counted if class_weights is None else counted * class_weights[targets.clamp(min=0)]
     total = loss.sum()
     return total if reduction == "sum" else total / counted.masked_fill(targets == -100, 0.0).sum()
-
-
-def ptx(kernel, types, flags, unaligned=(), warps=8):
-    """What a Triton kernel becomes for sm_90 where every pointer and integer but `unaligned` is a multiple of 16; an integer where `types`
-    names none."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in flags else types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in (*flags, *unaligned) and signature[name] != "fp32"]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in flags.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]

@@ -49,8 +49,10 @@ def gradients(model, inputs):
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "padded"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("llama", False), ("gemma3_text", True), *(pytest.param(name, False, marks=pytest.mark.full) for name in MORE)],
+)
 def test_gradients_are_as_near_to_fp64_as_the_models_own(family, whole, calls):
     model = tiny(family, dtype=torch.bfloat16, **SDPA, **({"sliding_window": 30} if family == "gemma3_text" else {})).train()
     mine, exact = copy.deepcopy(model), copy.deepcopy(model).double()
@@ -60,18 +62,6 @@ def test_gradients_are_as_near_to_fp64_as_the_models_own(family, whole, calls):
     theirs, ours = error(gradients(model, inputs), truth), error(gradients(mine, inputs), truth)
     assert ours <= FACTOR * theirs
     assert calls == [75, 75]
-
-
-def test_a_layers_own_size_decides_the_back_ends_where_sizes_differ():
-    model = tiny("gemma4_unified_text", num_hidden_layers=2, head_dim=8, global_head_dim=16)
-    for layer in model.model.layers:
-        said = placed.back_ends(layer.self_attn)
-        del layer.self_attn.head_dim  # as Dots 3 Note, which keeps it in the configuration alone
-        assert placed.back_ends(layer.self_attn) == said
-
-
-def test_an_eager_model_keeps_its_attention():
-    assert not [e for e in optimize(tiny("llama", dtype=torch.bfloat16)).entries if e.part == "attention"]
 
 
 def test_another_implementation_set_later_is_followed(calls):
@@ -121,13 +111,12 @@ def test_generation_runs_the_op_on_the_prompt_alone(calls):
     assert calls == [50, 50]
 
 
-@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
-def test_a_position_bias_is_the_models(family):
+def test_a_position_bias_is_the_models():
     """T5-likes hand a tensor to the attention function; without dropout 40 queries would be the op's to compute."""
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](
+    config = CONFIG_MAPPING["t5"](
         vocab_size=96, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
         eos_token_id=1,
     )  # fmt: skip
@@ -139,15 +128,3 @@ def test_a_position_bias_is_the_models(family):
     torch.testing.assert_close(losses[1].detach() * 1, losses[0].detach(), rtol=2e-2, atol=2e-2)
     losses[1].backward()
     assert mine.generate(input_ids=ids, max_new_tokens=3, do_sample=False).shape[1] > 1
-
-
-def test_an_attention_function_of_the_users_is_not_replaced():
-    from transformers import AttentionInterface
-
-    def own(*args, **kwargs):
-        raise AssertionError
-
-    table = AttentionInterface()
-    assert placed.Functions(table).get_interface("sdpa", own) is not table.get_interface("sdpa", own)
-    table["sdpa"] = own
-    assert placed.Functions(table).get_interface("sdpa", own) is own

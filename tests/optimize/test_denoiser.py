@@ -14,10 +14,9 @@ pytest.importorskip("diffusers")
 from benchmarks import diffusion as benchmark
 from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
-from diffusers.models.attention_processor import AttnProcessor
 
 from isotype.ops import cpp as ops_cpp
-from isotype.optimize import denoiser, joint_attention, optimize, restore
+from isotype.optimize import denoiser, joint_attention, optimize
 from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
@@ -83,15 +82,6 @@ def test_a_model_that_is_outlined_gets_the_same_ops():
     assert "gated_residual" in outlined
 
 
-def test_restore_leaves_the_classes_own_forwards():
-    plain, ours, family, batch = pair("Flux")
-    want = loss(plain, family, batch)
-    optimize(ours)
-    assert restore(ours)
-    assert not [name for name, module in ours.named_modules() if "forward" in vars(module)]
-    assert torch.equal(loss(ours, family, batch), want)
-
-
 def test_copies_and_pickles_compute_the_same():
     _, ours, family, batch = pair("SD3.5")
     optimize(ours)
@@ -138,22 +128,6 @@ def test_what_the_form_does_not_know_runs_the_classes_own_code():
         model.transformer_blocks[1].norm2.register_forward_hook(lambda module, args, output: output * 1.5)
         model.transformer_blocks[1].norm1.norm.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
     torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
-
-
-def test_a_processor_that_was_changed_since_is_asked():
-    plain, ours, family, batch = pair("PixArt")
-    optimize(ours)
-    seen = []
-
-    class Other(AttnProcessor):
-        def __call__(self, attn, hidden_states, *args, **kwargs):
-            seen.append(attn)
-            return super().__call__(attn, hidden_states, *args, **kwargs) * 2
-
-    for model in (plain, ours):
-        model.transformer_blocks[0].attn1.set_processor(Other())
-    torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
-    assert len(seen) == 2
 
 
 def test_what_attention_is_told_besides_reaches_the_class():

@@ -70,8 +70,7 @@ def test_every_replaced_modules_output_can_be_changed_in_place(family, kind):
         assert (got - want).norm() <= (2e-2 if kind == "nf4" else 1e-4) * want.norm() + 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["olmo", "gemma3n_text"])
+@pytest.mark.parametrize(("family", "dtype"), [("olmo", torch.float32), ("gemma3n_text", torch.bfloat16)])
 def test_models_that_do_so_themselves(family, dtype):
     model = made(family, "lora", dtype)
     mine = copy.deepcopy(model)
@@ -83,22 +82,3 @@ def test_models_that_do_so_themselves(family, dtype):
     mine(**batch(length=40), use_cache=False)
     with torch.no_grad():
         mine.eval()(**batch(length=40))
-
-
-def test_logits_changed_in_place():
-    model = tiny("llama")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-
-    def loss_of(each):
-        out = each(**batch())
-        logits = out.logits
-        logits[..., 5] = -30.0
-        logits /= 2.0
-        flat = logits[:, 1:].reshape(-1, 96)
-        return torch.nn.functional.cross_entropy(flat, batch()["labels"][:, 1:].reshape(-1)) + out.loss
-
-    for got, want in zip(
-        *([loss, *torch.autograd.grad(loss, list(each.parameters()))] for each in (mine, model) for loss in [loss_of(each)])
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

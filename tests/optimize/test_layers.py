@@ -17,6 +17,8 @@ logging.set_verbosity_error()
 MORE = {"gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}, "vaultgemma": {"query_pre_attn_scalar": 8}}
 FUSED = ("llama", "gemma2", "gemma3_text", "glm4", "granite", "gpt_oss", "vaultgemma")
 AFTER = ("olmo2", "exaone4")
+FEW = ("llama", "gemma2", "granite", "gpt_oss", "exaone4")
+FAMILIES = [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in (*FUSED, *AFTER)]
 LEFT = {
     "starcoder2": "it has 0 norms",
     "phi": "it has 0 norms",
@@ -45,7 +47,7 @@ def placed(manifest):
     return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PART}
 
 
-@pytest.mark.parametrize("family", [*FUSED, *AFTER])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_the_models_own(family):
     model, mine, manifest = pair(family)
     assert {op for op, _ in placed(manifest)} == {"add_rms_norm" if family in FUSED else "halves"}, str(manifest)
@@ -54,33 +56,6 @@ def test_a_step_is_the_models_own(family):
     assert grads.keys() == theirs.keys()
     for name, gradient in theirs.items():
         torch.testing.assert_close(grads[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.parametrize("family", ["gemma2", "glm4", "granite", "olmo2"])
-def test_in_bf16_the_layers_change_no_bit_of_what_the_other_ops_give(monkeypatch, family):
-    model, mine, _ = pair(family, torch.bfloat16)
-    if family == "granite":
-        # no power of two, so that a product is rounded
-        for m in (model, mine):
-            for layer in m.model.layers:
-                layer.residual_multiplier = 0.22
-    monkeypatch.setattr(layers, "is_candidate", lambda module: False)
-    optimize(model)
-    with torch.no_grad():
-        want, got = (m(**batch(), use_cache=False).logits.float() for m in (model, mine))
-    if family == "granite":
-        # its own code rounds what it multiplies, and then the sum
-        torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6 * want.abs().max().item())
-    else:
-        assert torch.equal(got, want)
-
-
-def test_granites_multiplier_is_read_at_each_call():
-    model, mine, _ = pair("granite")
-    for m in (model, mine):
-        for layer in m.model.layers:
-            layer.residual_multiplier = 0.25
-    torch.testing.assert_close(step(mine)[0], step(model)[0])
 
 
 @pytest.mark.parametrize("family", LEFT)
@@ -101,7 +76,7 @@ def test_a_layer_that_drops_values_in_training_alone_is_of_another_form(dropout)
     assert isinstance(found, str) if dropout else isinstance(found, layers.LayerSettings)
 
 
-@pytest.mark.parametrize("family", ["olmo2", "granite"])
+@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 def test_restore_takes_the_layers_back(family):
     model, mine, _ = pair(family)
     restore(mine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import types
 import warnings
 
@@ -15,7 +14,7 @@ from torch import nn
 from isotype.optimize import optimize, restore
 from isotype.optimize.head import BYPASSED
 from isotype.optimize.instances import foreign
-from isotype.optimize.rotary import has_the_form, replacement, rotary_name, tables
+from isotype.optimize.rotary import replacement, tables
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -109,27 +108,6 @@ def test_a_forward_wrapped_by_an_unknown_library_is_named():
     assert foreign(module) == "its forward was already replaced by accelerate"
 
 
-def test_a_rotation_is_recognised_by_its_signature(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    source = types.ModuleType("tests.renamed")
-    attention = modeling_llama.LlamaAttention.forward
-    called = "apply_rotary_pos_emb"
-    renamed = attention.__code__.replace(co_names=tuple("turn" if n == called else n for n in attention.__code__.co_names))
-    source.__dict__.update(attention.__globals__)
-    source.turn = source.__dict__.pop(called)
-    monkeypatch.setitem(sys.modules, "tests.renamed", source)
-    forward = types.FunctionType(renamed, source.__dict__, "forward", attention.__defaults__)
-    forward.__module__ = "tests.renamed"
-    want, _ = loss_and_gradients(tiny("llama"), batch())
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    model = tiny("llama")
-    assert rotary_name(model.model.layers[0].self_attn) == "turn"
-    assert ("rotary", "rope") in {(e.part, e.op) for e in optimize(model).replaced}
-    got, _ = loss_and_gradients(model, batch())
-    torch.testing.assert_close(got, want)
-
-
 def test_a_rotation_that_is_called_without_keys_is_the_models_own():
     """Qwen 4's indexer rotates its queries alone, and its attention both, by the same function."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb as original
@@ -141,42 +119,3 @@ def test_a_rotation_that_is_called_without_keys_is_the_models_own():
     across = q.transpose(1, 2)
     torch.testing.assert_close(ours(across, cos=cos, sin=sin, unsqueeze_dim=2), original(across, cos=cos, sin=sin, unsqueeze_dim=2))
     torch.testing.assert_close(ours(q, k, cos=cos, sin=sin), original(q, k, cos, sin))
-
-
-def apply_rotary_to_one(x, cos, sin):
-    return x * cos + sin
-
-
-def decorated(f):
-    import functools
-
-    @functools.wraps(f)
-    def wrapper(*args, **kwargs):
-        return f(*args, **kwargs)
-
-    return wrapper
-
-
-def turn(q, k, cos, sin):
-    return q * cos, k * sin
-
-
-class OneByOne(nn.Module):
-    def forward(self, x):
-        return apply_rotary_to_one(x, 1, 0)
-
-
-class Decorated(nn.Module):
-    @decorated
-    def forward(self, x):
-        return turn(x, x, 1, 0)
-
-
-def test_what_only_looks_like_a_rotation_has_its_line():
-    assert has_the_form(turn)
-    assert not has_the_form(apply_rotary_to_one)
-    manifest = optimize(nn.ModuleList([OneByOne(), Decorated()]))
-    assert reasons(manifest, "rotary") == {
-        "apply_rotary_to_one(x, cos, sin) is not of the form (q, k, cos, sin)",
-        "its forward is decorated: rebuilt over other globals it would lose the decorator",
-    }

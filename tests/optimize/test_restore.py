@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -60,7 +59,7 @@ def wrapped(model, seen):
         module.forward = forward
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora", "nf4"])
+@pytest.mark.parametrize("kind", ["plain", "nf4"])
 def test_a_users_wrappers_stay_and_call_the_models_own_code(kind):
     model = made(kind)
     want = model(**batch(length=40)).loss.detach()
@@ -95,8 +94,7 @@ def test_a_users_generate_is_preserved():
     assert model.generate is generate
 
 
-@pytest.mark.parametrize("kind", ["plain", "lora"])
-@pytest.mark.parametrize("order", ["offload after", "offload before"])
+@pytest.mark.parametrize(("kind", "order"), [("lora", "offload after"), ("plain", "offload before")])
 def test_accelerates_offloading_is_preserved(kind, order):
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
@@ -119,17 +117,3 @@ def test_accelerates_offloading_is_preserved(kind, order):
     remove_hook_from_submodules(model)
     assert torch.equal(model(**batch(length=40)).loss.detach(), want)
     assert not ours(model)
-
-
-def test_a_copy_under_wrappers_is_restored_alone():
-    model = made("plain")
-    optimize(model)
-    seen = []
-    model.model.norm.forward = functools.partial(model.model.norm.forward)
-    twin = copy.deepcopy(model)
-    want = model(**batch()).loss.detach() * 1
-    restore(twin)
-    assert not ours(twin)
-    torch.testing.assert_close(twin(**batch()).loss.detach(), want)
-    assert ours(model)
-    assert not seen

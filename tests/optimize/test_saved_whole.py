@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +48,7 @@ def same_behaviour(model, twin):
 
 
 CASES = [
-    *(pytest.param(family, "plain", "torch.save", marks=() if family in ("llama", "gemma2") else pytest.mark.full) for family in FAMILIES),
+    *(pytest.param(family, "plain", "torch.save", marks=() if family == "gemma2" else pytest.mark.full) for family in FAMILIES),
     *(("llama", "lora", way) for way in WAYS),
     ("phi3", "nf4", "torch.save"),
 ]
@@ -74,7 +70,7 @@ def test_what_is_read_back_is_optimised_and_independent(family, kind, way):
     assert not any("forward" in vars(module) or "generate" in vars(module) for module in twin.modules())
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", [torch_saved, copy.deepcopy])
 def test_a_declared_precision_is_saved_with_the_model(way):
     model = tiny("qwen2")
     optimize(model, "bf16-lora")
@@ -82,32 +78,3 @@ def test_a_declared_precision_is_saved_with_the_model(way):
     twin = way(model)
     assert precision_of(twin) == PRESETS["bf16-lora"]
     same_behaviour(model, twin)
-
-
-@pytest.mark.full
-def test_another_process_loads_it(tmp_path):
-    model = made("llama", "lora")
-    optimize(model)
-    torch.save(model, tmp_path / "model.pt")
-    want = float(model(**batch()).loss)
-    code = (
-        "import sys, torch; from tests.optimize.models import batch;"
-        "print(repr(float(torch.load(sys.argv[1], weights_only=False)(**batch()).loss)))"
-    )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert done.stdout.strip() == repr(want), done.stderr[-2000:]
-
-
-def test_outputs_can_be_saved():
-    model = tiny("llama")
-    want = model(**batch())
-    optimize(model)
-    got = model(**batch())
-    for way in WAYS.values():
-        logits = way(got.logits.detach())
-        assert type(logits) is torch.Tensor
-        torch.testing.assert_close(logits, want.logits.detach())
-        torch.testing.assert_close(way(got.loss.detach()) * 1, want.loss.detach())

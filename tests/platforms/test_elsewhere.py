@@ -34,7 +34,20 @@ def step(model, x, optimizer):
         optimizer.step()
 """
 LOG = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16\n"
-REFUSED = ["train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report", "doctor trace", "doctor conform", "doctor kernels"]
+REFUSED = [
+    "train",
+    "plan",
+    "quickstart",
+    "chat",
+    "sample",
+    "eval",
+    "merge",
+    "export",
+    "report",
+    "doctor trace",
+    "doctor conform",
+    "doctor kernels",
+]
 
 
 def isotype(system: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -56,16 +56,19 @@ def test_file_and_layers_say_the_same(saved, name):
 def test_quantisation_of_other_libraries_is_recognised():
     assert of_config(PretrainedConfig()) is None
     assert of_model(tiny()) is None
-    assert of_config(PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4})) == Quantisation("awq", "awq")
+    found = of_config(PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}))
+    assert str(found) == "int4 by awq, a scale for 128 of a row"
+    assert of_config(PretrainedConfig(quantization_config={"quant_method": "hqq"})).unread.startswith("quantised by hqq")
 
 
 @pytest.mark.parametrize(
     ("found", "precision", "message"),
     [
-        (Quantisation("bitsandbytes", "fp4", "fp32", "uint8", False), NF4, "its weights are fp4, and no precision declares that"),
+        (Quantisation("bitsandbytes", "fp4", "fp32", "uint8", False), NF4, "its weights are fp4, and no precision declares fp4"),
         (Quantisation("bitsandbytes", "int8"), NF4, "its weights are int8"),
-        (Quantisation("gptq", "gptq"), NF4, "quantised by gptq"),
-        (GIVEN["nf4"][1], PRESETS["bf16-lora"], r"nf4 already, declared base bf16(.|\n)*precision\.preset: nf4-lora"),
+        (Quantisation("hqq", "hqq", unread="quantised by hqq"), NF4, "quantised by hqq"),
+        (Quantisation("gptq", "int4"), NF4, "its weights are int4 already, declared base nf4"),
+        (GIVEN["nf4"][1], PRESETS["bf16-lora"], r"nf4 already, declared base bf16(.|\n)*precision\.preset: auto"),
     ],
 )
 def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason(found, precision, message):

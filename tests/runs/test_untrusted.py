@@ -84,25 +84,6 @@ def test_a_pickle_with_code_instead_of_weights_is_refused(model, trap, write):
         base_of(folder)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("config.json", "[]", "model "),
-        ("config.json", '{"model_type": "nope"}', "`nope`"),
-        ("model.safetensors", "", "weights are damaged"),
-        ("model.safetensors", None, "has no weights"),
-        ("tokenizer.json", None, r"has no tokenizer\.json"),
-        ("tokenizer.json", "{}", "tokenizer .*KeyError: 'added_tokens'"),
-    ],
-)
-def test_a_damaged_model_folder_is_one_error_with_a_fix(model, name, content, said):
-    folder = model()
-    (folder / name).unlink() if content is None else (folder / name).write_text(content)
-    with pytest.raises(UsageError, match=f"{said}(.|\n)*fix "):
-        load_tokenizer(ModelSection(name=str(folder))) if name == "tokenizer.json" else base_of(folder)
-
-
 def test_sizes_that_do_not_agree_with_the_weights(model):
     with pytest.raises(UsageError, match=r"config\.json and the weights do not have the same sizes"):
         base_of(model(config={"hidden_size": 48}))
@@ -133,24 +114,6 @@ def test_an_adapter_for_another_base_is_refused(adapter, changes, said):
     """PEFT loads the first two with a warning at most: half an adapter, or one that is half untrained."""
     with pytest.raises(UsageError, match=f"does not fit this model: .*{said}"):
         load_adapter(tiny(**changes), adapter)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("adapter_config.json", b"[]", "cannot be read"),
-        ("adapter_config.json", b'{"peft_type": "NOPE"}', "cannot be read"),
-        ("adapter_config.json", b'{"peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}', "does not fit"),
-        ("adapter_config.json", b'{"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": [1]}', "not a name"),
-        ("adapter_model.safetensors", (2**63).to_bytes(8, "little") + b"{}", "header too large"),
-        ("adapter_model.safetensors", b"", "header too small"),
-    ],
-)
-def test_a_damaged_adapter_is_one_line(adapter, name, content, said):
-    (adapter / name).write_bytes(content)
-    with pytest.raises(UsageError, match=said):
-        load_adapter(tiny(), adapter)
 
 
 @pytest.fixture

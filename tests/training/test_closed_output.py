@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
+from tests.warm import interpreter
 
 
 @pytest.mark.parametrize("errors", [subprocess.PIPE, subprocess.STDOUT], ids=["apart", "in the same pipe"])
 def test_a_run_goes_on_when_its_output_is_no_longer_read(configured, tmp_path, errors):
     configured("run")
-    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml")]
+    command = [interpreter(), "-m", "isotype", "train", str(tmp_path / "run.yaml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline().startswith("run ")

@@ -38,7 +38,7 @@ def calls(monkeypatch):
     regions.compiled.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_resumed_run_with_compiled_layers_equals_an_uninterrupted_one(configured, tmp_path, calls, capsys):
     steps = {"steps": 8, "eval_every": 4}
     unobserved = [step for step in range(1, 9) if not is_observed(step, every=100, seed=0, total=8)]

@@ -7,10 +7,10 @@ import json
 import os
 import pty
 import signal
-import sys
 from functools import partial
 
 import pytest
+from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
@@ -19,10 +19,11 @@ from isotype.training.interrupt import Interrupt
 
 def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
     configured("run", train={"steps": 10_000, "eval_every": 5_000})
+    python = interpreter()
     child, terminal = pty.fork()
     if child == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may themselves be run under nohup
-        os.execv(sys.executable, [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml")])
+        os.execv(python, [python, "-m", "isotype", "train", str(tmp_path / "run.yaml")])
     shown = b""
     while b"tok/s" not in shown and (read := os.read(terminal, 4096)):
         shown += read

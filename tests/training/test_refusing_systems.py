@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -25,18 +23,6 @@ def test_an_impossible_folder_is_a_usage_error(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"), RunFolder(tmp_path / path).held():
         pass
-
-
-@pytest.mark.full
-def test_a_folder_that_cannot_be_written(tmp_path):
-    """Root may write anywhere but here: the attribute is the file system's."""
-    if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
-        pytest.skip("this file system has no immutable folders, or we may not make one")
-    try:
-        with pytest.raises(UsageError, match=r"Operation not permitted(.|\n)*--out FOLDER"), RunFolder(tmp_path / "run").held():
-            pass
-    finally:
-        subprocess.run(["chattr", "-i", tmp_path], check=True)
 
 
 @pytest.mark.full
@@ -108,34 +94,14 @@ def test_disk_errors_elsewhere_are_usage_errors_and_other_errors_are_unchanged(t
     assert refused_by_disk(mistake, RunFolder(tmp_path)) is mistake
 
 
-@pytest.mark.parametrize("kind", [UsageError, UnicodeError, KeyError])
-def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeypatch, capsys, kind):
+def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeypatch, capsys):
     from isotype import report
 
-    class Refused(kind):
+    class Refused(KeyError):
         def __str__(self) -> str:
             return "report.html: cannot be written"
 
     monkeypatch.setattr(report, "write_report", lambda *a, **k: (_ for _ in ()).throw(Refused("")))
     assert train(configured(run={"report": True})) == 0
     assert "no report: report.html: cannot be written; isotype report" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
-
-
-@pytest.mark.full
-def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop, tmp_path):
-    name = os.fsdecode(b"caf\xe9.jsonl")
-    try:
-        shutil.copy(workshop.chats, tmp_path / name)
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 only")
-    settings = ["--model", str(workshop.base), "--data", name, "--out", "run", "--steps", "1", "run.samples=[é]"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "isotype", "train", *settings], cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert rb"> \xe9" in ended.stdout
-    assert rb"caf\udce9.jsonl" in ended.stdout
-    assert rb"caf\udce9.jsonl" in (tmp_path / "run/report.html").read_bytes()
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 import torch
-from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
-from tests.warm import interpreter
 from torch import nn
 
 from isotype.report import write_report
 from isotype.training.plan import plan
 from isotype.training.run import train
-
-_DIES_AT_STEP_4 = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[2])
-from isotype.config.load import load
-from isotype.training.run import train
-from tests.training.toy_task import ToyTask
-
-class Dies(ToyTask):
-    calls = 0
-    def collate(self, rows):
-        Dies.calls += 1
-        if Dies.calls == 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().collate(rows)
-
-loaded = load(sys.argv[1], [], {})
-train(loaded, Dies(loaded.config))
-"""
 
 
 @pytest.fixture
@@ -67,18 +45,6 @@ def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
     assert precision["violations"] == []
     assert json.loads((tmp_path / "run/plan.json").read_text())["task"] == "toy"
     assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
-
-
-@pytest.mark.full
-def test_a_killed_toy_task_resumes_bit_identical(toy, tmp_path):
-    loaded, task = toy("whole")
-    assert train(loaded, task) == 0
-    loaded, task = toy("killed")
-    root = __file__.rpartition("/tests/")[0]
-    died = subprocess.run([interpreter(), "-c", _DIES_AT_STEP_4, tmp_path / "killed.yaml", root], capture_output=True, check=False)
-    assert died.returncode == -9, died.stderr
-    assert train(loaded, task, resume=tmp_path / "killed") == 0
-    same_result(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_a_toy_task_is_planned(toy):

@@ -40,8 +40,7 @@ def stepper_of(preset, world, sharding, loss_sum=batch_loss_sum):
     return step.Stepper(model, optimizer, accumulator, precision, train, partial(loss_sum, dtype=precision.loss), world, sharding)
 
 
-@pytest.mark.parametrize("preset", ["bf16-lora", "fp16-mixed"])
-@pytest.mark.parametrize("processes", ["one", "replicate", "shard"])
+@pytest.mark.parametrize(("processes", "preset"), [("one", "bf16-lora"), ("replicate", "bf16-lora"), ("shard", "fp16-mixed")])
 def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
     world = ALONE if processes == "one" else Two()
     stepper = stepper_of(preset, world, SimpleNamespace(replicas=1, sent=list) if processes == "shard" else None)

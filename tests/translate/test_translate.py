@@ -38,34 +38,19 @@ def settings(text, folder):
     return {f"{section}.{key}": value for section, values in config.model_dump().items() for key, value in values.items()}
 
 
-def test_there_are_at_least_thirty():
-    assert len(CASES) >= 30
-
-
 @pytest.mark.parametrize("name", TAKEN)
-def test_result_has_the_source_settings(name, tmp_path):
+def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accounted_for(name, tmp_path):
     case = TAKEN[name]
-    result = translate(written(tmp_path, case))
+    file = written(tmp_path, case)
+    result = translate(file)
     assert result.tool == case.tool
     got = settings(result.text, tmp_path)
     assert {key: got[key] for key in case.expected} == case.expected
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_every_key_is_accounted_for_once_and_known(name, tmp_path):
-    file = written(tmp_path, TAKEN[name])
-    result = translate(file)
     keys = [(given.name, given.line) for given in read(file).keys]
     assert sorted(keys) == sorted((outcome.given.name, outcome.given.line) for outcome in result.outcomes)
     assert not [outcome for outcome in result.outcomes if "does not know" in outcome.note]
     assert all(outcome.given.line for outcome in result.outcomes)
     assert all(outcome.note for outcome in result.outcomes if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_result_has_no_contradiction(name, tmp_path):
-    result = translate(written(tmp_path, TAKEN[name]))
-    (tmp_path / "result.yaml").write_text(result.text)
     assert not [finding for finding in check([str(tmp_path / "result.yaml")]).findings if finding.severity > Severity.NOTE]
 
 

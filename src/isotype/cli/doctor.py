@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..finding import Severity, worst_first
 from . import doctor_reads, doctor_runs
 from .app import DOCTOR, INSTEAD, prepare
-from .doctor_reads import FailOn, Json, Sarif
+from .doctor_reads import FailOn, Json
 
 _LOOK = "look"  # the command behind `isotype doctor PATH`
 
@@ -76,13 +76,11 @@ def look(
     ] = 120.0,
     fail_on: FailOn = "error",
     json_output: Json = False,
-    sarif: Sarif = False,
 ) -> None:
     from ..doctor.front_door import Visit, count, visit, visit_log
-    from ..doctor.output import answer, refuse_two_forms, threshold
+    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
-    refuse_two_forms(json_output, sarif)
     subject = " ".join(what or ["-"])
     if subject.partition(" ")[0] in INSTEAD and not Path(subject).exists():
         raise UsageError(f"{subject}: no such file or folder; {INSTEAD[subject.partition(' ')[0]]}")
@@ -104,14 +102,14 @@ def look(
         finally:
             wipe()
     findings = [finding for one in visits for finding in one.findings]
-    whole = json_output or sarif or [one.part for one in visits] == ["explain"]  # of one log alone notes are told too
+    whole = json_output or [one.part for one in visits] == ["explain"]  # of one log alone notes are told too
     shown = findings if whole else [f for f in findings if f.severity > Severity.NOTE]
-    if not json_output and not sarif:
+    if not json_output:
         for table in filter(None, (one.shown for one in visits)):
             print(table + "\n")
     parts = [{"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits]
-    status = answer(shown, subject=subject, json_output=json_output, sarif=sarif, fail_on=least, parts=parts)
-    if not json_output and not sarif:
+    status = answer(shown, subject=subject, json_output=json_output, fail_on=least, parts=parts)
+    if not json_output:
         for one in visits:
             left_out = [f for f in one.findings if f.code == "KN000"]
             notes = sum(f.severity == Severity.NOTE for f in one.findings) - len(left_out)

@@ -15,7 +15,6 @@ from ..errors import UsageError
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 FailOn = Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")]
-Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0.")]
 
 
 def register(doctor: typer.Typer) -> None:
@@ -30,7 +29,6 @@ _CHECK = """What a training configuration will really do, and its contradictions
 
     isotype doctor check train.yaml ds_config.json --device t4
 
-    isotype doctor check . --sarif > isotype.sarif
 """
 
 
@@ -46,25 +44,23 @@ def check(
     installed: Annotated[bool, typer.Option("--installed", help="Include the versions installed beside this Python.")] = False,
     fail_on: FailOn = "error",
     json_output: Json = False,
-    sarif: Sarif = False,
 ) -> None:
     from ..doctor.check.check import as_json, table, trouble_without_files
     from ..doctor.check.check import check as check_paths
-    from ..doctor.output import answer, refuse_two_forms, threshold
+    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
-    refuse_two_forms(json_output, sarif)
     checked = check_paths(paths, device=device, environment=env, installed=installed)
     findings = list(checked.findings)
     if nothing := trouble_without_files(checked, paths):
         findings.append(nothing)
-    if not json_output and not sarif:
+    if not json_output:
         for record in checked.records:
             if shown := table(record):
                 print(shown + "\n")
     subject = f"{checked.files} file{'s' * (checked.files != 1)}, {len(checked.records)} run{'s' * (len(checked.records) != 1)}"
     records = [as_json(record) for record in checked.records]
-    raise typer.Exit(answer(findings, subject=subject, json_output=json_output, sarif=sarif, fail_on=least, records=records))
+    raise typer.Exit(answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records))
 
 
 _EXPLAIN = """The cause of an error in a log, or the page of a code.

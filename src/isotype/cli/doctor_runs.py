@@ -28,8 +28,6 @@ _TRACE = """Run a program unchanged; explain its dtype errors and find dtype fau
 `isotype doctor trace train.py --lr 1e-4`  a script with its own arguments (ours come before it)
 
 `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
-
-`isotype doctor trace --map map.html train.py`  also draws the precision map
 """
 
 
@@ -37,9 +35,6 @@ def trace(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run.")],
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; what the program prints goes to stderr.")] = False,
-    map_file: Annotated[
-        Path | None, typer.Option("--map", metavar="FILE.html", help="Draw the precision map there: one HTML file, no network.")
-    ] = None,
     fail_on: FailOn = "error",
 ) -> None:
     from ..doctor.output import answer, threshold
@@ -54,14 +49,11 @@ def trace(
                 raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
             # compared by name: newer versions of typer have their own copy of click's enum
             given = {key: value for key, value in inner.params.items() if _source(inner, key) != "DEFAULT"}
-        json_output, map_file = given.get("json_output", json_output), given.get("map_file", map_file)
-        fail_on = given.get("fail_on", fail_on)
+        json_output, fail_on = given.get("json_output", json_output), given.get("fail_on", fail_on)
         arguments = []
     least = threshold(fail_on)
-    if map_file is not None and not map_file.resolve().parent.is_dir():
-        raise UsageError(f"--map {map_file}: no such folder")
     with stdout_to_stderr() if json_output else nullcontext():
-        outcome = run(parsed, arguments, map=map_file)
+        outcome = run(parsed, arguments)
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         sys.stdout.flush()
         print(plain_traceback(outcome.error), file=sys.stderr, flush=True)

@@ -57,10 +57,10 @@ def evaluate(
     from ..config.kind import DIFFUSION
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
-    from ..runs.folder import kind_of_run, require_run, without_run
+    from ..runs.folder import kind_of_run, require_run, run_and_result, without_run
 
     if without_run(run) is None:
-        require_run(run)  # checked first, since loading takes seconds
+        require_run(run_and_result(run)[0])  # checked first, since loading takes seconds
     if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
         raise UsageError(f"eval: which file? {run} has no evaluation rows of its own", fix=f"isotype eval {run} FILE")
     if kind_of_run(run) == DIFFUSION:

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's (RUN/adapters/step_N) or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one prompt per line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
@@ -101,11 +101,12 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
         if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..inference.diffusion import draw_with
+    from ..runs.folder import run_and_result
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     taken, pictures = draw_with(run, texts, seed=seed)
-    folder = run / "drawn"
+    folder = run_and_result(run)[0] / "drawn"
     made: list[dict[str, str]] = []
     _write(pictures, folder, made)
     if json_output:
@@ -129,5 +130,6 @@ def _write(pictures: Sequence[Any], folder: Path, made: list[dict[str, str]]) ->
 def _chats(run: Path) -> bool:
     """Whether the run's rows were chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
+    from ..runs.folder import run_and_result
 
-    return bool(read_run(run).data.get("template"))
+    return bool(read_run(run_and_result(run)[0]).data.get("template"))

@@ -32,9 +32,13 @@ MAY_CHANGE = {
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",
     "train.patience": "when to stop",
+    "train.stop_on": "when to stop",
     "run.folder": "the resumed run stays in its own folder",
     "run.save_every": "when to save",
     "run.keep": "what is kept",
+    "run.adapters_every": "what is written",
+    "run.adapters_keep": "what is kept",
+    "run.adapter_format": "what is written",
     "run.log_every": "what is written",
     "run.sample_every": "when to sample; training does not see it",
     "run.samples": "what to sample; training does not see it",
@@ -69,12 +73,13 @@ class Change:
         return f"{self.key}: {write_value(self.old)} -> {write_value(self.new)} ({self.why})"
 
 
-def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Change]:
+def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "") -> list[Change]:
     """Every key whose value differs, in the order of the schema.
 
     Where the new one leaves recomputation to `auto`, the old one's is no difference: what `auto` chose the last time stands there.
 
     auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the preset it became, not the word
+    base  what that `auto` takes from a checkpoint that was published quantised, which stands there too
     """
     changes = []
     for key in keys():
@@ -82,6 +87,8 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Chang
         before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
         if key == "precision.preset" and after == "auto":
             after = auto
+        if key == "precision.base" and after is None:
+            after = base or None
         if key in CHOSEN_BY_AUTO and new.train.gradient_checkpointing == "auto":
             continue
         if before != after:

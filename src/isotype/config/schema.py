@@ -76,8 +76,9 @@ class DataSection(Section):
     train: str | list[str | dict[str, Any]] | None = None
     """Training data: a file, folder, glob, `hf:NAME` (a dataset of the hub) or `stdlib` (made from Python's own docstrings); or a list of
     these, each perhaps a mapping with `name`, `weight`, `format`, `columns`, `limit`, `subset`, `split`, `revision`."""
-    eval: str | list[str | dict[str, Any]] | None = None
-    """Evaluation data, named as in `train`; without it `eval_split` of the training rows are held out."""
+    eval: str | list[str | dict[str, Any]] | dict[str, str | list[str | dict[str, Any]]] | None = None
+    """Evaluation data, named as in `train`, or several sets by name (`{chat: chats.jsonl, code: [a.jsonl, b.jsonl]}`), each with a loss of
+    its own, `eval_loss_NAME`; without it `eval_split` of the training rows are held out."""
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"] = "auto"
@@ -164,7 +165,7 @@ class DiffusionSection(Section):
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None
-    """Longest caption in tokens of the T5 encoder; by default the model family's own."""
+    """Longest caption in tokens of the largest text encoder; by default the model family's own."""
 
 
 class AdapterSection(Section):
@@ -184,7 +185,8 @@ class AdapterSection(Section):
     rslora: bool = False
     """Rank-stabilised scale."""
     modules_to_save: list[str] = []
-    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them unquantised."""
+    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
+    refused."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
     vision: Literal["none", "lora", "full"] = "none"
@@ -196,8 +198,8 @@ class AdapterSection(Section):
 class PrecisionSection(Section):
     preset: Literal["auto", "fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"] = "auto"
     """A named precision; `isotype plan` shows what each role becomes and why."""
-    base: Literal["fp32", "bf16", "fp16", "nf4"] | None = None
-    """Frozen weights."""
+    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
+    """Frozen weights. A checkpoint that was published quantised is taken as it is; a declared word must be what it is."""
     trainable: Dtype | None = None
     """Weights that are trained."""
     compute: Dtype | None = None
@@ -309,6 +311,8 @@ class TrainSection(Section):
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
     """Stop after so many evaluations without a better loss."""
+    stop_on: str | None = None
+    """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
 
 
 class RunSection(Section):
@@ -318,6 +322,14 @@ class RunSection(Section):
     """Steps between checkpoints; by default at every evaluation, and one at the end."""
     keep: PositiveInt = 2
     """Checkpoints kept, besides the best."""
+    adapters_every: PositiveInt | None = None
+    """Steps between adapters that are written as the run goes, each to `adapters/step_N` in the run folder, complete as the result is. By
+    default only the last one is written."""
+    adapters_keep: PositiveInt | None = None
+    """How many of these adapters are kept, the newest; by default all."""
+    adapter_format: Literal["diffusers", "comfyui"] = "diffusers"
+    """Diffusion: with `comfyui` each adapter's folder has one more file, comfyui.safetensors, with the names and `.alpha` tensors that
+    ComfyUI reads."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     sample_every: Annotated[int, Field(ge=0)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -20,11 +21,13 @@ FORMATS: tuple[str, ...] = get_args(DataSection.model_fields["format"].annotatio
 class SourceSpec:
     """One entry of data.train or data.eval, as a user gave it.
 
+    group    the name of the evaluation set that it belongs to
     weight   share of the training rows that come from here, relative to the other sources; None: every row once
     subset   configuration of a hub dataset, with `split` and `revision`; a folder of `save_to_disk` has a `split` too
     """
 
     name: str
+    group: str = ""
     weight: float | None = None
     format: str = "auto"
     columns: Mapping[str, str] | None = None
@@ -34,7 +37,7 @@ class SourceSpec:
     revision: str | None = None
 
 
-_KEYS = tuple(field.name for field in fields(SourceSpec))
+_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
 _HUB_ONLY = ("subset", "split", "revision")
 SPLITS = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
 
@@ -66,7 +69,15 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     given, key = getattr(data, side), f"data.{side}"
     if given is None:
         return []
-    specs = [_spec(settings, where, data) for where, settings in entries_of(given, key, wanted="file, or stdlib")]
+    groups: Mapping[str, Any] = {"": given}
+    if isinstance(given, Mapping):
+        _check_groups(given, key)
+        groups = given
+    specs = [
+        _spec(settings, where, data, group)
+        for group, value in groups.items()
+        for where, settings in entries_of(value, f"{key}.{group}" if group else key, wanted="file, or stdlib")
+    ]
     seen: set[tuple[Any, ...]] = set()
     for spec in specs:
         own = spec.name if spec.name.startswith(HUB) or spec.name == STDLIB else os.path.abspath(os.path.expanduser(spec.name))
@@ -79,6 +90,17 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     if len(specs) == 1 and specs[0].weight is not None:
         raise UsageError(f"{key}: weight has no effect with one source")
     return specs
+
+
+def _check_groups(given: Mapping[str, Any], key: str) -> None:
+    """Raises  UsageError for evaluation sets whose names or values are none"""
+    if not given:
+        raise UsageError(f"{key}: give at least one file, or stdlib")
+    if "name" in given and given.keys() <= set(_KEYS):
+        raise UsageError(f"{key}: a source with settings is an entry of a list", fix=f"{key}: [{{name: {given['name']}, ...}}]")
+    for name in given:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise UsageError(f"{key}: {name!r}: a set's name has letters, digits, _ . and - only: it names the metric eval_loss_NAME")
 
 
 def is_folder_name(model: str) -> bool:
@@ -125,6 +147,13 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     data = config.data
     for side in ("train", "eval"):
         source_specs(data, side)
+    stop_on, sets = config.train.stop_on, list(data.eval) if isinstance(data.eval, dict) else []
+    if stop_on is not None and stop_on not in sets:
+        there = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
+        raise UsageError(
+            f"{sources['train.stop_on']} train.stop_on: {stop_on}: {there}",
+            fix=f"data.eval: {{{stop_on}: FILE, ...}}" if not sets else None,
+        )
     if data.stream and config.train.steps is None:
         raise UsageError("data.stream needs train.steps: how many rows a stream has is not known", fix="--steps N")
     if data.stream and data.cache not in ("auto", "none"):
@@ -140,7 +169,7 @@ def _has_splits(name: str) -> bool:
         return False
 
 
-def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec:
+def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:
     for key in settings:
         if key not in _KEYS:
             raise unknown_key(where, key, _KEYS)
@@ -171,11 +200,15 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec
     if columns is not None and not (isinstance(columns, dict) and all(isinstance(v, str) for v in columns.values())):
         raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's (prompt: question), got {columns!r}")
     limits = [n for n in (limit, data.limit) if n is not None]
-    return SourceSpec(**settings | {"limit": min(limits) if limits else None, "weight": None if weight is None else float(weight)})
+    return SourceSpec(
+        **settings | {"group": group, "limit": min(limits) if limits else None, "weight": None if weight is None else float(weight)}
+    )
 
 
 def names(given: Any) -> list[str]:
     """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be given, also from a damaged file."""
+    if isinstance(given, dict) and "name" not in given:  # evaluation sets
+        return [name for value in given.values() for name in names(value)]
     entries = given if isinstance(given, list) else [] if given is None else [given]
     return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UsageError
 from ..wording import counted
 from .chat import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
 from .rows import IGNORED
+from .source import Source
 from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
@@ -45,6 +47,17 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
             "histogram": histogram(lengths),
         },
     }
+
+
+def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
+    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
+    counts: dict[str, int] = {}
+    for i, one in enumerate(sources):
+        if one.spec.group:
+            counts[one.spec.group] = counts.get(one.spec.group, 0) + len(rows.of_block(i))
+    if empty := [name for name, count in counts.items() if not count]:
+        raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
+    return counts
 
 
 def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:

@@ -45,6 +45,13 @@ def as_source(given: Any) -> Any:
     return str(file)
 
 
+def as_sources(given: Any) -> Any:
+    """`as_source` of each value where `given` is a mapping of evaluation sets, else of `given`."""
+    if isinstance(given, Mapping) and "name" not in given:
+        return {name: as_source(value) for name, value in given.items()}
+    return as_source(given)
+
+
 def _rows(given: Any) -> list[Any] | None:
     """The rows as mappings; None for what is no collection of rows."""
     if isinstance(given, list):

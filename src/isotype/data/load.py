@@ -21,7 +21,18 @@ from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, FEW, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import (
+    COMPARED,
+    FEW,
+    add_own_masks,
+    between_facts,
+    compare_with_own_mask,
+    eval_sets,
+    notes,
+    side_facts,
+    template_facts,
+    token_facts,
+)
 from .formats import Example, FormatName
 from .hub import note_unread_splits
 from .labels import label_note
@@ -104,7 +115,9 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, only: FormatName 
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
-    return LoadedData(rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed)
+    return LoadedData(
+        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation)
+    )
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
@@ -65,6 +65,8 @@ class LoadedData:
     """Of weighted sources; none where every row comes once an epoch."""
     bad_rows: Sequence[BadRow] = ()
     """Rows that were left out: those of bad_rows.jsonl."""
+    eval_sets: Mapping[str, int] = field(default_factory=dict)
+    """Evaluation rows of each named set, one set after the other; none where the sets have no names."""
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
 

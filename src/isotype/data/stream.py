@@ -20,7 +20,7 @@ from ..errors import RunError, UsageError
 from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, eval_sets, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
@@ -184,7 +184,9 @@ def load_stream(
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
-    return LoadedData(rows, evaluation, prompts, template, facts, bad_rows=bad.listed, stream=stream)
+    return LoadedData(
+        rows, evaluation, prompts, template, facts, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
+    )
 
 
 def check_streamable(sources: Sequence[Source]) -> None:

@@ -94,10 +94,10 @@ def train(
         from ..training.preflight.codes import check_skips
 
         check_skips(skip)
-    from ..data.in_memory import as_source
+    from ..data.in_memory import as_source, as_sources
 
     if isinstance(data, Mapping):
-        data = {key: as_source(value) if key in ("train", "eval") else value for key, value in data.items()}
+        data = {key: as_sources(value) if key in ("train", "eval") else value for key, value in data.items()}
     given = {
         "model": model,
         "data": as_source(data),

@@ -25,14 +25,16 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run
+from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
+from ..tasks.diffusion.comfyui import write_comfyui
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.sample import Sample
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
 from ..training.eval_mode import eval_mode
 from ..training.task import Evaluation
+from .loaded import name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
@@ -43,8 +45,9 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
+    run, on_the_way = run_and_result(run)
     loaded = load(require_run(run) / RESOLVED, resolved=True)
-    config, adapter = loaded.config, run / "adapter"
+    config, adapter = loaded.config, on_the_way or run / "adapter"
     if config.adapter.kind == "none":
         raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
     if (reason := fault(adapter)) is not None:
@@ -116,6 +119,20 @@ def _load_merged(out: Path, task: DiffusionTask, precision: Precision, dtype: st
     return load_result(out / merged.denoiser_part, merged, plain, wanted, device)
 
 
+def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
+    """Writes an adapter as ComfyUI reads it; returns the number of its modules.
+
+    on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or a family that ComfyUI does not read
+    """
+    config = load(run / RESOLVED, resolved=True).config
+    adapter = on_the_way or run / "adapter"
+    if config.adapter.kind == "none":
+        raise UsageError(f"{run}: this run trained every weight: there is no adapter to export")
+    if (reason := fault(adapter)) is not None:
+        raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
+    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+
+
 def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None) -> tuple[str, list[Sample]]:
     """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each prompt; the run's own prompts by default.
 
@@ -161,6 +178,7 @@ def _load_run(
     folder: Path, encode: Callable[[DiffusionTask, torch.device], None], change: Callable[[RunConfig], RunConfig] = lambda config: config
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
+    folder, on_the_way = run_and_result(folder)
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
     config = change(loaded.config)
     hardware = detect(config.model.device)
@@ -170,10 +188,10 @@ def _load_run(
     task.check(precision)
     encode(task, device)
     task.take_base(RunFolder(folder).base)
-    result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
+    result = result_of(folder, on_the_way)
     model: nn.Module
     if result is not None:
-        model, taken = task.reload(result, precision, device), result.name
+        model, taken = task.reload(result, precision, device), name_in(folder, result)
     else:
         store = CheckpointStore(RunFolder(folder).checkpoints)
         step, _ = store.newest_whole()

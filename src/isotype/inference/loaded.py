@@ -29,7 +29,7 @@ from ..precision.quantised_base import of_config
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, without_run
+from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import Generates, generation_config
 from ..wording import printable
@@ -60,11 +60,11 @@ def load_run(folder: Path) -> LoadedRun:
 
     Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole checkpoint yet
     """
-    run = RunFolder(folder)
     kind = without_run(folder)
     if kind is not None:
         return load_adapter(folder) if kind == "adapter" else load_model(folder)
-    require_run(folder)
+    folder, on_the_way = run_and_result(folder)
+    run = RunFolder(require_run(folder))
     if kind_of_run(folder) == DIFFUSION:
         raise UsageError(f"{folder}: a diffusion run draws pictures, and answers nothing", fix=f"isotype sample {folder} 'a prompt'")
     loaded = load(folder / RESOLVED, resolved=True)
@@ -76,17 +76,34 @@ def load_run(folder: Path) -> LoadedRun:
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
     precision = resolve_precision(config, loaded.sources, hardware).precision
     source = _source(config, run)
-    result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
+    result = result_of(folder, on_the_way)
     if result is not None:
         tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
         model = load_result(result, source, precision, config=config.model, device=device)
-        return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
+        return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, name_in(folder, result))
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
     checkpoint = _load_newest(CheckpointStore(run.checkpoints), folder)
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, checkpoint.tensors)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
+
+
+def result_of(run: Path, on_the_way: Path | None) -> Path | None:
+    """The adapter or the model that is taken of a run: the one that was asked for, or its result. Raises UsageError for a damaged one.
+
+    on_the_way  an adapter in `adapters`; None: the result
+    """
+    if on_the_way is None:
+        return next((run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None), None)
+    if (reason := fault(on_the_way)) is not None:
+        raise UsageError(f"{on_the_way}: {reason}", fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}")
+    return on_the_way.absolute()
+
+
+def name_in(run: Path, result: Path) -> str:
+    """`adapter`, `model` or `adapters/step_N`."""
+    return result.relative_to(run.absolute()).as_posix()
 
 
 def _newest(store: CheckpointStore, folder: Path) -> int:
@@ -171,7 +188,8 @@ def _precision_of(source: Source) -> Precision:
     architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
     found = of_config(architecture)
     if found is not None:
-        return Precision.preset("nf4-lora")
+        # a packing that is not read is refused when the base is loaded
+        return Precision.preset("bf16-lora", **({} if found.unread or found.kind == "fp4" else {"base": found.kind}))
     dtype = getattr(architecture, "dtype", None)
     word = name_of(dtype) if dtype is not None else "fp32"
     return Precision(base=word, compute=word, generate=word, save=word)

@@ -24,7 +24,7 @@ from ..model.export import apart, digests, embedding_and_head, refuse_difference
 from ..model.load import Source
 from ..model.processor import copy_files
 from ..model.tokens import align_special_tokens
-from ..precision.apply import is_quantised
+from ..ops.packed import widen
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
@@ -119,8 +119,8 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
     """The dtype of a merged model, and the reason: the declared dtype of saved models, else the base's dtype."""
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"
-    if precision.base == "nf4":
-        return precision.unquantised, "the dtype of what the 4-bit base leaves unquantised"
+    if precision.packed:
+        return precision.unquantised, f"the dtype of what the {precision.base} base leaves unquantised"
     return precision.base, "the base's dtype in the run (precision.base)"
 
 
@@ -225,11 +225,9 @@ def _refuse_unmergeable(model: nn.Module) -> None:
 
 def dequantised(parameter: Tensor) -> Tensor:
     """fp32, whatever its own dtype."""
-    if is_quantised(parameter):
-        from bitsandbytes.functional import dequantize_4bit
-
-        state: Any = getattr(parameter, "quant_state", None)
-        return dequantize_4bit(parameter.data, state).float()
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return widen(parameter.data, state, torch.float32)
     return parameter.detach().float()
 
 

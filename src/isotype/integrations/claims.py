@@ -21,7 +21,7 @@ from ..environment.hardware import detect
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import PRESETS, Precision
-from ..precision.quantised_base import check_base, of_model
+from ..precision.quantised_base import Quantisation, check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
 from ..training.preflight.static import TYPICAL, stuck_share
@@ -57,12 +57,13 @@ def _typed_false(trainer: Any) -> bool:
     return type(args).__dataclass_fields__["bf16"].default is None and not (args.bf16 or args.fp16)
 
 
-def _auto(trainer: Any, adapter: str, *, quantised: bool) -> tuple[str, dict[str, str], str]:
+def _auto(trainer: Any, adapter: str, *, quantised: Quantisation | None) -> tuple[str, dict[str, str], str]:
     """What the arguments and the model make of `auto`: preset, what differs from it, and why. Without them the device decides."""
     given, typed = asked_by_arguments(trainer), _typed_false(trainer)
     fp32 = "bf16=False in the trainer's arguments"
-    if quantised:
-        return "nf4-lora", {"compute": "fp32"} if typed else {}, "auto: the model's base is quantised" + f", and {fp32}" * typed
+    if quantised is not None:
+        preset, base = ("bf16-lora", {"base": quantised.kind}) if quantised.held else ("nf4-lora", {})
+        return preset, base | ({"compute": "fp32"} if typed else {}), "auto: the model's base is quantised" + f", and {fp32}" * typed
     if given is not None:
         preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
         return preset, {}, f"auto: {given}=True in the trainer's arguments"
@@ -80,7 +81,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     elif not isinstance(precision, str):
         raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
     elif precision == "auto":
-        preset, overrides, why = _auto(trainer, adapter, quantised=quantised is not None)
+        preset, overrides, why = _auto(trainer, adapter, quantised=quantised)
     else:
         preset, overrides = _parts(precision)
     resolved = resolve(
@@ -94,9 +95,15 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
     if why:
         resolved = replace(resolved, why_preset=resolved.why_preset.replace(f"preset {preset}", why, 1))
     _check_precision_claims(trainer, resolved.precision, preset)
-    if resolved.precision.base == "nf4" and quantised is None:
+    if quantised is not None and quantised.packing is not None:
         raise UsageError(
-            f"precision {preset}: base nf4, but the trainer's model is not quantised (its weights: {dtypes_of(model.parameters())})",
+            f"the trainer's model has {quantised.kind} layers of {quantised.library}'s own, whose products and gradients are not checked",
+            fix="isotype.load_packed(FOLDER), which reads the same files into layers with a right gradient",
+        )
+    if resolved.precision.packed and quantised is None:
+        raise UsageError(
+            f"precision {preset}: base {resolved.precision.base}, but the trainer's model is not quantised "
+            f"(its weights: {dtypes_of(model.parameters())})",
             fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or precision='bf16-lora'",
         )
     check_base(quantised, resolved.precision, "of the trainer")

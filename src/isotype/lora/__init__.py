@@ -5,12 +5,12 @@ attach     the fused forward on each instance; what a call reads; how siblings o
 linear     the op: its dtypes, the base product, the adapter branch, and every gradient
 group      several projections of one input in one product
 mlp        a gated MLP in one function, and when its layers run so
-quantised  4-bit weights: dequantised once per use, and a linear layer over them
+quantised  packed weights: widened once per use, and linear layers over them
 products   the adapters' own products, with fp32 sums; A and B cast once for all micro-batches of a step
 """
 
 from .attach import fuse_lora, unfuse_lora
 from .linear import lora_linear
-from .quantised import forward_4bit, is_4bit
+from .quantised import PackedLinear, forward_4bit, is_4bit, is_packed
 
-__all__ = ["forward_4bit", "fuse_lora", "is_4bit", "lora_linear", "unfuse_lora"]
+__all__ = ["PackedLinear", "forward_4bit", "fuse_lora", "is_4bit", "is_packed", "lora_linear", "unfuse_lora"]

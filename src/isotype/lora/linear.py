@@ -24,7 +24,7 @@ from ..ops.contract import OpContract
 from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from .products import SKINNY, add_product_, adds_in_place, at_once, gradient_product, row_blocks, scaled_product
-from .quantised import dequantised, product_4bit
+from .quantised import dequantised, packed_product
 
 LORA_LINEAR = OpContract(
     "x: X[*n k], weight: W[o k], a: A[r k], b: A[o r] -> X[*n o]",
@@ -118,7 +118,7 @@ def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state:
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     if quant_state is not None:
-        return product_4bit(x_TK, weight, quant_state, bias)
+        return packed_product(x_TK, weight, quant_state, bias)
     return F.linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
 
 
@@ -241,11 +241,11 @@ def branch_gradients_fp32(
 
 
 class Projection(NamedTuple):
-    """A linear layer with its adapter: weight [O K] or packed with the state of a 4-bit weight, bias [O] or None, a [r K] and b [O r], or
+    """A linear layer with its adapter: weight [O K] or packed with its state, bias [O] or None, a [r K] and b [O r], or
     None without an adapter.
 
     dropout  of the branch's input: the part that is dropped
-    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a 4-bit layer's for its products, whether
+    kind     what its dtypes depend on, apart from its input and autocast: the weight's dtype or a packed layer's for its products, whether
              the weight is dense, A's dtype, B's, and whether the branch is asked for in fp32
     """
 
@@ -403,13 +403,13 @@ def lora_linear(
     """x Wᵀ + bias + scale (dropout(x) Aᵀ) Bᵀ, fused, in the dtypes of PEFT's layer.
 
     x        X[*n k]
-    weight   W[o k]     dense, or packed by bitsandbytes with its `quant_state`
+    weight   W[o k]     dense, or packed with its `quant_state` (`ops.packed`, or bitsandbytes' 4 bits)
     a, b     A[r k], A[o r]
     bias     any float dtype [o], or None
-    ->       Y[*n o]    autocast's dtype, else X; of a 4-bit weight always X
-    inside   Y; a 4-bit weight: `compute_dtype`, else X; adapter gradients are summed in fp32; the branch is fp32 where
+    ->       Y[*n o]    autocast's dtype, else X; of a packed weight always X
+    inside   Y; a packed weight: `compute_dtype`, else X; adapter gradients are summed in fp32; the branch is fp32 where
              `branch_fp32` asks for it, and where PEFT computes it in a dtype that is not the product's
-    grads    each in its tensor's dtype; none for a 4-bit weight
+    grads    each in its tensor's dtype; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """
     weight_dtype = weight.dtype if quant_state is None else compute_dtype or x.dtype

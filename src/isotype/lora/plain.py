@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
-from .quantised import forward_4bit, is_4bit, state_reason
+from .quantised import PackedLinear, forward_4bit, is_4bit, is_packed, state_reason
 
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
 _OF_ALL_MODULES = HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, _, _ = (
@@ -52,7 +52,7 @@ def kind_reason(layer: Any) -> str | None:
 
     base = layer.base_layer
     # exact types: a subclass may compute something else
-    if type(layer) is lora.Linear and type(base) is nn.Linear:
+    if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
     if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) is nn.Linear and layer.parameter_name == "weight":
         # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and B are those of any other
@@ -128,7 +128,7 @@ def replaced(part: nn.Module) -> bool:
 
 def bare_reason(layer: nn.Module) -> str | None:
     """Why a layer without an adapter cannot be a member of a fused function, or None."""
-    quantised = is_4bit(layer)
+    quantised = is_packed(layer)
     if type(layer) is not nn.Linear and not quantised:
         return f"a {type(layer).__name__}"
     if replaced(layer):

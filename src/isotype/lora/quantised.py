@@ -1,4 +1,7 @@
-"""A bitsandbytes 4-bit weight: its product, the copy that backward needs, and a linear layer over both.
+"""A packed weight: its product, the copy that backward needs, and linear layers over both.
+
+A packed weight is a tensor with a state that has its shape and can widen it (`ops.packed`): bitsandbytes' 4 bits, and whatever a
+checkpoint was published in. Nothing here knows a format.
 
 A weight is widened once for forward's product and once for backward's. Under gradient checkpointing on a CPU the recompute's copy is
 kept for the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from ..ops.autocast import autocast_off
 from ..ops.backend import fused_runs, refuse_second_derivative
-from ..ops.nf4 import widen_4bit
+from ..ops.packed import PackedState, widen
 
 _WIDE_COPY = "_isotype_wide"
 
@@ -39,13 +42,13 @@ class WideCopy:
         return type(None), ()
 
 
-def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute; with the weight widened by one kernel on a GPU; by
-    bitsandbytes' own kernels elsewhere, and for the single row of a generated token, which needs no copy of the weight."""
+def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
+    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute, else with the weight widened for it. bitsandbytes'
+    4 bits have kernels of their own on a CPU, and for the single row of a generated token, which need no copy of the weight."""
     if recomputing() and not fused_runs(packed):
         return F.linear(x_TK, _shared_copy(packed, state, x_TK.dtype), bias)
-    if fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]:
-        return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)
+    if isinstance(state, PackedState) or (fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]):
+        return F.linear(x_TK, widen(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     product: Tensor = bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
@@ -60,17 +63,11 @@ def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """
     held: WideCopy | None = getattr(state, _WIDE_COPY, None)
     if held is None or not held.fits(packed, dtype):
-        return widened(packed, state, dtype)
+        return widen(packed, state, dtype)
     held.uses -= 1
     if held.uses <= 0:
         delattr(state, _WIDE_COPY)
     return held.wide
-
-
-def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """W in `dtype`, computed. `bitsandbytes.functional.dequantize_4bit` answers in the dtype at quantisation time, which rounds a fp32
-    product's weight to bf16."""
-    return widen_4bit(packed, state, dtype)
 
 
 def recomputing() -> bool:
@@ -81,7 +78,7 @@ def recomputing() -> bool:
 def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     held: WideCopy | None = getattr(state, _WIDE_COPY, None)
     if held is None or not held.fits(packed, dtype):
-        held = WideCopy(widened(packed, state, dtype), packed)
+        held = WideCopy(widen(packed, state, dtype), packed)
         setattr(state, _WIDE_COPY, held)
 
         # the engine holds the callback until the whole backward has ended, and with it every layer's copy if it named one
@@ -97,20 +94,20 @@ def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return held.wide
 
 
-class Linear4bit(torch.autograd.Function):
-    """x Wᵀ + bias for a frozen 4-bit W; saves the packed weight only."""
+class LinearPacked(torch.autograd.Function):
+    """x Wᵀ + bias for a frozen packed W; saves the packed weight only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
         ctx.save_for_backward(packed if ctx.needs_input_grad[0] else None)
         ctx.state, ctx.bias_dtype = state, None if bias is None else bias.dtype
         with autocast_off(x):
-            return product_4bit(x, packed, state, None if bias is None else bias.to(x.dtype))
+            return packed_product(x, packed, state, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(
-            "linear_4bit", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
+            "linear_packed", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
         )
         (packed,) = ctx.saved_tensors
         dx = dbias = None
@@ -134,8 +131,62 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
         # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
         self.set_compute_type(x)
         self.compute_type_is_set = True
-    product: Tensor = Linear4bit.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state)
+    product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state)
     return product.to(x.dtype)
+
+
+class PackedWeight(nn.Parameter):
+    """The bytes of a packed weight, uint8[n], frozen, with `quant_state`. As bytes no cast to another float reaches them, and no program
+    takes an fp8 weight for one that may be cast or added to."""
+
+    quant_state: PackedState
+
+    def __new__(cls, packed: Tensor, state: PackedState) -> PackedWeight:
+        made = torch.Tensor._make_subclass(cls, packed.detach().contiguous().view(-1).view(torch.uint8), False)
+        made.quant_state = state
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        if id(self) not in memo:
+            memo[id(self)] = PackedWeight(self.data.clone(), self.quant_state.mapped(torch.clone))
+        copied: PackedWeight = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return PackedWeight, (self.data, self.quant_state)
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer over a packed weight. It is an nn.Linear, so that PEFT and what looks for linear layers find it.
+
+    compute_dtype  of its product; None for its input's. It answers in its input's dtype, as bitsandbytes' layers do
+    """
+
+    weight: PackedWeight
+
+    def __init__(self, in_features: int, out_features: int, packed: Tensor, state: PackedState, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = PackedWeight(packed, state)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.compute_dtype: torch.dtype | None = None
+        # as bitsandbytes' layers say it: no input decides the dtype for good
+        self.compute_type_is_set = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: F[*n K] -> F[*n O]; the gradient of x is that of the widened weight."""
+        product: Tensor = LinearPacked.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state)
+        return product.to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        state = self.weight.quant_state
+        super()._apply(fn, recurse)
+        # a move to or from the meta device makes another Parameter
+        self.weight.quant_state = state.moved(self.weight.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.weight.quant_state.word}"
 
 
 def is_4bit(module: nn.Module) -> bool:
@@ -144,8 +195,13 @@ def is_4bit(module: nn.Module) -> bool:
     return kind.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and kind.__module__.startswith("bitsandbytes.")
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether this is a linear layer over a packed weight that the fused functions take."""
+    return type(module) is PackedLinear or is_4bit(module)
+
+
 def state_reason(base: Any) -> str | None:
-    """Why this 4-bit layer's weight, as it is now, has no product here; or None."""
+    """Why this packed layer's weight, as it is now, has no product here; or None."""
     state = getattr(base.weight, "quant_state", None)
     if state is None:
         return "the weight is not quantised yet"

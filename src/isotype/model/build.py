@@ -21,7 +21,7 @@ from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, notes_of_targets, trained_in_full
 from .host_embedding import refuse_trained_embedding
-from .load import Source, base_notes, check_vocabulary, load_base
+from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .tokens import align_special_tokens
 
 if TYPE_CHECKING:
@@ -91,4 +91,5 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
+        checkpoint=published_word(config.model),
     )

@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from .. import json_objects
 from ..config.kind import is_kept_on_host
@@ -31,20 +31,21 @@ from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
 from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_base, of_config
+from ..precision.quantised_base import check_base, of_config, of_settings
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted
 from .adapter import kept_whole
 from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
+from .packed import pack, parts_of_files, reading_packed, wait_for_packed
 from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,6 @@ class Source:
     trust_remote_code: bool = False
     of_text: bool = False
     scored: bool = False
-
-
-def _architecture_of(source: Source) -> Any:
-    return AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -121,7 +118,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
     """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
     if fault(folder) is not None:
         with _explained(source.name, "model", source.revision):
-            model = auto_class(_architecture_of(source)).from_pretrained(
+            model = auto_class(_architecture(source)).from_pretrained(
                 source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
             )
         if of_config(model.config) is not None:
@@ -158,6 +155,8 @@ def load_base(
     # transformers would load it unchanged, and ignore the requested dtype
     quantised_before = bool(base_notes(source, precision))
     options["dtype"] = dtype
+    if quantised_before and precision.base != "nf4":
+        options |= reading_packed(_architecture(source), source.name) | {"device_map": {"": where}}
     quantises = precision.base == "nf4" and not trainable
     if mapped and not quantises and not quantised_before:
         in_files = _as_in_files(source, attention, options, notes)
@@ -193,7 +192,7 @@ def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes:
 def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        of_it = auto_class(_architecture_of(source), of_text=source.of_text, scored=source.scored)
+        of_it = auto_class(_architecture(source), of_text=source.of_text, scored=source.scored)
         options = options | {"num_labels": 1} if source.scored else options
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
@@ -224,10 +223,42 @@ def base_notes(source: Source, precision: Precision) -> list[str]:
 
     Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
     """
-    with _explained(source.name, "model", source.revision):
-        architecture = _architecture_of(source)
+    architecture = _architecture(source)
     refuse_other_objectives(architecture, source.name)
     return check_base(of_config(architecture), precision, source.name)
+
+
+def _architecture(source: Source) -> PretrainedConfig:
+    with _explained(source.name, "model", source.revision):
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    return found
+
+
+def published_word(section: ModelSection) -> tuple[str, str] | None:
+    """(word, description) of a base that was published quantised; None for others, and where no configuration can be read, which loading
+    the model explains."""
+    if section.name is None or section.init == "random":
+        return None
+    try:
+        found, _ = PretrainedConfig.get_config_dict(section.name, revision=section.revision)
+    except (OSError, ValueError):
+        return None
+    given = found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
+    how = of_settings(given) if isinstance(given, dict) else None
+    return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))
+
+
+def outline_packed(model: PreTrainedModel, architecture: PretrainedConfig, section: ModelSection) -> None:
+    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers of its files. Raises UsageError."""
+    found = of_config(architecture)
+    assert section.name is not None
+    assert found is not None
+    assert found.packing is not None
+    with _explained(section.name, "model", section.revision):
+        wait_for_packed(model, parts_of_files(_files(section.name, section.revision)), found.packing, section.name)
+        pack(model, found.packing)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -252,7 +283,7 @@ def require_bitsandbytes() -> None:
 def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
     """What nf4 leaves as it is; None for transformers' own choice."""
     with _explained(source.name, "model", source.revision), torch.device("meta"):
-        architecture = _architecture_of(source)
+        architecture = _architecture(source)
         if not in_full and not is_vision_language(architecture):
             return None
         return kept_whole(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..dtypes import FLOATS, itemsize, name
-from ..precision.apply import declared_dtype, inner_model, is_norm, is_quantised
+from ..precision.apply import declared_dtype, inner_model, is_norm, is_quantised, quantised_word
 from ..precision.precision import Precision
 from .contract import Contract
 from .record import CHANGED, TABLES, UNSEEN, Observation
@@ -94,8 +94,7 @@ class Observer:
     def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:
         p = self.precision
         if is_quantised(parameter):
-            kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
-            observation.note("base", full, kind, p.base)
+            observation.note("base", full, quantised_word(parameter), p.base)
         elif parameter.is_floating_point():
             role, declared = "trainable" if parameter.requires_grad else "base", declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)

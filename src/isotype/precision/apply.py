@@ -142,6 +142,12 @@ def is_quantised(parameter: Tensor) -> bool:
     return hasattr(parameter, "quant_state") or type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
+def quantised_word(parameter: Tensor) -> str:
+    """The word of a quantised weight, as `precision.base` has it: nf4, fp8 and so on."""
+    state = getattr(parameter, "quant_state", None)
+    return str(getattr(state, "word", None) or getattr(state, "quant_type", "int8"))
+
+
 def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..dtypes import parse
 from ..errors import UsageError
+from .packing import WORDS as PACKED
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
@@ -16,7 +17,7 @@ _HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "gene
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema")
 """Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
-    "base": (*_HALVES, "nf4"),
+    "base": (*_HALVES, "nf4", *PACKED),
     **dict.fromkeys((*_HALF_ROLES, *TASK_ROLES), _HALVES),
     "optimizer": (*_HALVES, "int8"),
     "rounding": ("nearest", "stochastic"),
@@ -49,7 +50,7 @@ NAMED_ROLES: dict[str, dict[str, str]] = {
 class Precision:
     """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default elsewhere.
 
-    base          frozen weights; with nf4 the weights that are not quantised have `compute`
+    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4) the weights that are not packed have `compute`
     trainable     weights that are trained
     compute       matrix products, activations, every module's output
     grads         gradients as accumulated over micro-batches
@@ -116,7 +117,12 @@ class Precision:
     @property
     def unquantised(self) -> str:
         """Dtype of the frozen weights that are not quantised."""
-        return self.compute if self.base == "nf4" else self.base
+        return self.compute if self.packed else self.base
+
+    @property
+    def packed(self) -> bool:
+        """Whether the base's linear layers are packed: nf4, or what a checkpoint was published in."""
+        return self.base == "nf4" or self.base in PACKED
 
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:

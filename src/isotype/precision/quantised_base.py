@@ -15,6 +15,7 @@ from torch import nn
 from ..dtypes import name
 from ..errors import UsageError
 from .apply import inner_model
+from .packing import AGAIN, WORDS, Packing, UnreadPacking, packing
 from .precision import Precision
 from .vision import LANGUAGE, vision_parts
 
@@ -24,16 +25,24 @@ MOST_UNQUANTISED = 0.10
 
 @dataclass(frozen=True)
 class Quantisation:
-    """library: as transformers names it; kind: nf4, fp4, int8, or the library's name; compute, storage: words, None where unknown."""
+    """library: as transformers names it; kind: nf4, fp4, a word of packed bases, or the library's name; compute, storage: words, None where
+    unknown; packing: of a base whose own files are read; unread: why it is not; held: whether a loaded model holds it packed."""
 
     library: str
     kind: str
     compute: str | None = None
     storage: str | None = None
     double: bool | None = None
+    packing: Packing | None = None
+    unread: str = ""
+    held: bool = False
 
     def __str__(self) -> str:
         parts = [self.kind if self.library == self.kind else f"{self.kind} by {self.library}"]
+        if self.held:
+            parts = [f"{self.kind}, as its files have it"]
+        if self.packing is not None:
+            parts.append(self.packing.layout)
         if self.double is not None:
             parts.append("double-quantised" if self.double else "not double-quantised")
         if self.compute:
@@ -45,16 +54,23 @@ class Quantisation:
 
 def of_config(config: Any) -> Quantisation | None:
     """From a transformers configuration; None for a model that is not quantised."""
-    given = getattr(config, "quantization_config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if given is None:
         return None
-    found: Mapping[str, Any] = given if isinstance(given, Mapping) else given.to_dict()
+    return of_settings(given if isinstance(given, Mapping) else given.to_dict())
+
+
+def of_settings(found: Mapping[str, Any]) -> Quantisation:
+    """The same from `quantization_config`."""
     method = found.get("quant_method", "unknown")
     library = str(getattr(method, "value", method)).lower()
-    if library != "bitsandbytes":
-        return Quantisation(library, library)
-    if found.get("load_in_8bit"):
-        return Quantisation(library, "int8")
+    if library != "bitsandbytes" or found.get("load_in_8bit"):
+        try:
+            how = packing(found)
+        except UnreadPacking as reason:
+            return Quantisation(library, library, unread=str(reason))
+        return Quantisation(library, how.word, packing=how)
     return Quantisation(
         library,
         str(found.get("bnb_4bit_quant_type", "fp4")),
@@ -70,7 +86,9 @@ def of_model(model: nn.Module) -> Quantisation | None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
-        if state is not None and hasattr(module, "compute_dtype"):
+        if state is not None and hasattr(state, "word"):
+            seen[Quantisation("", state.word, held=True)] += 1
+        elif state is not None and hasattr(module, "compute_dtype"):
             compute = None if module.compute_dtype is None else _word(module.compute_dtype)
             assert weight is not None
             seen[Quantisation("bitsandbytes", state.quant_type, compute, _word(weight.dtype), state.nested)] += 1
@@ -86,18 +104,19 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
     """
     if found is None:
         return []
-    again = "give the model it was quantised from: nf4-lora quantises it when it is loaded"
-    if found.library != "bitsandbytes":
-        raise UsageError(f"model {model_name}: quantised by {found.library}, and only bitsandbytes' nf4 bases are trained on", fix=again)
-    if found.kind != "nf4":
-        why = "LLM.int8 also quantises activations" if found.kind == "int8" else "its error is a third larger than nf4's"
-        raise UsageError(f"model {model_name}: its weights are {found.kind}, and no precision declares that: {why}", fix=again)
-    if precision.base != "nf4":
-        fix = "precision.preset: nf4-lora, or the model it was quantised from"
-        raise UsageError(f"model {model_name}: its weights are nf4 already, declared base {precision.base}", fix=fix)
+    if found.unread:
+        raise UsageError(f"model {model_name}: {found.unread}", fix=AGAIN)
+    if found.kind not in ("nf4", *WORDS):
+        why = f"no precision declares {found.kind}: its error is a third larger than nf4's"
+        raise UsageError(f"model {model_name}: its weights are {found.kind}, and {why}", fix=AGAIN)
+    if precision.base != found.kind:
+        fix = f"precision.base: {found.kind}, or precision.preset: auto without precision.base"
+        raise UsageError(f"model {model_name}: its weights are {found.kind} already, declared base {precision.base}", fix=fix)
     notes = [f"the base came quantised: {found}"]
     if found.compute not in (None, precision.compute):
         notes[0] += f"; here products are in {precision.compute}, as declared"
+    if found.packing is not None and found.packing.activations:
+        notes[0] += "; its rounding of activations is for serving and is no part of training"
     return notes
 
 

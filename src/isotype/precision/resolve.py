@@ -113,6 +113,7 @@ class Resolved:
 
     reasons   role -> why it has its value: the preset, the line of the file, or what the device made of `auto`
     warnings  findings that do not refuse the run
+    from_checkpoint  the base that `auto` took from a checkpoint that was published quantised; "" where it did not
     """
 
     precision: Precision
@@ -120,6 +121,7 @@ class Resolved:
     reasons: Mapping[str, str]
     warnings: tuple[Finding, ...] = ()
     why_preset: str = ""
+    from_checkpoint: str = ""
 
     @property
     def text(self) -> str:
@@ -134,8 +136,8 @@ class Resolved:
         """(role, value, reason) in the order of the design's table; rounding and loss scaling where they are not the plain ones."""
         p = self.precision
         shown = {role: getattr(p, role) for role in (*ROLES, *TASK_ROLES) if getattr(p, role)}
-        if p.base == "nf4":
-            shown["base"] = f"nf4 (rest {p.unquantised})"
+        if p.packed:
+            shown["base"] = f"{p.base} (rest {p.unquantised})"
         if p.rounding == "stochastic":
             shown["trainable"] += ", stochastic rounding"
         if p.loss_scaling == "dynamic":
@@ -143,9 +145,9 @@ class Resolved:
         return [(role, value, self.reasons[role]) for role, value in shown.items()]
 
     def as_json(self) -> dict[str, dict[str, str]]:
-        """Each role's value and reason; of a 4-bit base also `rest`, the dtype of the frozen weights that are not in 4 bits."""
+        """Each role's value and reason; of a packed base also `rest`, the dtype of the frozen weights that are not packed."""
         declared = {role: {"value": value, "reason": self.reasons[role]} for role, value in self.precision.items()}
-        if self.precision.base == "nf4":
+        if self.precision.packed:
             declared["base"]["rest"] = self.precision.unquantised
         return declared
 
@@ -169,6 +171,7 @@ def resolve(
     frozen: bool | None = None,
     sources: Mapping[str, str] | None = None,
     task_roles: Mapping[str, str] | None = None,
+    checkpoint: tuple[str, str] | None = None,
 ) -> Resolved:
     """Resolves `preset` and role overrides.
 
@@ -176,10 +179,11 @@ def resolve(
     frozen    whether some weights of the model are not trained; by default where there is an adapter
     sources   `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set (`run.yaml:12`)
     task_roles  roles that the run's task has besides -> a dtype, or the role that it follows (`compute`)
+    checkpoint  (word, description) of a base that was published quantised, which `auto` takes as it is
     Raises    UsageError with every contradiction, worst first
     """
     said = {f"precision.{role}": value for role, value in (settings or {}).items() if value is not None}
-    made = _Settled(said, device, adapter, optimizer, frozen, dict(sources or {}), dict(task_roles or {}))
+    made = _Settled(said, device, adapter, optimizer, frozen, dict(sources or {}), dict(task_roles or {}), checkpoint)
     findings = made.findings
     if findings:
         written = said | {"adapter.kind": adapter, "train.optimizer": optimizer}
@@ -189,7 +193,7 @@ def resolve(
         raise UsageError("\n".join(f.render() for f in refused))
     return Resolved(
         precision=made.precision, preset=made.preset, reasons=made.reasons, warnings=tuple(findings),
-        why_preset=made.why_preset,
+        why_preset=made.why_preset, from_checkpoint=made.from_checkpoint,
     )  # fmt: skip
 
 
@@ -201,8 +205,9 @@ class _Settled:
 
     def __init__(
         self, said: Mapping[str, str], device: Device, adapter: str, optimizer: str, frozen: bool | None, where: dict[str, str],
-        task_roles: dict[str, str],
+        task_roles: dict[str, str], checkpoint: tuple[str, str] | None,
     ) -> None:  # fmt: skip
+        self._checkpoint = checkpoint
         self._device, self._frozen, self._where, self._task_roles = device, frozen, where, task_roles
         settings = {key.removeprefix("precision."): value for key, value in said.items()}
         given = {role: value for role, value in settings.items() if value is not None and role != "preset"}
@@ -214,7 +219,8 @@ class _Settled:
             preset, why = asked, f"preset {asked}"
         else:
             raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
-        precision = PRESETS[preset].but(**given)
+        follows_checkpoint = checkpoint is not None and asked == "auto" and "base" not in given
+        precision = PRESETS[preset].but(**({"base": checkpoint[0]} if checkpoint and follows_checkpoint else {}), **given)
         eight_bits = optimizer == "adamw8bit" and "optimizer" not in given
         if eight_bits:
             precision = precision.but(optimizer="int8")
@@ -232,6 +238,8 @@ class _Settled:
                 continue
             if role in given:
                 reasons[role] = where.get(f"precision.{role}", "given")
+            elif role == "base" and checkpoint and follows_checkpoint:
+                reasons[role] = f"the checkpoint is {checkpoint[1]}"
             elif role == "generate" and "compute" in given:
                 reasons[role] = "follows compute"
             elif role in of_task:
@@ -253,11 +261,15 @@ class _Settled:
         changed = [role for role, value in given.items() if value != getattr(PRESETS[preset], role)]
         # what a preset is about may be the very thing that was changed
         self.why_preset = f"{why}; changed: {', '.join(changed)}" if changed else f"{why}: {ABOUT[preset]}"
+        self.from_checkpoint = precision.base if follows_checkpoint else ""
+        if follows_checkpoint:
+            self.why_preset = f"{why}; base {precision.base}, as the checkpoint is"
 
     def findings_with(self, written: Mapping[str, str]) -> list[Finding]:
         """What the rules would say about other settings, which have `adapter.kind` and `train.optimizer` too."""
         said = {key: value for key, value in written.items() if key.startswith("precision.")}
         # where the user removes the adapter, or adds one, follows from it which weights are frozen
         return _Settled(
-            said, self._device, written["adapter.kind"], written["train.optimizer"], self._frozen, self._where, self._task_roles
-        ).findings
+            said, self._device, written["adapter.kind"], written["train.optimizer"], self._frozen, self._where, self._task_roles,
+            self._checkpoint,
+        ).findings  # fmt: skip

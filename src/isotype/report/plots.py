@@ -131,7 +131,7 @@ def loss_plot(record: RunRecord) -> Plot | None:
 
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
-    found = [*_preferences(record), _norm(record)]
+    found = [*_evaluation_sets(record), *_preferences(record), _norm(record)]
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
     skipped = f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped." if any(overflowed) else ""
     for key, title, note, written in (
@@ -188,6 +188,17 @@ def _preferences(record: RunRecord) -> list[Plot]:
             Plot(key=key, title=title, note=note, series=series, written=written, trouble=_lost(points + evaluations),
                  resumed=record.resumed_at)
         )  # fmt: skip
+    return found
+
+
+def _evaluation_sets(record: RunRecord) -> list[Plot]:
+    """The loss of each named set of `data.eval`."""
+    sets, found = record.setting("data", "eval"), []
+    for name in sets if isinstance(sets, dict) else ():
+        points, title = record.curve(f"eval_loss_{name}"), f"Evaluation loss, {name}"
+        series = [Series(title.lower(), points, "dots", colour=2)] if points else []
+        found.append(Plot(key=f"eval_loss_{name}", title=title, note=LOSSES, series=series, from_zero=False, trouble=_lost(points),
+                          resumed=record.resumed_at))  # fmt: skip
     return found
 
 

@@ -35,11 +35,17 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.samples, self.base = path / "checkpoints", path / "samples", path / "base"
+        self.adapters = path / "adapters"
         self.metrics = path / "metrics.jsonl"
 
     @property
     def is_run(self) -> bool:
         return os.path.isfile(self.path / RESOLVED)  # False for a name that is too long
+
+    def adapter_steps(self) -> list[int]:
+        """The steps of `adapters/step_N`, in order."""
+        named = (p.name.removeprefix("step_") for p in self.adapters.glob("step_*"))
+        return sorted(int(step) for step in named if step.isdecimal())
 
     def write_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
@@ -109,8 +115,16 @@ def require_run(path: Path) -> Path:
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 
+def run_and_result(path: Path) -> tuple[Path, Path | None]:
+    """The run that a folder is, or of which it is an adapter that was written on the way (`RUN/adapters/step_N`), and that adapter."""
+    run = path.absolute().parent.parent
+    on_the_way = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
+    return (run, path) if on_the_way else (path, None)
+
+
 def kind_of_run(path: Path) -> str:
     """The kind of run that a folder is of, from its plan.json; those from before there were several are `language`."""
+    path, _ = run_and_result(path)
     try:
         said = json.loads((path / "plan.json").read_text(encoding="utf-8"))
         return str(said["task"])
@@ -120,7 +134,7 @@ def kind_of_run(path: Path) -> str:
 
 def without_run(path: Path) -> str | None:
     """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None for a run, and for anything else."""
-    if (path / RESOLVED).is_file():
+    if (path / RESOLVED).is_file() or run_and_result(path)[1] is not None:
         return None
     named = {"adapter": "adapter_config.json", "model": "config.json"}
     return next((kind for kind, file in named.items() if (path / file).is_file()), None)

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..distributed.shard import Sharding, keep_part, part_of, whole_in_state_dict, whole_tensors
+from ..distributed.shard import Sharding, keep_part, part_of
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
-from ..model.export import Digests, digests, refuse_difference, trained_tensors
+from ..model.export import Digests, digests, refuse_difference
 from ..precision.precision import Precision
-from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model, rows_here
 from ..wording import counted
 from .console import RunConsole, duration
@@ -58,10 +57,10 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     taken = _take_best(loop, world) if config.train.patience else progress.step
     adapter, sharding = config.adapter.kind != "none", prepared.sharding
     kind = "adapter" if adapter else "model"
-    saved = [_save(loop, loop.folder.path / kind, sharding, world)]
+    saved = [_save(loop, loop.folder.path / kind, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
-            saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
+            saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world))
     _free(loop, prepared)
     reloaded = [
         verify_result(
@@ -94,20 +93,11 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     return result
 
 
-def _save(loop: Loop, target: Path, sharding: Sharding | None, world: World) -> _Saved:
+def _save(loop: Loop, target: Path, world: World) -> _Saved:
     """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
     precision, adapter = loop.resolved.precision, loop.config.adapter.kind != "none"
     dtype = precision.save_adapter if adapter else precision.save_model
-    tensors: dict[str, Tensor] = (
-        trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
-    )
-
-    def fill(folder: Path) -> None:
-        with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
-            loop.task.save(loop.model, folder, precision)
-        (folder / "precision.json").write_text(loop.resolved.as_file())
-
-    world.first_does(lambda: write_folder(target, fill), patiently=True)
+    tensors = loop.write_result(target, world)
     if world.first:
         loop.observe_saved(target, dtype)
     weights = digests(tensors, to_torch(dtype))

@@ -7,6 +7,7 @@ resumed run goes on bit for bit.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
+from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
+from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
+from ..model.export import trained_tensors
 from ..observe import Observation, Observer, is_observed
 from ..precision.resolve import Resolved
+from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
     parts_here,
@@ -111,6 +116,9 @@ class Loop:
                 self.console.settle()
                 self.save()
                 return False
+            if self.plan.adapter_due(step):
+                with self._errors_told():
+                    self.save_adapter()
             if stopping or stopped:
                 with self._errors_told():
                     self._end_at(step, of_callback=not stopping)
@@ -242,7 +250,8 @@ class Loop:
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        return self.task.fingerprints()["evaluation"]
+        on = self.config.train.stop_on
+        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
@@ -252,9 +261,11 @@ class Loop:
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
             )
-        best = result.loss < progress.best_loss
+        on = self.config.train.stop_on
+        compared = result.loss if on is None else result.parts[on]
+        best = compared < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
@@ -265,7 +276,9 @@ class Loop:
         self._write(row)
         self.console.settle()
         self.console.say(
-            f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
+            f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
+            + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
+            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
             + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)
@@ -328,11 +341,7 @@ class Loop:
         """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001 when the disk refuses."""
         if self.saved_step == self.progress.step and not best:
             return
-        if bad := first_non_finite_trained(self.model):
-            raise RunError(
-                f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix=f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and resume",
-            )  # fmt: skip
+        self._refuse_non_finite()
         self.world.at(self.progress.step, "a checkpoint")
         random_tensors, random_json = gathered_random_state(self.world)
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
@@ -361,6 +370,44 @@ class Loop:
             self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
+
+    def _refuse_non_finite(self) -> None:
+        if bad := first_non_finite_trained(self.model):
+            raise RunError(
+                f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
+                fix=f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and resume",
+            )  # fmt: skip
+
+    def save_adapter(self) -> None:
+        """Writes the adapter as it is now to `adapters/step_N`, and removes those that `run.adapters_keep` does not keep."""
+        self._refuse_non_finite()
+        self.world.at(self.progress.step, "an adapter")
+        target, together = self.folder.adapters / f"step_{self.progress.step}", self.stepper.sharding is not None
+        with self.pace.pause("checkpoint"):
+            if together:
+                self.write_result(target, self.world)
+            else:
+                self.world.first_does(lambda: self.write_result(target, ALONE), patiently=True)
+        if self.world.first and (keep := self.config.run.adapters_keep) is not None:
+            for step in self.folder.adapter_steps()[:-keep]:
+                shutil.rmtree(self.folder.adapters / f"step_{step}")
+
+    def write_result(self, target: Path, world: World) -> dict[str, Tensor]:
+        """Writes the adapter or the model as its weights are now; returns what is trained, to the first process.
+
+        world  the processes that call this together: all that share the model
+        """
+        precision, sharding = self.resolved.precision, self.stepper.sharding
+        dtype = precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
+        tensors = trained_tensors(self.model) if sharding is None else whole_tensors(self.model, world, sharding, to_torch(dtype))
+
+        def fill(folder: Path) -> None:
+            with whole_in_state_dict(self.model, tensors if sharding is not None else {}):
+                self.task.save(self.model, folder, precision)
+            (folder / "precision.json").write_text(self.resolved.as_file())
+
+        world.first_does(lambda: write_folder(target, fill), patiently=True)
+        return tensors
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Restores the state after `checkpoint.step`; returns how many processes wrote it."""

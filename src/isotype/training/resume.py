@@ -49,8 +49,8 @@ class Changed:
 
 def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> list[Changed]:
     """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
-    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
-    changes = compare(settings_before(folder), loaded.config, auto=preset)
+    resolved = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles)
+    changes = compare(settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint)
     begun = {change.get("what") for change in to_come(folder)}
     edited = [c.key for c in changes if c.key not in loaded.given and str(c) not in begun]
     if edited and loaded.path == folder.path / RESOLVED:

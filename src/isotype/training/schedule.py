@@ -52,12 +52,13 @@ def repeats_in_a_step(rows_per_step: int, rows: int) -> str | None:
 
 @dataclass
 class Milestones:
-    """Total steps, and the steps between evaluations, samples and checkpoints (0: never)."""
+    """Total steps, and the steps between evaluations, samples, checkpoints and adapters (0: never)."""
 
     total: int
     eval_every: int
     save_every: int
     sample_every: int
+    adapters_every: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, *, rows: int, eval_rows: int) -> Milestones:
@@ -67,7 +68,11 @@ class Milestones:
         eval_every = (config.train.eval_every or tenth) if eval_rows else 0
         often = eval_every or tenth
         sample_every = often if config.run.sample_every is None else config.run.sample_every
-        return cls(total, eval_every, config.run.save_every or often, sample_every)
+        return cls(total, eval_every, config.run.save_every or often, sample_every, config.run.adapters_every or 0)
+
+    def adapter_due(self, step: int) -> bool:
+        """Whether an adapter is written after a step; after the last one the result is."""
+        return bool(self.adapters_every) and step % self.adapters_every == 0 and step != self.total
 
     def due(self, every: int, step: int) -> bool:
         return bool(every) and (step % every == 0 or step == self.total)

@@ -106,12 +106,22 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     check_settings(config.train, device_type=device.type)
     check_compile(config)
     check_embedding(config, device_type=device.type)
+    check_adapters(config)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     world.at(0, "reading the data")
     world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
     return Basis(hardware, device, resolved)
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raises  UsageError for adapters on the way that would not be written."""
+    run = config.run
+    if run.adapters_every is not None and config.adapter.kind == "none":
+        raise UsageError("run.adapters_every: has no effect with adapter.kind: none", fix="run.save_every: checkpoints hold every weight")
+    if run.adapters_keep is not None and run.adapters_every is None:
+        raise UsageError("run.adapters_keep: has no effect without run.adapters_every", fix="run.adapters_every: 500")
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:

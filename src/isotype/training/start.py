@@ -52,6 +52,10 @@ def write_start(
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if base := prepared.resolved.from_checkpoint:
+        precision = loaded.config.precision.model_copy(update={"base": base})
+        sources = {**loaded.sources, "precision.base": prepared.resolved.reasons["base"]}
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"precision": precision}), sources=sources)
     if loaded.config.model.attention == AUTO and has_attention(prepared.model):
         values["model.attention"] = attention_of(prepared.model)
         reasons["model.attention"] = attention_of_transformers(prepared.model, AUTO)

@@ -119,6 +119,17 @@ class Evaluation:
     parts: Mapping[str, float] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_sets(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
+        """That of all sets together; `parts` are the losses of each."""
+        weight = sum(one.weight for one in sets.values())
+
+        def mean(value: Callable[[Evaluation], float]) -> float:
+            return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
+
+        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in next(iter(sets.values())).measures}  # type: ignore[misc]  # mypy does not infer a lambda with a default
+        return cls(mean(lambda one: one.loss), weight, {name: one.loss for name, one in sets.items()}, measures)
+
 
 @dataclass(frozen=True)
 class Check:

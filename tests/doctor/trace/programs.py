@@ -557,56 +557,6 @@ def scale_in_python_is_fine(broken):
     model(x_of(), scale=1 / math.sqrt(8))
 
 
-def clipped_before_unscaling(broken):
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(3):
-        with torch.autocast("cpu", torch.float16):
-            loss = model(x_of(torch.float32)).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        if not broken:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-def head_replaced_after_the_optimizer(broken):
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2)).to(bf16)
-
-    def made():
-        return torch.optim.SGD(model.parameters(), 0.5)
-
-    def widened():
-        model[1].weight, model[1].bias = nn.Parameter(model[1].weight.float()), nn.Parameter(model[1].bias.float())
-
-    optimizer = made()
-    widened()
-    if not broken:
-        optimizer = made()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model[1](model[0](x_of()).float()).pow(2).mean().backward()
-        optimizer.step()
-
-
-def master_weights_are_no_orphans(broken):
-    del broken
-    model = nn.Linear(16, 16).to(bf16)
-    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.SGD(masters, 0.5)
-    for _ in range(3):
-        model(x_of()).float().pow(2).mean().backward()
-        for master, p in zip(masters, model.parameters()):
-            master.grad, p.grad = p.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters()):
-                p.copy_(master)
-
-
 # ---- silent: what is small is lost a little at a time
 def gradients_accumulated_in_bf16(broken):
     model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
@@ -646,17 +596,6 @@ def residual_stream_in_place(broken):
             model(x_of())
 
 
-def average_written_anew(broken):
-    model = nn.Linear(16, 16)
-    average = {name: p.detach().to(bf16 if broken else torch.float32) for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(5):
-        model(x_of(torch.float32)).square().mean().backward()
-        optimizer.step()
-        for name, p in model.named_parameters():
-            average[name] = (average[name] * 0.999 + p.detach() * 0.001).to(average[name].dtype)
-
-
 def build_in_bf16():
     torch.set_default_dtype(bf16)
     return nn.Linear(16, 16)
@@ -677,43 +616,6 @@ def timestep_in_the_models_dtype(broken):
         nn.Linear(16, 16).to(bf16)(torch.cat([angle.sin(), angle.cos()], -1).to(bf16))
 
 
-def positions_counted_in_bf16(broken):
-    mask = torch.ones(1, 600)
-    return mask.to(bf16 if broken else torch.float32).cumsum(-1) - 1
-
-
-def trained_weights_reloaded_rounded(broken):
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        model(x_of(torch.float32)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.load_state_dict({name: value.to(bf16 if broken else torch.float32) for name, value in model.state_dict().items()})
-
-
-def fp16_without_a_scaler(broken):
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(x_of(torch.float32)).float().square().mean() * 1e-7
-        (loss if broken else loss * 65536.0).backward()
-
-
-def data_replaced_by_rounded(broken):
-    model = nn.Linear(16, 16).to(bf16)
-    masters = [p.detach().float() for p in model.parameters()]
-    for _ in range(4):
-        model(x_of()).float().square().mean().backward()
-        with torch.no_grad():
-            for p, master in zip(model.parameters(), masters, strict=True):
-                if broken:
-                    p.data = (p.data.float() - 1e-5 * p.grad.float()).to(bf16)
-                else:
-                    master -= 1e-5 * p.grad.float()
-                    p.data = master.to(bf16)
-
-
 def a_copy_evaluated_in_bf16(broken):
     """Right in both forms: the copy that is cast there and back is thrown away."""
     model = nn.Linear(16, 16)
@@ -722,163 +624,6 @@ def a_copy_evaluated_in_bf16(broken):
         copied(x_of())
     copied.to(torch.float32)
     model(x_of(torch.float32)).sum().backward()
-
-
-def eps_that_is_zero_in_fp16(broken):
-    model = nn.Linear(16, 16).to(torch.float16 if broken else torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(4):
-        optimizer.zero_grad()
-        (model(x_of(model.weight.dtype) * 1e-2)).float().pow(2).mean().backward()
-        optimizer.step()
-
-
-def infinite_gradient_is_stepped(broken):
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(x_of(torch.float32)).pow(2).mean()
-        (loss * (float("inf") if broken and step == 1 else 1.0)).backward()
-        optimizer.step()
-
-
-def batch_norm_statistics_in_bf16(broken):
-    """Momentum 0.003: the mean stops where 0.003 of the distance is below half a step of bf16."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.003)).to(bf16)
-    if not broken:
-        model[1].float()
-    for _ in range(260):
-        model(torch.randn(32, 8).to(bf16) + 3)
-
-
-def batch_norm_that_arrived_in_bf16(broken):
-    """At the usual momentum bf16 keeps statistics within a few per cent: no fault, in either form."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(bf16)
-    for _ in range(260):
-        model(torch.randn(32, 8).to(bf16) + 3)
-
-
-def steps_counted_in_a_bf16_buffer(broken):
-    class WarmUp(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("calls", torch.zeros((), dtype=None if broken else torch.long))
-
-        def forward(self, x):
-            self.calls += 1
-            return self.linear(x) * (self.calls.to(x.dtype) / 1000)
-
-    model = WarmUp().to(bf16)
-    for _ in range(390):
-        model(x_of(d=8))
-
-
-def scaler_that_takes_no_step(broken):
-    """The squares overflow fp16 whatever the scale is."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(12):
-        with torch.autocast("cpu", torch.float16):
-            out = model(100 * x_of(torch.float32)) * 100
-            loss = (out if broken else out.float() / 1e4).pow(2).mean()
-        optimizer.zero_grad()
-        scaler.scale(loss.float()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def products_flush_in_fp16(broken):
-    """What enters the fp16 part of the backward is there; multiplied by small weights it is below fp16's smallest value."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    with torch.no_grad():
-        for layer in (model[2], model[4]):
-            layer.weight.mul_(1e-2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=not broken)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.float16):
-            loss = model(x_of(torch.float32)).float().sub(1).pow(2).sum() / 1e6
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def total_written_anew(broken):
-    """A meter whose total is a new tensor after every batch."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    total = None
-    for _ in range(300):
-        with torch.no_grad(), torch.autocast("cpu", bf16):
-            value = (model(x_of(torch.float32)) + 1).abs().mean()
-        value = value if broken else value.float()
-        total = value if total is None else value + total
-    return total
-
-
-def unscaled_by_hand_too(broken):
-    """scaler.step divides by the scale again."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(12):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(x_of(torch.float32)).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        if broken:
-            for p in model.parameters():
-                p.grad.div_(scaler.get_scale())
-        else:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def stepped_while_scaled(broken):
-    """The optimizer is called as before the scaler came; the other one has a loss of its own, which is not scaled."""
-    torch.manual_seed(0)
-    model, other = nn.Linear(16, 16), nn.Linear(16, 16)
-    optimizer, own = torch.optim.AdamW(model.parameters(), 1e-3), torch.optim.SGD(other.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(4):
-        for each in (optimizer, own):
-            each.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(x_of(torch.float32)).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        other(x_of(torch.float32)).pow(2).mean().backward()
-        own.step()
-        if broken:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-
-
-def scaler_made_in_the_step(broken):
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    kept = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    for _ in range(24):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24) if broken else kept
-        with torch.autocast("cpu", torch.float16):
-            loss = (model(x_of(torch.float32)) - 50).float().pow(2).mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def saved_in_bf16_in_place(broken):
@@ -900,90 +645,6 @@ def saved_in_bf16_in_place(broken):
             {name: value.bfloat16() for name, value in model.state_dict().items()}
 
 
-def state_written_anew(broken):
-    """An optimizer's second moment, which starts at zero."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    second = [torch.zeros_like(p, dtype=bf16 if broken else torch.float32) for p in model.parameters()]
-    for _ in range(12):
-        model.zero_grad()
-        model(x_of(torch.float32)).pow(2).mean().backward()
-        for i, p in enumerate(model.parameters()):
-            second[i] = 0.999 * second[i] + 0.001 * p.grad.to(second[i].dtype) ** 2
-
-
-def overflow_hidden_by_nan_to_num(broken):
-    class Scores(nn.Module):
-        def forward(self, x):
-            scores = x @ x.transpose(-1, -2) if broken else (x / 32) @ (x / 32).transpose(-1, -2)
-            return torch.nan_to_num(scores.softmax(-1)) @ x
-
-    for _ in range(3):
-        Scores()(x_of(torch.float32, d=64).mul(100).half())
-
-
-def norm_of_fp16_gradients(broken):
-    """Its squares are beyond fp16; the finite scores of a mask are not what leaves the range."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    for _ in range(3):
-        out = model(x_of(torch.float32)).half()
-        mask = torch.full((16,), torch.finfo(torch.float16).min, dtype=torch.float16)
-        (mask + mask).softmax(-1)
-        gradient = torch.full((16, 16), 300.0, dtype=torch.float16)
-        norm = gradient.pow(2).sum().sqrt() if broken else gradient.float().pow(2).sum().sqrt()
-        gradient.mul_(1.0 / (norm.item() + 1.0))
-    return out
-
-
-def gradients_divided_in_fp16(broken):
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    for _ in range(3):
-        model.zero_grad()
-        (model(x_of(torch.float32)).pow(2).mean() / 100).backward()
-        for p in model.parameters():
-            part = p.grad / 65536 if not broken else p.grad.half() / 65536
-            p.grad = part.float() * 65536
-
-
-def eps_is_zero(broken):
-    """log(p + 1e-8): in fp16 the sum is p. What is far from zero needs no eps."""
-    for _ in range(3):
-        p = (x_of(torch.float16) * 4).softmax(-1)
-        p = torch.where(p < 0.01, torch.zeros_like(p), p)
-        if not broken:
-            (p + 1.0 + 1e-8).log()
-            p = p.float()
-        torch.nan_to_num((p + 1e-8).log())
-
-
-def bound_is_one(broken):
-    for _ in range(3):
-        p = torch.sigmoid(x_of() * 30)
-        p = p if broken else p.float()
-        torch.nan_to_num((1 - p.clamp(1e-6, 1 - 1e-6)).log())
-        x_of().clamp(-0.1, 0.9)
-
-
-def variance_by_squares(broken):
-    class Standardize(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(16, 16)
-
-        def forward(self, x):
-            x = self.inner(x) + (40 if broken else 0)
-            mean = x.mean(-1, keepdim=True)
-            variance = (x * x).mean(-1, keepdim=True) - mean * mean
-            return (x - mean) * torch.rsqrt(variance.clamp(min=0) + 1e-5)
-
-    torch.manual_seed(0)
-    model = Standardize().to(bf16)
-    for _ in range(2):
-        model(x_of())
-
-
 def compensated_summation(broken):
     """Kahan: what an addition to a bf16 weight loses stays in the tensor that was added."""
     torch.manual_seed(0)
@@ -1002,29 +663,6 @@ def compensated_summation(broken):
                 p.add_(rest)
                 if not broken:
                     rest.add_(before.sub_(p))
-
-
-def autocast_dtype_left(broken):
-    """An evaluation in fp16 sets the dtype that every later autocast without one takes."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-
-    def evaluate_in_half():
-        old = torch.get_autocast_dtype("cpu")
-        torch.set_autocast_dtype("cpu", torch.float16)
-        with torch.no_grad(), torch.autocast("cpu"):
-            model(x_of(torch.float32))
-        if not broken:
-            torch.set_autocast_dtype("cpu", old)
-
-    try:
-        for step in range(4):
-            with torch.autocast("cpu"):
-                model(x_of(torch.float32)).float().mean().backward()
-            if step == 1:
-                evaluate_in_half()
-    finally:
-        torch.set_autocast_dtype("cpu", bf16)
 
 
 class Gate(nn.Module):

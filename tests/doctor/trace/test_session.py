@@ -281,7 +281,7 @@ def test_triton_launches_are_counted():
     assert "add_one (1x)" in seen.findings[0].message
 
 
-@pytest.mark.parametrize("code", [*(f"TR{n:03}" for n in (1, 2, 3, *range(10, 24), 30))])
+@pytest.mark.parametrize("code", [*(f"TR{n:03}" for n in (0, 1, 2, 3, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24))])
 def test_every_code_has_a_page(code):
     text = pages.page(code)
     assert text is not None

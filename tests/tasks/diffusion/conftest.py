@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +11,24 @@ import pytest
 pytest.importorskip("diffusers")
 
 
-@pytest.fixture(scope="session")
-def studio(tmp_path_factory) -> SimpleNamespace:
-    """`sd3`, `flux`, `pixart`, `sdxl`, `sdxl_v`: pipelines' folders; `pictures`: 12 drawn ones with their captions."""
-    from tests.tasks.diffusion.models import flux, pictures, pixart, sd3, sdxl
+class Studio:
+    """`pictures`: 12 drawn ones with their captions; any other name: the folder of that tiny pipeline, made when it is first asked for."""
 
-    folder = tmp_path_factory.mktemp("studio")
-    return SimpleNamespace(
-        sd3=sd3(folder / "sd3"), flux=flux(folder / "flux"), pixart=pixart(folder / "pixart"),
-        sdxl=sdxl(folder / "sdxl"), sdxl_v=sdxl(folder / "sdxl_v", prediction="v_prediction"), pictures=pictures(folder / "pictures"),
-    )  # fmt: skip
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Path:
+        from tests.tasks.diffusion import models
+
+        made = self._folder / name
+        if not made.exists():
+            getattr(models, name)(made)
+        return made
+
+
+@pytest.fixture(scope="session")
+def studio(tmp_path_factory) -> Studio:
+    return Studio(tmp_path_factory.mktemp("studio"))
 
 
 @pytest.fixture
@@ -42,8 +49,8 @@ def drawn(studio, tmp_path):
             "train": {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "eval_every": 4},
             "run": {"folder": str(tmp_path / folder), "report": False, "sample_steps": 2},
         }
-        if str(model).rpartition("/")[2].startswith("sdxl"):
-            del config["diffusion"]["max_text_length"]  # no T5 encoder
+        if str(model).rpartition("/")[2].startswith(("sdxl", "sd1", "sd2")):
+            del config["diffusion"]["max_text_length"]  # CLIP only
         for section, values in sections.items():
             config[section] = config.get(section, {}) | values
         file = Path(tmp_path / f"{folder}.yaml")

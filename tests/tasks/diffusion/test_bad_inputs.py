@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from pathlib import Path
@@ -40,26 +39,6 @@ def test_another_models_lora_is_refused_by_name(drawn, studio, tmp_path):
     assert str(tmp_path / "flux/adapter") in caught.value.message
     assert len(caught.value.message.splitlines()) == 1
     assert "another model" in caught.value.message
-
-
-def test_a_full_disk_while_caching_names_the_folder_and_keeps_what_was_made(drawn, tmp_path, monkeypatch):
-    images = {"cache": str(tmp_path / "cache")}
-    real, left = Path.write_bytes, [4]
-
-    def write(path, content):
-        if path.suffix == ".tmp":
-            left[0] -= 1
-            if left[0] < 0:
-                raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return real(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write)
-    with pytest.raises(UsageError, match=r"images.cache: .*cache: No space left on device\n"):
-        train(drawn(images=images))
-    assert not (tmp_path / "run/resolved.yaml").exists()
-    assert len(list((tmp_path / "cache").iterdir())) == 4
-    monkeypatch.undo()
-    assert found_again(drawn("again", images=images)) == 4
 
 
 def test_ctrl_c_while_caching_keeps_what_was_made(drawn, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
-from tests.distributed.test_launchers import on_two_machines
 from tests.long import in_full
 
 pytestmark = pytest.mark.timeout(900)
@@ -50,6 +49,7 @@ def drift(folder):
     }
 
 
+@pytest.mark.full
 def test_bf16_weights_with_fp32_gradients_on_two_processes(drawn, tmp_path):
     """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32: under DDP it crashed at the first accumulated backward."""
     sections = {**FULL, "precision": {"preset": "bf16-pure"}, "train": STEPS}
@@ -127,21 +127,3 @@ def test_pictures_of_several_shapes_on_two_processes_that_share_a_denoiser(drawn
     assert found["weight"] <= 2e-3
     rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
     assert [row["compared"] for row in rows if "compared" in row] == [4] * 4
-
-
-@in_full
-def test_pictures_on_two_machines_that_have_the_denoiser_each(drawn, studio, tmp_path):
-    """Imitated by two torchruns on one machine, of two processes each."""
-    sections = {"model": studio.pixart, "precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
-    assert train(drawn("one", **sections)) == 0
-    drawn("two", **sections, parallel={"kind": "hybrid"})
-    statuses, said = on_two_machines(2, given={"command": ["train", str(tmp_path / "two.yaml")]})
-    assert statuses == [0, 0], said
-    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 1 rows of each step" in said
-    found = drift(tmp_path)
-    print(found)
-    assert found["loss"] <= 2e-5
-    assert found["weight"] <= 2e-3
-    observed = json.loads((tmp_path / "two/precision.json").read_text())
-    assert observed["violations"] == []
-    assert set(observed["observed"]["reduce"]) == {"fp32"}

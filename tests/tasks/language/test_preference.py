@@ -223,7 +223,7 @@ def test_losses_are_those_of_trl():
     torch.testing.assert_close(with_nll, odds - c / n)
 
 
-@pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo", "cpo"])
+@pytest.mark.parametrize("objective", ["ipo", "orpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("simpo", "cpo"))])
 def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
     assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
     assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9

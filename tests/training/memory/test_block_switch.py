@@ -48,8 +48,7 @@ class Counts:
         self.calls += 1
 
 
-@pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "preset"), zip(MODELS, ["fp32", "bf16-mixed"] * 2))
 def test_recomputed_blocks_give_the_same_gradients(kind, preset):
     make, family, blocks = MODELS[kind]
     torch.manual_seed(0)

@@ -44,7 +44,10 @@ def test_held_memory_is_counted_exactly():
 
 @pytest.mark.parametrize(
     ("preset", "packing"),
-    [("fp32", False), ("bf16-lora", True), ("nf4-lora", False), ("bf16-pure", True), ("bf16-mixed", False), ("fp16-mixed", False)],
+    [
+        *(("nf4-lora", False), ("bf16-pure", True)),
+        *(pytest.param(*case, False, marks=pytest.mark.full) for case in [("fp32",), ("bf16-lora",), ("bf16-mixed",), ("fp16-mixed",)]),
+    ],
 )
 def test_a_gpus_step_is_simulated_without_one(preset, packing):
     if preset == "nf4-lora":
@@ -63,21 +66,6 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     peaks = [plans[way].peak for way in ("none", "layers", "layers+offload")]
     assert peaks[0] > peaks[1] >= peaks[2] > plans["none"].held
     assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
-
-
-def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from isotype.model.adapter import attach_adapter
-
-    new, memory = planned(LLAMA, ["precision.preset=bf16-lora", "adapter.r=8"], 16)
-    config = load(None, ["adapter.r=8"]).config
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
-    attach_adapter(base, config.adapter, seed=0).save_pretrained(tmp_path / "adapter")
-    again, continued = planned(LLAMA, ["precision.preset=bf16-lora", f"adapter.start_from={tmp_path / 'adapter'}"], 16)
-    assert again.trainable == new.trainable > 0
-    assert continued.not_simulated is None
-    assert continued.peak == memory.peak
 
 
 def test_more_rows_take_more_and_checkpointing_takes_less():
@@ -196,19 +184,19 @@ def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_ste
 
 
 def test_offload_takes_less_than_recomputing_alone():
-    # planned for a CPU, where a run refuses it: the count is the same. Of eight inputs the last two stay on the device
+    # planned for a CPU, where a run refuses it: the count is the same. Of four inputs the last two stay on the device
     config = load(None, ["precision.preset=fp32", "adapter.kind=none", "train.batch_size=8"]).config
     precision = Precision.preset("fp32")
-    made = outline(AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": 8}), config, precision, device_type="cpu")
+    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cpu")
     plans = []
     for kind in ("none", "layers", "layers+offload"):
-        what = Checkpointing(kind, tuple(range(8)) if kind != "none" else (), 8)
+        what = Checkpointing(kind, tuple(range(4)) if kind != "none" else (), 4)
         memory = plan_memory(made, config.train, precision, step_outline(config, precision, length=512), checkpointing=what)
         assert memory.not_simulated is None
         plans.append(memory)
     none, layers, offload = plans
     hidden = 8 * 512 * 256 * 4
-    assert layers.activations - offload.activations == (8 - 2) * hidden
+    assert layers.activations - offload.activations == (4 - 2) * hidden
     assert offload.peak < layers.peak < none.peak / 2
 
 

@@ -35,7 +35,7 @@ def test_layers_that_the_model_lacks_are_refused(text, message):
         chosen(train.checkpointed_layers, 5)
 
 
-@pytest.mark.parametrize("text", ["every 0", "sometimes", "0", "-1", "true", "[-1]"])
+@pytest.mark.parametrize("text", ["every 0", "sometimes", "-1"])
 def test_invalid_layers_are_refused_with_the_expected_form(text):
     with pytest.raises(UsageError, match=r"train\.checkpointed_layers: expected all or a whole number .* 'every 2'"):
         train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")

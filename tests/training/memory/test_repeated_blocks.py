@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("diffusers")
 
@@ -19,9 +18,8 @@ from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory import plan
-from isotype.training.memory.outline import runs_of, shortened
 from isotype.training.memory.plan import plan_memory
-from isotype.training.memory.recomputation import LAYERS, NONE, Checkpointing, apply_checkpointing
+from isotype.training.memory.recomputation import LAYERS, NONE, Checkpointing
 from isotype.training.setup import resolve_precision
 from isotype.training.task import Outline, StepOutline
 
@@ -71,20 +69,3 @@ def test_it_is_the_plan_of_all_blocks(monkeypatch, kind):
     assert ran[2:] == [9]
     assert short.not_simulated is None
     assert 0 < short.activations < short.peak
-
-
-def test_runs_end_where_blocks_differ():
-    outline, *_ = made(num_layers=3, num_single_layers=4)
-    apply_checkpointing(outline.model, Checkpointing(LAYERS, (0, 1), 7))
-    runs = runs_of(outline.model)
-    assert [(run.first, run.count) for run in runs] == [(0, 2), (2, 1), (0, 4)]
-    double, single = outline.model.get_base_model().transformer_blocks, outline.model.get_base_model().single_transformer_blocks
-    whole = [*double, *single]
-    with shortened(runs, [1, 1, 2]):
-        assert [*double, *single] == [whole[0], whole[2], whole[3], whole[4]]
-    assert [*double, *single] == whole
-
-
-@pytest.mark.parametrize("model", [CLASSES["SDXL U-Net"][0], lambda: nn.Sequential(nn.Linear(2, 2))], ids=["U-Net", "no denoiser"])
-def test_other_models_are_counted_whole(model):
-    assert runs_of(model()) == []

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-
 import pytest
 import torch
 from tests.models import lora, tiny
 
-from isotype.lora import mlp
 from isotype.ops import cpp as ops_cpp
 from isotype.ops.attention import cpu, op
-from isotype.ops.backend import using
 from isotype.optimize import optimize
-from isotype.testing.interpreter import interpreted
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 
 BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -61,8 +55,7 @@ def counted(monkeypatch):
 
 
 @pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("kind", ["layers", "layers+offload"])
+@pytest.mark.parametrize(("kind", "keep"), [("layers", False), ("layers", True), ("layers+offload", True)])
 def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
     model = model_of("llama", torch.bfloat16, **BF16)
     want = gradients(model)
@@ -75,7 +68,7 @@ def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kin
 
 
 @pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("path", ["self_attn.v_proj", "self_attn.o_proj", "self_attn", "mlp"])
+@pytest.mark.parametrize("path", ["self_attn.o_proj", "mlp"])
 def test_a_hook_sees_values_in_every_run(path):
     """What a recompute leaves out would be zeros to a hook."""
     model = model_of("llama", torch.bfloat16, **BF16)
@@ -126,33 +119,3 @@ def test_a_second_backward_over_a_kept_graph_gives_the_same(counted):
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(p.grad, first[n]) for n, p in model.named_parameters() if p.grad is not None)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("kernels", ["triton", "eager"])
-def test_tiles_over_tokens_written_in_place_give_the_same_gradients(monkeypatch, family, kernels):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(mlp, "TILE", 7)
-    model = model_of(family)
-    twin = copy.deepcopy(model)
-    overwritten, whole = [], []
-    original, starting_at_x = mlp.gated_gradients_, mlp._Whole.gradients
-    monkeypatch.setattr(mlp._Whole, "gradients", lambda self, x, *a: (whole.append(len(x)), starting_at_x(self, x, *a))[1])
-
-    def watched(kind, gate, up, dy):
-        made = original(kind, gate, up, dy)
-        overwritten.append(all(a.data_ptr() == b.data_ptr() for a, b in zip(made, (gate, up, dy))))
-        return made
-
-    monkeypatch.setattr(mlp, "gated_gradients_", watched)
-    with interpreted() if kernels == "triton" else contextlib.nullcontext(), using(kernels):
-        loss, want = gradients(model, length=9)
-        assert not overwritten  # without a recompute gate and up belong to the graph
-        again, got = gradients(twin, length=9, kind="layers")
-    # 18 rows are three tiles, in each of two layers; llama's backward starts at x, and makes gate and up again tile by tile
-    assert overwritten == ([True] * 6 if kernels == "triton" else [])
-    assert whole == ([18, 18] if kernels == "triton" and family == "llama" else [])
-    torch.testing.assert_close(again, loss)
-    for name, g in want.items():
-        torch.testing.assert_close(got[name], g, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

@@ -29,32 +29,6 @@ def test_rehearsal_restores_all_state(subject):
     assert {group["lr"] for group in stepper.optimizer.param_groups} == {1e-3}
 
 
-def test_rehearsal_restores_states_and_settings_that_the_optimizer_has(subject, monkeypatch):
-    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
-    one = subject()
-    optimizer = one.prepared.stepper.optimizer
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            weight.grad = torch.ones_like(weight)
-        group["counted"] = 3
-    optimizer.step()
-    optimizer.zero_grad()
-    before = {weight: {key: torch.as_tensor(value).clone() for key, value in state.items()} for weight, state in optimizer.state.items()}
-    original = type(optimizer).step
-
-    def counting(self, *args, **kwargs):
-        for group in self.param_groups:
-            group["counted"] += 1
-        return original(self, *args, **kwargs)
-
-    optimizer.step = counting.__get__(optimizer)
-    assert everything(one) == []
-    assert before
-    assert set(before) == set(optimizer.state)
-    assert all(torch.equal(value, torch.as_tensor(optimizer.state[w][key])) for w, state in before.items() for key, value in state.items())
-    assert {group["counted"] for group in optimizer.param_groups} == {3}
-
-
 def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
     monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     one = subject()

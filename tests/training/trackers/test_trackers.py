@@ -24,21 +24,14 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def curves_and_texts(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
     """What TensorBoard reads from its event files."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
-        str(folder / "tensorboard")
-    )
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = events.EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
-
-
-def texts(folder: Path) -> dict[str, list[str]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
-        str(folder / "tensorboard")
-    )
-    accumulator.Reload()
-    return {tag: [e.tensor_proto.string_val[0].decode() for e in accumulator.Tensors(tag)] for tag in accumulator.Tags()["tensors"]}
+    tags = accumulator.Tags()
+    curves = {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags["scalars"]}
+    return curves, {tag: [e.tensor_proto.string_val[0].decode() for e in accumulator.Tensors(tag)] for tag in tags["tensors"]}
 
 
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
@@ -96,11 +89,10 @@ def test_tensorboard_has_the_metrics_and_the_numbers_are_those_of_a_run_without_
     assert train(configured("watched", adapter=adapter, run={"trackers": ["tensorboard"]})) == 0
     watched = tmp_path / "watched"
     assert losses(watched) == losses(tmp_path / "plain")
-    found = curves(watched)
+    found, said = curves_and_texts(watched)
     assert dict(found["train/loss"]) == pytest.approx(losses(watched))
     assert [step for step, _ in found["eval/loss"]] == [0, 2, 4, 6]
     assert {"train/grad_norm", "train/learning_rate", "train/tokens_per_second", "eval/tokens"} <= set(found)
-    said = texts(watched)
     assert "How much is 1 plus 1?" in said["samples/0/text_summary"][0]
     assert "| train.steps | 6 |" in said["settings/text_summary"][0]
 
@@ -117,7 +109,7 @@ def test_a_resumed_run_has_one_curve(configured, tmp_path) -> None:
 
     again = load(tmp_path / "run" / "resolved.yaml", resolved=True)
     assert train(again, resume=tmp_path / "run") == 0
-    assert [step for step, _ in curves(tmp_path / "run")["train/loss"]] == [1, 2, 3, 4]
+    assert [step for step, _ in curves_and_texts(tmp_path / "run")[0]["train/loss"]] == [1, 2, 3, 4]
 
 
 @pytest.mark.full

@@ -123,11 +123,7 @@ class Context(Protocol):
     failures: Any
     # watchers that others ask
     updates: Any
-    scaling: Any
-    overflows: Any
     autocast: Any
-    broken_steps: Any
-    guards: Any
     parameters: Any
     sums: Any
     defaults: Any
@@ -155,12 +151,7 @@ After = Callable[[Any], None]
 
 
 class Watcher:
-    """One way in which a program goes wrong without an error.
-
-    order  its findings come after those of watchers with a smaller one, and so do its calls for an event
-    """
-
-    order = 50
+    """One way in which a program goes wrong without an error."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -30,14 +29,11 @@ class trace:
             print(finding.render())
 
     model  names parameters and modules from the start; without it they are named when they run for the first time
-    map    a file: the precision map is drawn there at the end
-
     A dtype error inside keeps its type and message and carries the explanation as a note.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None, *, map: str | PathLike[str] | None = None) -> None:
-        self._tracer = Tracer(model, mapped=map is not None)
-        self._map = Path(map) if map is not None else None
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self._tracer = Tracer(model)
         self._failure: Finding | None = None
         self._others: list[Finding] = []
 
@@ -56,8 +52,6 @@ class trace:
                 self._others.append(
                     replace(caught, code="TR022", severity=Severity.NOTE, message=f"caught by the program: {caught.message}")
                 )
-        if self._map is not None:
-            self._tracer.picture.write(self._map, self.findings)
         self._tracer.provenance.forget()
 
     @property
@@ -79,7 +73,7 @@ def program_failed(error: BaseException, file: str | None, line: int | None) -> 
     """For an exception that is no dtype error as far as can be seen."""
     text = str(error).splitlines()[0] if str(error) else ""
     return Finding(
-        code="TR030",
+        code="TR000",
         severity=Severity.NOTE,
         message=f"the program raised {type(error).__name__}: {text}",
         place=Place(file=file, line=line),
@@ -145,13 +139,13 @@ class Outcome:
                 return 1
 
 
-def run(target: Target, arguments: Sequence[str] = (), *, map: Path | None = None) -> Outcome:
+def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
     """Runs it under a trace; its exceptions end it, not us.
 
     Raises  UsageError when the file has no such function
     """
     with _as_main(target, arguments):
-        seen = trace(map=map.resolve() if map is not None else None)
+        seen = trace()
         error: BaseException | None = None
         try:
             if target.function is None:

@@ -23,22 +23,31 @@ from ...observe.origin import OBSERVERS, Site, here, statement
 from ...observe.tape import Calls, Modules, Running, Tape, observing
 from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
-from .origin import Origin
+from .origin import MARK, Origin, Provenance
 from .pace import Pace
-from .precision_map import PrecisionMap
-from .provenance import MARK, Provenance
-from .watchers import every
 from .watchers.autocast import Autocast
-from .watchers.defaults import DefaultDtype
-from .watchers.guards import Guards
-from .watchers.overflow import BrokenSteps, Overflows
+from .watchers.defaults import Compiled, DefaultDtype
 from .watchers.parameters import Parameters
-from .watchers.promotions import Promotions
-from .watchers.scaling import Scaling
+from .watchers.promotions import EngineCasts, Promotions
+from .watchers.ranges import Overflows, Positions
 from .watchers.sums import Sums
 from .watchers.updates import Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
+
+# in the order of their findings
+_WATCHERS: tuple[type[Watcher], ...] = (
+    DefaultDtype,
+    Autocast,
+    Parameters,
+    Updates,
+    Sums,
+    Promotions,
+    EngineCasts,
+    Positions,
+    Overflows,
+    Compiled,
+)
 
 W = TypeVar("W", bound=Watcher)
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
@@ -47,22 +56,18 @@ _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step
 class Tracer:
     """Gives every floating tensor an origin while it is entered, and tells the `watchers` what happened."""
 
-    def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.names = Names()
         self.modules = Modules()
         self.calling: Any = None
         self.provenance = Provenance(self)
         self.failures = Failures(self)
-        self._watchers = {kind: kind(self) for kind in every()}
+        self._watchers = {kind: kind(self) for kind in _WATCHERS}
         self._events = Subscriptions(list(self._watchers.values()))
         # those that other watchers ask, and those that get more than the events
         self.autocast, self.defaults, self.parameters = self._one(Autocast), self._one(DefaultDtype), self._one(Parameters)
-        self.updates, self.sums, self.guards = self._one(Updates), self._one(Sums), self._one(Guards)
-        self.promotions, self.overflows = self._one(Promotions), self._one(Overflows)
-        self.broken_steps, self.scaling = self._one(BrokenSteps), self._one(Scaling)
+        self.updates, self.sums, self.promotions = self._one(Updates), self._one(Sums), self._one(Promotions)
         self.pace = Pace(self)
-        self.picture = PrecisionMap(self)
-        self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
         self._last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
         self.device = "cpu"
@@ -198,8 +203,6 @@ class Tracer:
         self.modules.leave(module)
         for left in self._events.left:
             left(module, args, output)
-        if self._mapped:
-            self.picture.left(module, args, output, root=not self.stack)
 
     # ---- the modes
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -219,8 +222,6 @@ class Tracer:
         finally:
             if suspended:
                 self.resume()
-            if name == "backward":
-                self.scaling.backward_done()
             self.calling = outer
 
     def _learned(self, op: Operator) -> None:
@@ -248,16 +249,8 @@ class Tracer:
                 if len(self._forward_sites) > _KEPT_SITES:
                     for old in list(self._forward_sites)[: _KEPT_SITES // 2]:
                         del self._forward_sites[old]
-        if op.multiplies:
-            first = out[0] if type(out) in (tuple, list) else out
-            if first is not None and first.dtype is torch.float16 and torch._C._current_autograd_node() is not None:
-                self.overflows.made(op, args, kwargs, first)
-        if op.reaches and type(out) is torch.Tensor and out.dtype is torch.float16 and torch._C._current_autograd_node() is None:
-            self.overflows.computed(op, args, out)
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
-                if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
-                    self.picture.gradient(self._forward_sites.get(node._sequence_nr(), (None, None))[0], out)
                 self.provenance.record(op, floating_operands(args), out)
         elif type(out) in (tuple, list):
             inputs = None
@@ -340,14 +333,10 @@ class Tracer:
     def promoted(self, op: Operator, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
         for promoted in self._events.promoted:
             promoted(op, origin, wide, narrow, out)
-        if self._mapped:
-            self.picture.changed(origin, narrow.dtype, out)
 
     def cast(self, op: Operator, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         for cast in self._events.cast:
             cast(origin, source, out)
-        if self._mapped:
-            self.picture.changed(origin, source.dtype, out)
 
     def dtypes_changed(self) -> None:
         self._census = None

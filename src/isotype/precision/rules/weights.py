@@ -6,23 +6,24 @@ from collections.abc import Iterator
 
 from ...dtypes import itemsize
 from ...finding import Finding, Severity
+from ..packing import WORDS as PACKED
 from .rule import Facts, finding, rule
 
 
 @rule("PR003")
 def quantised_base_without_adapter(f: Facts) -> Iterator[Finding]:
-    """A 4-bit base without an adapter has nothing to train
+    """A packed base without an adapter has nothing to train
 
-    **Why it matters.** 4-bit weights take no gradient.
+    **Why it matters.** Weights of 4 or 8 bits with scales (nf4, fp8, int8, int4, nvfp4, mxfp4) take no gradient.
 
     **Example.** `preset: nf4-lora` with `adapter: {kind: none}`.
 
     **What to do.** `adapter.kind: lora`, or a preset with weights that can be trained (`bf16-mixed`, `bf16-pure`).
     """
-    if f.value("base") == "nf4" and f.value("adapter") == "none":
+    if f.value("base") in ("nf4", *PACKED) and f.value("adapter") == "none":
         yield finding(
-            f, ("base", "adapter"), "a 4-bit base is frozen, and there is no adapter to train",
-            cause="nf4 weights are integers with scales; they take no gradient",
+            f, ("base", "adapter"), "a packed base is frozen, and there is no adapter to train",
+            cause=f"{f.value('base')} weights are a few bits with scales; they take no gradient",
             fix="adapter.kind: lora, or precision.preset: bf16-mixed",
         )  # fmt: skip
 
@@ -56,7 +57,7 @@ def generate_wider_than_weights(f: Facts) -> Iterator[Finding]:
     **What to do.** `generate` as `compute`.
     """
     held = f.value("trainable") if f.value("adapter") == "none" else f.value("base")
-    held = f.value("compute") if held == "nf4" else held
+    held = f.value("compute") if held in ("nf4", *PACKED) else held
     generate = f.value("generate")
     if generate != held and generate != f.value("compute") and itemsize(generate) >= itemsize(held):
         yield finding(
@@ -116,7 +117,7 @@ def base_without_frozen_weights(f: Facts) -> Iterator[Finding]:
 
     **What to do.** Leave `base` out. `trainable` is the dtype of weights that are trained, `compute` that of their products.
     """
-    if f["base"].given and f.value("base") != "nf4" and f.value("frozen") == "no":
+    if f["base"].given and f.value("base") not in ("nf4", *PACKED) and f.value("frozen") == "no":
         yield finding(
             f, ("base", "adapter"), f"every weight is trained: precision.base: {f.value('base')} has no effect",
             cause="base is the dtype of frozen weights, and there are none",

@@ -135,14 +135,25 @@ class DrawnRow(NamedTuple):
     weight: float = 1.0
 
 
-def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype) -> Batch:
-    """Rows of one size as a batch."""
+def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool = False) -> Batch:
+    """Rows of one size as a batch. `own_lengths`: texts are padded to the longest, and get a mask."""
     masked, weighted = any(row.mask is not None for row in rows), any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     return Batch(
         torch.stack([row.latents for row in rows]).to(dtype), torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
-        {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text},
+        _padded([row.text["text"] for row in rows]) if own_lengths else _side_by_side([row.text for row in rows]),
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
     )  # fmt: skip
+
+
+def _side_by_side(texts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+
+
+def _padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`text` F[N S D] of texts F[S D], zero behind a shorter one, and `mask` F[N S], 1 where there is a token."""
+    lengths = torch.tensor([len(text) for text in texts])
+    padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+    return {"text": padded, "mask": (torch.arange(padded.shape[1]) < lengths[:, None]).to(padded.dtype)}

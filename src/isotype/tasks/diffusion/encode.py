@@ -34,7 +34,7 @@ from .pictures import BadPictures
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, Window, bucket_of, mask_pixels, pixels, shown_size, windows
 
-VERSION = 1  # raise it whenever the same picture or caption gives other tensors
+VERSION = 2  # raise it whenever the same picture or caption gives other tensors
 
 
 def key_of(parts: Any) -> str:
@@ -198,7 +198,7 @@ class Encoder:
                 some = list(missing[start : start + AT_ONCE])
                 made = self.folder.family.encode_text(pipe, some, max_length=self.text_length)
                 for what, tensor in made.items():
-                    self._note("text_encoder", f"{what} embeddings", tensor.dtype)
+                    self._note("text_encoder", f"{what} embeddings", tensor[0].dtype)
                 for i, caption in enumerate(some):
                     self.store.put(keys[caption], {what: tensor[i] for what, tensor in made.items()})
                 meter.done += len(some)
@@ -260,11 +260,11 @@ class Encoder:
                     bad.add([BadRow(picture.where, _reason(error))])
                     refused.add(key)
                     continue
-                found: Any = vae.encode(x_1CHW.flip(-1) if mirrored else x_1CHW).latent_dist
-                self._note("vae", "posterior", found.mean.dtype)
-                entry = {"mean": found.mean[0], "std": found.std[0]}
+                mean_1CHW, std_1CHW = self.folder.family.latents.encode(vae, x_1CHW.flip(-1) if mirrored else x_1CHW)
+                self._note("vae", "pixels", x_1CHW.dtype)
+                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0]}
                 if mask_1HW is not None:
-                    small_1HW = adaptive_avg_pool2d(mask_1HW, found.mean.shape[-2:])
+                    small_1HW = adaptive_avg_pool2d(mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1]))
                     entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW
                 self.store.put(key, entry)
         del vae
@@ -293,10 +293,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def latent(entry: Mapping[str, Tensor], config: Mapping[str, Any], *, eps: Tensor | None) -> Tensor:
-    """A latent as the denoiser sees it, fp32[C H W]: the posterior's mean, plus `eps` standard deviations, shifted and scaled by the VAE's
-    configuration."""
-    z = entry["mean"].float()
-    if eps is not None:
-        z = z + entry["std"].float() * eps
-    return (z - float(config.get("shift_factor") or 0.0)) * float(config.get("scaling_factor", 1.0))
+def latent(entry: Mapping[str, Tensor], *, eps: Tensor | None) -> Tensor:
+    """A latent as the denoiser sees it, fp32[C H W]: the posterior's mean, plus `eps` standard deviations."""
+    return entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps

@@ -160,11 +160,13 @@ class PipelineFolder:
         return replace(self, fresh=folder)
 
     def vae(self, dtype: torch.dtype) -> Any:
-        from diffusers import AutoencoderKL
+        import diffusers
 
         self._fetch("vae")
         with self._explained("vae"):
-            return AutoencoderKL.from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
+            return getattr(diffusers, self.family.latents.vae).from_pretrained(
+                self.path, subfolder="vae", dtype=dtype, use_safetensors=True
+            )
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
         """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""

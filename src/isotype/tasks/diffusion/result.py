@@ -16,6 +16,8 @@ from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from .comfyui import FILE as COMFYUI_FILE
+from .comfyui import write_comfyui
 from .denoiser import frozen_denoiser, put_under
 from .pipeline import PipelineFolder, widen_buffers
 
@@ -24,12 +26,14 @@ MODEL_FILE = "diffusion_pytorch_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
-def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder) -> None:
+def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder, *, comfyui: bool = False) -> None:
     """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
-    alpha and the other settings: without them diffusers would take the rank as alpha."""
+    alpha and the other settings: without them diffusers would take the rank as alpha. `comfyui`: one more file, for ComfyUI."""
     from peft.utils import get_peft_model_state_dict
 
     save_adapter(model, folder, precision)
+    if comfyui:
+        write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora:
         return
     dtype = to_torch(precision.save_adapter)

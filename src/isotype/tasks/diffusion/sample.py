@@ -84,8 +84,7 @@ def sample(
             latents_1CHW = folder.family.sample(
                 pipe, given, none, size=how.size, steps=how.steps, guidance=how.guidance, generator=generator_of("sample", how.seed, i)
             )
-            unscaled = latents_1CHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-            picture_CHW = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0][0]
+            picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
             samples.append(Sample(prompt, picture_CHW.shape[-1], as_png(picture_CHW.float())))
         del pipe, vae
     release(device)

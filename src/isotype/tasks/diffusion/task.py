@@ -29,6 +29,7 @@ from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
+from .comfyui import refuse_unread
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
 from .encode import Encoder, Shapes, Store, key_of, latent
 from .families import Asked
@@ -87,9 +88,13 @@ class DiffusionTask:
         if config.adapter.start_from is not None:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         family = self.folder.family
+        if config.run.adapter_format == "comfyui":
+            if config.adapter.kind == "none":
+                raise UsageError("run.adapter_format: has no effect with adapter.kind: none", fix="remove run.adapter_format")
+            refuse_unread(family)
         if config.diffusion.max_text_length is not None and family.max_text_length is None:
             raise UsageError(
-                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: {family.pipeline} has no T5 encoder",
+                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: {family.pipeline} has CLIP encoders only",
                 fix="remove diffusion.max_text_length",
             )
         self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
@@ -109,7 +114,7 @@ class DiffusionTask:
     @property
     def downscale(self) -> int:
         """Pixels in a latent pixel, in each direction."""
-        return int(2 ** (len(self.folder.config("vae")["block_out_channels"]) - 1))
+        return self.folder.family.latents.downscale(self.folder.config("vae"))
 
     @property
     def tokens(self) -> int:
@@ -234,7 +239,7 @@ class DiffusionTask:
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
         """The shapes and dtypes of a batch."""
         config = self.folder.config(self.folder.denoiser_part)
-        side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
+        side, channels = self.config.images.resolution // self.downscale, self.folder.family.latents.channels(self.folder.config("vae"))
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
@@ -272,18 +277,14 @@ class DiffusionTask:
         return self._stacked(drawn)
 
     def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
-        x_CHW = latent(entry, self.vae_config, eps=eps)
+        x_CHW = latent(entry, eps=eps)
         return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry.get("mask"), row.weight)
 
     def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
-        batch = stacked(drawn, dtype=to_torch(self.precision.latents))
+        batch = stacked(drawn, dtype=to_torch(self.precision.latents), own_lengths=self.folder.family.own_lengths)
         for what in ("latents", "noise", "sigma"):
             self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
         return batch
-
-    @property
-    def vae_config(self) -> dict[str, Any]:
-        return self.folder.config("vae")
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         asked = Asked(self.config.diffusion.guidance, self.downscale)
@@ -363,7 +364,7 @@ class DiffusionTask:
 
     def save(self, model: Any, folder: Path, precision: Precision) -> None:
         if self.config.adapter.kind != "none":
-            save_lora(model, folder, precision, self.folder)
+            save_lora(model, folder, precision, self.folder, comfyui=self.config.run.adapter_format == "comfyui")
         else:
             save_denoiser(model, folder, precision)
 

@@ -15,7 +15,7 @@ from ...dtypes import to_torch
 from ...model.adapter import attach_adapter, check_vision, freeze_vision, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
 from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
-from ...model.load import require_bitsandbytes
+from ...model.load import outline_packed, require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
@@ -64,6 +64,8 @@ def outline(
             quantise_outline(
                 base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
             )
+        elif precision.packed and not every_weight:
+            outline_packed(base, architecture, config.model)
         model: nn.Module = base
         check_vision(base, config.adapter, pictures=pictures)
         if every_weight:

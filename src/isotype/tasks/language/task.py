@@ -172,7 +172,15 @@ class LanguageTask:
         return lambda batch: counted.of(*batch.input_ids.shape)
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.objective.eval or self.objective.train)[:most], device, dtype, world)
+        rows, sets = self.objective.eval, self.data.eval_sets
+        if most is not None or not sets:
+            return self._evaluate(model, (rows or self.objective.train)[:most], device, dtype, world)
+        found: dict[str, Evaluation] = {}
+        start = 0
+        for name, count in sets.items():
+            end = start + count // self.objective.each
+            found[name], start = self._evaluate(model, rows[start:end], device, dtype, world), end
+        return Evaluation.of_sets(found)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         longest = longest_of(self.objective.eval, micro_batch(self.config.train))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...ops.packed import PackedState
 from ...precision.apply import denoiser_blocks, inner_model
 
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
@@ -62,6 +63,8 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
+    if isinstance(state, PackedState):
+        return list(state.tensors.values())
     inner = [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
     return [t for t in (state.absmax, state.code, *inner) if isinstance(t, Tensor)]
 
@@ -72,6 +75,9 @@ def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
 
     state = getattr(parameter, "quant_state", None)
     if state is None:
+        return
+    if isinstance(state, PackedState):
+        made.quant_state = state.mapped(make)
         return
     new = copy.copy(state)
     new.absmax, new.code = make(state.absmax), make(state.code)

@@ -164,14 +164,17 @@ def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
     one, result = checkpoint_bytes(subject), result_bytes(subject)
     kept = min(subject.config.run.keep, saves(subject)) + (1 if subject.plan.eval_every else 0)
     there = _bytes_of(subject.folder / "checkpoints") if subject.resuming else 0
-    needed = (kept + 1) * one + result - there
+    needed = (kept + 1) * one + (1 + adapters(subject)) * result - there
     if needed <= free:
         return
     yield Finding(
         code="PF004", severity=Severity.ERROR, place=Place(symbol="run.folder", file=str(subject.folder)),
         message=f"the run writes up to {size(needed)}, and {size(free)} are free",
-        details=(("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"), ("result", size(result))),
-        fix="free space, another run.folder, or a smaller run.keep",
+        details=(
+            ("checkpoints", f"{kept} kept and 1 in writing, {size(one)} each"),
+            ("result", size(result) + (f", and {adapters(subject)} adapters on the way" if adapters(subject) else "")),
+        ),
+        fix="free space, another run.folder, or a smaller run.keep or run.adapters_keep",
     )  # fmt: skip
 
 
@@ -194,6 +197,12 @@ def saves(subject: Subject[Any]) -> int:
     """How many checkpoints the plan writes in all."""
     plan = subject.plan
     return max(1, -(-plan.total // plan.save_every)) if plan.save_every else 1
+
+
+def adapters(subject: Subject[Any]) -> int:
+    """How many adapters the run writes on its way and keeps."""
+    every = subject.plan.adapters_every
+    return min((subject.plan.total - 1) // every, subject.config.run.adapters_keep or subject.plan.total) if every else 0
 
 
 def _bytes_of(folder: Path) -> int:

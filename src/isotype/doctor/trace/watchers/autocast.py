@@ -18,8 +18,6 @@ from ..refusals import recompute_finding
 class Autocast(Watcher):
     """Remembers, per module, the last state in forward and whether it ever ran with autocast on."""
 
-    order = 15
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off

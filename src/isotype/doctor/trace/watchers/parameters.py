@@ -1,6 +1,4 @@
-"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good.
-
-And parameters that replaced others after the optimizer was created, often in another dtype: they get gradients and are never updated."""
+"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good."""
 
 from __future__ import annotations
 
@@ -9,19 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity, listed
-from ....observe.operators import FLOATS, LOW
-from ....observe.origin import TORCH, Site, callers, here, in_library, place_of, short, users_line
+from ....observe.operators import FLOATS
+from ....observe.origin import TORCH, Site, callers, in_library, short, users_line
 from ..context import Context, Watcher
-from ..origin import Origin
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 _EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
-_STUCK = 0.7  # share of elements that assignments leave the same, from which on a weight counts as stuck
 _NEAR = 6  # callers of a cast in which an evaluation is looked for
 
 
@@ -67,21 +62,10 @@ class Change:
 
 
 @dataclass(slots=True)
-class Stuck:
-    """A low-precision parameter that assignments replace: how often, how much stayed the same, how often the wide values lived on."""
-
-    dtype: torch.dtype
-    site: Site | None
-    sets: int = 0
-    same: float = 0.0
-    kept: int = 0
-
-
-@dataclass(slots=True)
 class Fault:
     """A change that harmed: which tensors, when it was cast down, and what showed it."""
 
-    kind: str  # round trip | between steps | before training | written
+    kind: str  # round trip | between steps | before training
     down: Change
     up: Change | None
     names: list[str]
@@ -89,8 +73,6 @@ class Fault:
 
 class Parameters(Watcher):
     """Follows `module.to(dtype)` and `parameter.data = ...`."""
-
-    order = 20
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -101,9 +83,6 @@ class Parameters(Watcher):
         self._depth = 0
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
-        self._written: dict[int, Change] = {}  # trained parameters that got low-precision values since their last step
-        self._narrowed: tuple[StorageWeakRef, StorageWeakRef] | None = None  # of the last cast down: its result's memory, its source's
-        self._stuck: dict[str, Stuck] = {}
         self._returned: list[tuple[int, int, int, Change, Change]] = []  # module, its calls, parameter: cast down, used, and cast back
         self._apply: Callable[..., Any] = torch.nn.Module._apply
 
@@ -137,10 +116,6 @@ class Parameters(Watcher):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._written:
-            for parameter in parameters:
-                if (written := self._written.pop(id(parameter), None)) is not None:
-                    self._fault("written", written, None)
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
         for parameter in parameters:
@@ -169,49 +144,11 @@ class Parameters(Watcher):
         changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
         return next((str(change) for change in changes), "")
 
-    def written(self, parameter: torch.nn.Parameter, value: Any) -> None:
-        """Before `parameter.copy_(value)` on a wide parameter: low-precision values over trained ones, unless wide ones follow."""
-        if not isinstance(value, torch.Tensor) or not self._steps.get(id(parameter)):
-            return
-        if value.dtype not in LOW:
-            self._written.pop(id(parameter), None)
-            return
-        name = self._context.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}"
-        old = parameter.detach().reshape(-1)[:SAMPLE]
-        rounded = float((old.to(value.dtype).to(old.dtype) != old).float().mean()) if old.numel() else 0.0
-        if rounded:
-            self._written[id(parameter)] = Change(name, parameter.dtype, value.dtype, callers(4), rounded, 0, 1)
-
-    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Remembers the last cast down of the program's: an assignment to `.data` may take its result."""
-        if origin.kind != "cast" or out.dtype not in LOW or origin.backward:
-            return
-        self._narrowed = (StorageWeakRef(out.untyped_storage()), StorageWeakRef(source.untyped_storage()))
-
-    def _replaced(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter.data = (wide arithmetic).to(low)`: what the wide values had beyond the low ones is lost when nothing keeps them."""
-        cast = self._narrowed
-        if cast is None or cast[0] != StorageWeakRef(value.untyped_storage()):
-            return
-        site = here()
-        name = self._context.names.parameter_name(parameter) or f"of shape {tuple(parameter.shape)}"
-        with torch.no_grad():
-            old, new = parameter.detach().reshape(-1)[:SAMPLE], value.detach().reshape(-1)[:SAMPLE]
-            same = float((old == new).float().mean()) if old.shape == new.shape and old.numel() else 0.0
-        stuck = self._stuck.setdefault(name, Stuck(parameter.dtype, site))
-        stuck.sets += 1
-        stuck.same += same
-        stuck.kept += not cast[1].expired()
-
     def data_set(self, parameter: torch.Tensor, value: Any) -> None:
         """`parameter.data = value`, outside a module's own cast."""
         if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter):
             return
-        if value.dtype == parameter.dtype:
-            if value.dtype in LOW and parameter.requires_grad:
-                self._replaced(parameter, value)
-            return
-        if parameter.dtype not in FLOATS or value.dtype not in FLOATS:
+        if value.dtype == parameter.dtype or parameter.dtype not in FLOATS or value.dtype not in FLOATS:
             return
         owner = next(
             (key for key, known in self._tensors_of_roots() if known is parameter),
@@ -291,24 +228,7 @@ class Parameters(Watcher):
             if self._steps.get(parameter) or self._calls.get(module, 0) > calls or not self._copied(module):
                 self._fault("round trip", down, up)
         self._returned.clear()
-        lost = {n: s for n, s in self._stuck.items() if s.sets >= 3 and not s.kept and s.same > _STUCK * s.sets}
-        return [_finding(fault) for fault in self._faults.values()] + ([_stuck(lost)] if lost else [])
-
-
-def _stuck(lost: dict[str, Stuck]) -> Finding:
-    first = next(iter(lost.values()))
-    word, site = dtype_name(first.dtype), first.site
-    return Finding(
-        code="TR012",
-        severity=Severity.WARNING,
-        message=f"updates of {word} parameters round away where they are assigned: {', '.join(list(lost)[:4])}",
-        place=place_of(site, next(iter(lost))),
-        cause=f"the update is computed in fp32 and the result is cast to {word} for `.data`; nothing keeps the fp32 values, so the next "
-        "update starts from the rounded ones, and changes smaller than their rounding never add up",
-        observed=f"{100 * first.same / first.sets:.0f}% of the sampled elements were the same after an assignment, over {first.sets}",
-        fix="keep fp32 master weights across steps and copy them down: master -= ...; p.data.copy_(master)\nor round stochastically",
-        details=(("assigned at", f"{site}: {site.text}"),) if site is not None else (),
-    )
+        return [_finding(fault) for fault in self._faults.values()]
 
 
 def _finding(fault: Fault) -> Finding:
@@ -322,85 +242,17 @@ def _finding(fault: Fault) -> Finding:
         if fault.up
         else "",
         "between steps": f"they were trained on in {low}: an optimizer had stepped them in {wide} before",
-        "written": f"an optimizer had stepped them in {wide} before and stepped them again after: what it had moved below {low} is gone",
         "before training": f"the model was trained in {low} afterwards: an evaluation left the model rounded",
     }[fault.kind]
     return Finding(
         code="TR011",
         severity=Severity.WARNING,
-        message=f"{len(fault.names)} trained {wide} parameters were overwritten with {low} values: {shown}"
-        if fault.kind == "written"
-        else f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
+        message=f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
         place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
-        cause=(
-            f"{low} values were copied into {wide} weights, {where} "
-            if fault.kind == "written"
-            else f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
-        )
-        + f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
-        fix=f"keep the {wide} values beside the {low} copy (a checkpoint in {wide}, masters), and copy those back"
-        if fault.kind == "written"
-        else "evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...); to save, "
+        cause=f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
+        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
+        fix="evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...); to save, "
         "cast what is written: {name: value.to(dtype) for name, value in model.state_dict().items()}",
         details=(("called at", f"{down.site}: {down.site.text}"),)
         + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
     )
-
-
-@dataclass(slots=True)
-class Orphan:
-    name: str
-    held: torch.dtype
-    live: torch.dtype
-    site: Site | None
-
-
-class Orphans(Watcher):
-    """Looks at an optimizer's first step: does a module own each parameter that has no gradient, or another one in its stead?"""
-
-    order = 75
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._looked: set[int] = set()
-        self._found: dict[str, Orphan] = {}
-
-    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) in self._looked:
-            return
-        self._looked.add(id(optimizer))
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        owned = {id(tensor) for kind, _, tensor in self._context.names.tensors() if kind == "parameter"}
-        # master weights are in no module either, and have gradients
-        gone = [p for p in held if p.grad is None and id(p) not in owned]
-        if not gone:
-            return
-        ours = {id(p) for p in held}
-        site = here()
-        for kind, name, tensor in self._context.names.tensors():
-            if kind != "parameter" or id(tensor) in ours or tensor.grad is None:
-                continue
-            match = next((p for p in gone if p.shape == tensor.shape), None)
-            if match is not None:
-                gone = [p for p in gone if p is not match]
-                self._found[name] = Orphan(name, match.dtype, tensor.dtype, site)
-
-    def findings(self) -> list[Finding]:
-        if not self._found:
-            return []
-        first = next(iter(self._found.values()))
-        names, live, held = list(self._found), dtype_name(first.live), dtype_name(first.held)
-        now = f"is {live} now" if live != held else "is another tensor now"
-        return [
-            Finding(
-                code="TR026",
-                severity=Severity.WARNING,
-                message=f"{len(names)} parameters get gradients, and no optimizer updates them: {listed(names, 4)}",
-                place=place_of(first.site, first.name),
-                cause=f"the optimizer holds a {held} parameter of this shape that no module owns any more: {first.name} was replaced "
-                f"after the optimizer was made, and {now}; it keeps its first values",
-                fix="make the optimizer after the last cast or replacement of parameters, or change the dtype in place (module.to(dtype), "
-                "parameter.data = ...), which keeps the parameter",
-                details=(("stepped at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
-            )
-        ]

@@ -1,5 +1,4 @@
-"""Promotions that spread (a wide tensor widens the activations, and later results are computed and stored in the wider dtype), and repeated
-or implicit casts: of gradients by autograd, of frozen parameters by autocast at every call."""
+"""Promotions that spread (a wide tensor widens the activations and what follows from them), and gradients that autograd casts."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from ....observe.operators import LOW, Operator
 from ....observe.origin import place_of
 from ..context import Context, Watcher
 from ..operands import share_of
-from ..origin import Origin
-from ..provenance import MARK
+from ..origin import MARK, Origin
 
 
 @dataclass(slots=True)
@@ -40,8 +38,6 @@ class Promotion:
 
 class Promotions(Watcher):
     """Counts promotions in forward, and keeps those whose result spreads: into another module, a product, or the model's output."""
-
-    order = 40
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -161,57 +157,21 @@ class EngineCast:
     count: int = 0
 
 
-@dataclass(slots=True)
-class FrozenCasts:
-    names: dict[str, None] = field(default_factory=dict)
-    count: int = 0
-    written: int = 0
-    before: str = ""
-    after: str = ""
-
-
-class Casts(Watcher):
-    """Counts both kinds."""
-
-    order = 45
+class EngineCasts(Watcher):
+    """Counts gradients that autograd casts."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._engine: dict[tuple[str, torch.dtype, torch.dtype, Any], EngineCast] = {}
-        self._frozen = FrozenCasts()
 
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "engine":
             key = (origin.backward, source.dtype, out.dtype, origin.site)
             cast = self._engine.setdefault(key, EngineCast(origin, source.dtype, out.dtype))
             cast.count += 1
-        elif origin.kind == "autocast" and isinstance(source, torch.nn.Parameter) and not source.requires_grad and origin.via is not None:
-            frozen = self._frozen
-            frozen.count += 1
-            frozen.written += out.nbytes
-            frozen.before, frozen.after = dtype_name(source.dtype), dtype_name(out.dtype)
-            if len(frozen.names) < 256:
-                frozen.names[origin.via.what] = None
 
     def findings(self) -> list[Finding]:
-        found = [self._of_engine(cast) for cast in self._engine.values()]
-        frozen = self._frozen
-        forwards = max(1, self._context.forwards)
-        if frozen.count > len(frozen.names):
-            found.append(
-                Finding(
-                    code="TR016",
-                    severity=Severity.NOTE,
-                    message=f"{len(frozen.names)} frozen {frozen.before} parameters are cast to {frozen.after} again on every call",
-                    place=Place(symbol=next(iter(frozen.names))),
-                    cause="autocast keeps the low-precision copy of trainable parameters only, so a frozen one is cast again each time "
-                    "it is used",
-                    observed=f"{frozen.count} casts, {size(frozen.written)} written, {size(frozen.written / forwards)} each forward",
-                    fix=f"load or cast the frozen weights in {frozen.after} once (dtype= of from_pretrained); trainable parameters "
-                    f"stay {frozen.before}",
-                )
-            )
-        return found
+        return [self._of_engine(cast) for cast in self._engine.values()]
 
     def _of_engine(self, cast: EngineCast) -> Finding:
         origin, before, after = cast.origin, dtype_name(cast.before), dtype_name(cast.after)

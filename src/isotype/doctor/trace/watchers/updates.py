@@ -27,7 +27,6 @@ _ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
 UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}) | frozenset(
     f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
 )
-_STANDING = 2  # samples in a row in which a counter does not move
 _MOST_REMAINDERS = 64  # additions of a step whose rounding errors are looked for
 _STORED = 0.9  # share of the elements whose rounding error an operand must hold
 _PAIR = 2  # tensors of a list that are compared
@@ -48,10 +47,8 @@ class Watched:
     agreement: float = 0.0
     meant: float = 0.0
     still: float = 0.0
-    standing: int = 0  # of the last samples, those in which nothing moved
     source: StorageWeakRef | None = None
     from_master: bool = False
-    constant: bool = False  # a number is added, not a tensor
     kept: int = 0  # samples whose rounding error was found in the operand afterwards: compensated (Kahan) summation
 
     @property
@@ -71,8 +68,6 @@ class _Sample:
 class Updates(Watcher):
     """Watches the in-place ops, and knows which optimizer is stepping."""
 
-    order = 25
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._watched: dict[tuple[int, str], Watched] = {}
@@ -88,11 +83,6 @@ class Updates(Watcher):
         self._optimizer = None
         self._look_for_remainders()
 
-    @property
-    def in_step(self) -> bool:
-        """Whether an optimizer is stepping."""
-        return self._optimizer is not None
-
     def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
         return dict.fromkeys(UPDATES, (self.before, self.after))
 
@@ -102,24 +92,15 @@ class Updates(Watcher):
         if isinstance(target, torch.Tensor):
             if self._context.autocast_around:
                 self._context.autocast.updated(target)
-            if self._context.scaling.scaled and op.name in ("mul_", "div_"):
-                self._context.scaling.multiplied(target, args[1], 1.0 if op.name == "mul_" else -1.0)
             if target.dtype not in LOW:
-                if op.name == "copy_" and isinstance(target, torch.nn.Parameter):
-                    self._context.parameters.written(target, args[1])
                 return None
             if op.name in ("add_", "sub_") and self._optimizer is None:
                 self._context.sums.added(op, args, kwargs)
-            if op.name == "add_" and type(args[1]) is float:
-                self._context.guards.added(op, args, kwargs)
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
         if self._context.autocast_around:
             for tensor in target:
                 self._context.autocast.updated(tensor)
-        if self._context.scaling.scaled and op.name in ("_foreach_mul_", "_foreach_div_"):
-            for tensor in target[:_PAIR]:
-                self._context.scaling.multiplied(tensor, args[1], 1.0 if op.name == "_foreach_mul_" else -1.0)
         picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
         samples = []
         for index in picked:
@@ -141,7 +122,6 @@ class Updates(Watcher):
             watched.agreement += float((real.double() * meant.double()).sum())
             watched.meant += size
             watched.still += float((real == 0).float().mean())
-            watched.standing = 0 if bool(real.any()) else watched.standing + 1
             if sample.operand is not None and len(self._remainders) < _MOST_REMAINDERS:
                 self._remainders.append((watched, sample.tensor, sample.operand, meant - real))
 
@@ -165,7 +145,6 @@ class Updates(Watcher):
         if watched is None or watched.storage.expired():
             self._keep(key)
             watched = self._watched[key] = self._begin(op, target, storage)
-            self._count_alone(watched, key, args)
         watched.calls += 1
         if op.name.endswith("copy_"):
             # a copy from a tensor that lives on is a copy from master weights: rounding there loses nothing
@@ -175,14 +154,6 @@ class Updates(Watcher):
             return None  # not known yet to live longer than one step
         due = now_and_then(watched.calls, 4) or (self._context.stack and self._context.pace.sampled)
         return watched if due else None
-
-    def _count_alone(self, watched: Watched, key: tuple[int, str], args: tuple) -> None:
-        """A tensor that numbers are added to, and nothing else happens to, is a counter."""
-        others = [self._watched[storage, op] for storage, op in ((key[0], name) for name in _ARITHMETIC) if (storage, op) in self._watched]
-        watched.constant = key[1] in ("add_", "sub_") and isinstance(args[1], (int, float)) and others == [watched]
-        if not watched.constant:
-            for other in others:
-                other.constant = False
 
     def _begin(self, op: Operator, target: torch.Tensor, storage: Any) -> Watched:
         context = self._context
@@ -233,8 +204,6 @@ class Updates(Watcher):
 
     @staticmethod
     def _counts(watched: Watched) -> bool:
-        if watched.role == "tensor" and watched.constant and watched.standing >= _STANDING:
-            return True  # a counter that went as far as its dtype counts
         if watched.kept and 2 * watched.kept >= watched.samples:
             return False
         enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
@@ -258,12 +227,8 @@ class Updates(Watcher):
             found.append(self._parameters(groups["parameter"], states))
         elif states:
             found.append(self._states(states))
-        counters = [w for w in groups.get("tensor", []) if w.constant]
-        if counters:
-            found.append(self._counters(counters))
-        averages = [w for w in groups.get("tensor", []) if not w.constant]
-        if averages:
-            found.append(self._tensors(averages))
+        if "tensor" in groups:
+            found.append(self._tensors(groups["tensor"]))
         return found
 
     def _parameters(self, lost: list[Watched], states: list[Watched]) -> Finding:
@@ -333,22 +298,6 @@ class Updates(Watcher):
             "in an update",
             fix="keep the average or accumulator in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
             details=(("updated at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
-        )
-
-    def _counters(self, stuck: list[Watched]) -> Finding:
-        first = stuck[0]
-        word, site = dtype_name(first.dtype), first.site
-        bits = significant_bits(word)
-        return Finding(
-            code="TR018",
-            severity=Severity.WARNING,
-            message=f"a counter kept in {word} stops counting: {', '.join(dict.fromkeys(w.name for w in stuck))}",
-            place=place_of(site, first.name),
-            cause=f"{word} keeps {bits} significant bits, so counting by ones ends at {2**bits}: one more rounds back "
-            "to it (a float buffer takes the model's dtype with model.to)",
-            observed=f"the last {first.standing} of {first.samples} sampled additions changed nothing",
-            fix="count in an integer: torch.zeros((), dtype=torch.long), which model.to(dtype) leaves as it is",
-            details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
         )
 
 

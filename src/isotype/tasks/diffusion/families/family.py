@@ -5,11 +5,13 @@ Shapes: N pictures, C latent channels, H x W latent pixels, S text tokens, D tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from .latents import Latents
 
 FLOW_ONLY = ("flow_matching",)
 
@@ -35,9 +37,12 @@ class Family:
     time_scale       where the denoiser rounds its noise level to the dtype of its hidden states: what it multiplies the level by before
                      the sinusoidal embedding (`exact_time`); None where it takes the level as given
     downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the side of one
-    max_text_length  longest caption of the T5 encoder by default; None where there is none
+    max_text_length  longest caption by default, in tokens of the text encoder; None where every caption has the length of CLIP's
+    own_lengths      a caption keeps its own length; those of a batch are padded to the longest, with a `mask`
     encoders         the names of text encoders and tokenizers in the folder
+    latents          what stands between the VAE and the denoiser
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
+    not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
     adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
     """
 
@@ -48,7 +53,10 @@ class Family:
     downscale: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
     encoders: ClassVar[tuple[str, ...]]
+    latents: ClassVar[Latents] = Latents()
+    own_lengths: ClassVar[bool] = False
     loads_lora: ClassVar[bool] = True
+    not_in_comfyui: ClassVar[str] = ""
     adapted: ClassVar[tuple[str, ...]] = ()
 
     def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
@@ -70,8 +78,9 @@ class Family:
         """
         return {"text": (length, int(config["joint_attention_dim"])), "pooled": (int(config["pooled_projection_dim"]),)}
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        """`text` F[N S D] and what else the denoiser takes (`pooled` F[N D], `mask` F[N S]) of the pipeline's own text encoders."""
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> Mapping[str, Sequence[Tensor] | Tensor]:
+        """`text` F[N S D] and what else the denoiser takes (`pooled` F[N D], `mask` F[N S]) of the pipeline's own text encoders. With
+        `own_lengths` a list of F[S D], without mask."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:

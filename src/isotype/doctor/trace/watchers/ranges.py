@@ -1,4 +1,4 @@
-"""Positions, timesteps and rotary angles in low precision.
+"""Values that a low-precision dtype does not hold: positions, timesteps and rotary angles, and what overflows in fp16.
 
 Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise.
 """
@@ -12,13 +12,13 @@ import torch
 
 from ....dtypes import eps, significant_bits, to_torch
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Severity
+from ....finding import Finding, Place, Severity
 from ....observe.operators import LOW, Operator
-from ....observe.origin import here, place_of
+from ....observe.origin import Site, here, place_of
 from ..context import After, Before, Context, Watcher, now_and_then
 from ..origin import Origin
 
-WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
+WATCHED = frozenset({"cos", "sin", "arange", "_to_copy"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
 _ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
@@ -38,8 +38,6 @@ class Rounded:
 
 
 class Positions(Watcher):
-    order = 50
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._found: dict[Any, Rounded] = {}
@@ -58,26 +56,13 @@ class Positions(Watcher):
             maybe = source.ndim <= 2 and source.dtype in (torch.float32, torch.float64) and not source.requires_grad
             if dtype in _EXACT and source.numel() > 1 and (whole or maybe):
                 self._whole_numbers(source, dtype)
-        elif op.name in ("arange", "linspace"):
+        elif op.name == "arange":
             dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
             ends = [float(a) for a in args if isinstance(a, (int, float))]
-            if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype] and op.name == "arange":
+            if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype]:
                 self._note("arange", dtype, max(map(abs, ends)) - 1, eps(dtype_name(dtype)) / 2, None)
-        elif op.name == "cumsum":
-            self._count(args[0], args[1], (kwargs or {}).get("dtype"))
         elif isinstance(args[0], torch.Tensor):
             self._angle(args[0])
-
-    def _count(self, source: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
-        """A running count (positions from a mask) in low precision."""
-        low = dtype or source.dtype
-        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(here()):
-            return
-        with torch.no_grad():
-            values = source.detach().float()
-            largest = float(values.sum(dim).abs().max())
-            if largest > _EXACT[low] and bool((values == values.round()).all()):
-                self._note("running counts", low, largest, eps(dtype_name(low)) / 2, source)
 
     def _due(self, key: Any) -> bool:
         count = self._looked[key] = self._looked.get(key, 0) + 1
@@ -220,3 +205,53 @@ def _finding(rounded: Rounded) -> Finding:
 
 def _exponent(value: float) -> int:
     return max(0, int(value).bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    module: str
+    inside: bool  # made by the module; else by what its parent did before calling it
+    largest: float
+    word: str
+    site: Site | None
+
+
+class Overflows(Watcher):
+    """Looks at the fp16 outputs of modules, until one is not finite."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._first: Overflow | None = None
+
+    def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """A module's forward has ended."""
+        if self._first is not None or not self._context.pace.looking:
+            return
+        out = output[0] if isinstance(output, (tuple, list)) and output else output
+        if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
+            return
+        inputs = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        inside = all(bool(torch.isfinite(t).all()) for t in inputs)
+        largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
+        word = "NaN" if bool(torch.isnan(out).any()) else "inf"
+        self._first = Overflow(self._context.names.of(module), inside, largest, word, here())
+
+    def findings(self) -> list[Finding]:
+        if self._first is None:
+            return []
+        first = self._first
+        where = f"in {first.module}" if first.inside else f"before {first.module}, in the module that calls it"
+        return [
+            Finding(
+                code="TR023",
+                severity=Severity.WARNING,
+                message=f"fp16 values become {first.word} {where}",
+                place=Place(
+                    file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=first.module
+                ),
+                cause="fp16 ends at 65504: a product or a sum beyond it is inf, and inf - inf or inf / inf is NaN"
+                + (f"; {first.module} was given values up to {first.largest:.0f}" if first.inside and first.largest else ""),
+                fix="run in bf16, which has the range of fp32, or keep this part in fp32 (cast in, compute, cast back), "
+                "or clamp to torch.finfo(x.dtype).max",
+            )
+        ]

@@ -1,0 +1,185 @@
+"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file has packed tensors.
+
+transformers calls a reader of ours in the place of its quantisers: its own renamings of keys, shards and devices stay in use, each tensor
+goes from the file to the device as it is, and no layer is ever there dequantised. transformers' quantisers read some of these files wrong
+(FP8 blocks at sizes that are no multiples), need kernel packages, or widen the model at its first forward: `docs/lora.md` has the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..errors import UsageError
+from ..lora.quantised import PackedLinear
+from ..ops.packed.formats import Layout
+from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
+from ..precision.packing import Packing
+from ..precision.quantised_base import of_config
+
+METHOD = "isotype"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def reading_packed(config: Any, name: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` with which it loads this checkpoint packed.
+
+    config  of a model that `of_config` finds packed
+    name    of the model, for messages
+    """
+    found = of_config(config)
+    assert found is not None
+    assert found.packing is not None
+    AUTO_QUANTIZER_MAPPING[METHOD] = _Reader
+    return {"config": plain_config(config), "quantization_config": _Reads(found.packing, name)}
+
+
+def plain_config(config: Any) -> Any:
+    """The same architecture, whose layers are not quantised."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return plain
+
+
+class _Reads(QuantizationConfigMixin):
+    """What transformers hands to the reader."""
+
+    def __init__(self, packing: Packing, name: str) -> None:
+        self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # a word of ours beside its enumeration
+
+
+class _Waiting(nn.Module):
+    """A packed layer until its tensors are there: each is a parameter in the dtype and shape of the file, so that nothing is cast."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.layout = like.in_features, like.out_features, layout
+        for name, part in parts.items():
+            empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.register_parameter("bias", like.bias)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
+
+
+class _Reader(HfQuantizer):
+    """Has the calls of transformers' quantisers around the loading of weights."""
+
+    quantization_config: Any
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any) -> Any:
+        wait_for_packed(model, parts_of_files(checkpoint_files or ()), self.quantization_config.packing, self.quantization_config.name)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        absent = [f"{full}.{name}" for full, m in _waiting(model) for name, p in m.named_parameters() if p.is_meta]
+        if not absent:
+            pack(model, self.quantization_config.packing)
+        self.remove_quantization_config(model)
+        return model
+
+
+def parts_of_files(files: Iterable[str]) -> dict[str, Part]:
+    """Name -> dtype and shape of every tensor, from the headers of safetensors files."""
+    found = {}
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise UsageError(f"{file}: packed weights are read from safetensors files", fix="a copy with model.safetensors")
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
+                header = tensors.get_slice(name)
+                found[name] = Part(_DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape()))
+    return found
+
+
+def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, where: str) -> None:
+    """Puts a layer that waits for its tensors in the place of each linear layer that the file has packed.
+
+    Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
+    """
+    owners: dict[str, dict[str, Part]] = {}
+    for full, part in names.items():
+        owner, _, last = full.rpartition(".")
+        owners.setdefault(owner, {})[last] = part
+    packed = {owner: parts for owner, parts in owners.items() if is_packed(parts)}
+    if not packed:
+        raise UsageError(
+            f"model {where}: config.json says that its weights are {packing}, and its files have no packed tensor",
+            fix="remove quantization_config from config.json if these are plain weights",
+        )
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    there, tied = model.state_dict(), set(model.all_tied_weights_keys)
+    for owner, parts in packed.items():
+        renamed, pattern = rename_source_key(f"{owner}.weight", renamings, converters, model.base_model_prefix, there)
+        path = renamed.removesuffix(".weight")
+        layer = _submodule(model, path)
+        if pattern is not None or not isinstance(layer, nn.Linear):
+            what = "transformers joins or cuts this weight" if pattern is not None else f"a {type(layer).__name__}, not a linear layer"
+            raise UsageError(f"model {where}: {owner} is packed ({', '.join(sorted(parts))}): {what}: not offered", fix=_DENSE)
+        if f"{path}.weight" in tied:
+            raise UsageError(
+                f"model {where}: {owner} is packed, and config.json ties it to another weight", fix="tie_word_embeddings: false there"
+            )
+        own = {name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS}
+        layout = recognise(f"model {where}: {owner}", own, packing, (layer.out_features, layer.in_features))
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, _Waiting(layer, layout, own))
+    beside = rf"\.({'|'.join(OF_ACTIVATIONS)})$"
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), beside}
+
+
+_DENSE = "a base that is not quantised, or precision.preset: nf4-lora on it"
+
+
+def pack(model: nn.Module, packing: Packing) -> None:
+    """Puts a `PackedLinear` in the place of each layer whose tensors are there, also on the meta device."""
+    for full, waiting in list(_waiting(model)):
+        tensors = waiting.tensors()
+        state = state_of(full, waiting.layout, packing.word, tensors)
+        bias = None if waiting.bias is None else waiting.bias.data
+        layer = PackedLinear(waiting.in_features, waiting.out_features, tensors[waiting.layout.main[0]], state, bias)
+        parent, _, last = full.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
+        del tensors
+
+
+def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:
+    return [(full, module) for full, module in model.named_modules() if isinstance(module, _Waiting)]
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None

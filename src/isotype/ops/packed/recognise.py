@@ -1,0 +1,178 @@
+"""Which tensors of a checkpoint are one packed weight, and in which format: read off their names, dtypes and shapes.
+
+The settings in config.json (`precision.packing`) give what tensors do not show: the block size, and GPTQ's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...precision.packing import Packing
+from .formats import Layout
+from .state import PackedState
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_format")
+"""Tensors beside a packed weight that do not belong to it: for activations and caches of a server."""
+PARTS = frozenset((
+    "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
+    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx",
+))  # fmt: skip
+"""Names that only packed weights have."""
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "SCB", "scales")
+
+
+class Part(NamedTuple):
+    """A tensor as the header of its file has it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Parts = Mapping[str, Part]
+
+
+def is_packed(parts: Parts) -> bool:
+    """Whether these are a packed weight's, or lack something to be one."""
+    weight = parts.get("weight")
+    return bool(PARTS & parts.keys()) or (weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32))
+
+
+def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+    """How the weight of one layer is packed.
+
+    where  the layer, for messages
+    shape  [O K] as the model's code has it
+    Raises  UsageError naming the tensor that is missing or has another shape
+    """
+    weight = parts.get("weight")
+    if "qweight" in parts:
+        return _by_columns(where, parts, packing, shape)
+    if "weight_packed" in parts:
+        return _packed_rows(where, parts, packing, shape)
+    if weight is None:
+        raise UsageError(f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN)
+    if weight.dtype == torch.uint8 and "weight_scale_2" in parts:
+        return _nvfp4(where, parts, packing, shape, "weight")
+    _expect(where, parts, "weight", shape)
+    if "SCB" in parts:
+        _expect(where, parts, "SCB", (shape[0],))
+        return Layout("int8_rows", shape, ("weight", torch.int8, shape), (1, shape[1]))
+    name = next((n for n in ("weight_scale", "weight_scale_inv") if n in parts), None)
+    if name is None or weight.dtype not in (*FP8, torch.int8):
+        what = f"{where}.weight is {str(weight.dtype).removeprefix('torch.')}"
+        raise UsageError(f"{what} and has no scale beside it: weight_scale, weight_scale_inv or SCB", fix=AGAIN)
+    scale = parts[name]
+    powers = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    if _elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
+        return Layout("scaled", shape, ("weight", weight.dtype, shape), (1, shape[1]), powers=powers)
+    block = _fitting(where, name, scale.shape, packing, shape)
+    return Layout("scaled", shape, ("weight", weight.dtype, shape), block, powers=powers)
+
+
+def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+    if parts["weight_packed"].dtype == torch.uint8:
+        if "weight_global_scale" in parts:
+            return _nvfp4(where, parts, packing, shape, "weight_packed")
+        _expect(where, parts, "weight_packed", (shape[0], shape[1] // 2))
+        _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
+        return Layout("mxfp4", shape, ("weight_packed", torch.uint8, parts["weight_packed"].shape), (1, 32))
+    bits = packing.bits
+    _expect(where, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
+    scale = _need(where, parts, "weight_scale").shape
+    size = shape[1] if len(scale) < 2 or scale[1] == 1 else _fitting(where, "weight_scale", scale, packing, shape)[1]
+    if "weight_zero_point" in parts:
+        _expect(where, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size)))
+    if "weight_g_idx" in parts:
+        _expect(where, parts, "weight_g_idx", (shape[1],))
+    return Layout("packed_rows", shape, ("weight_packed", torch.int32, parts["weight_packed"].shape), (1, size), bits)
+
+
+def _nvfp4(where: str, parts: Parts, packing: Packing, shape: tuple[int, int], main: str) -> Layout:
+    _expect(where, parts, main, (shape[0], shape[1] // 2))
+    _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 16)))
+    return Layout("nvfp4", shape, (main, torch.uint8, parts[main].shape), (1, 16))
+
+
+def _by_columns(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+    (rows, columns), bits = shape, packing.bits
+    size = packing.blocks[0][1]
+    size = columns if size == -1 else size
+    groups = -(-columns // size)
+    if packing.library == "awq":
+        _expect(where, parts, "qweight", (columns, rows // 8))
+        _expect(where, parts, "qzeros", (groups, rows // 8))
+    else:
+        _expect(where, parts, "qweight", (columns * bits // 32, rows))
+        _expect(where, parts, "qzeros", (groups, rows * bits // 32))
+        if "g_idx" in parts:
+            _expect(where, parts, "g_idx", (columns,))
+    _expect(where, parts, "scales", (groups, rows))
+    name = "awq" if packing.library == "awq" else "gptq"
+    return Layout(name, shape, ("qweight", torch.int32, parts["qweight"].shape), (1, size), bits, packing.first_zero)
+
+
+AGAIN = "get the files again from where they came, or save the model anew with the library that quantised it"
+
+
+def _elements(part: Part) -> int:
+    return int(torch.Size(part.shape).numel())
+
+
+def _need(where: str, parts: Parts, name: str) -> Part:
+    if name not in parts:
+        raise UsageError(f"{where}.{name} is missing: {', '.join(sorted(parts))} are there", fix=AGAIN)
+    return parts[name]
+
+
+def _expect(where: str, parts: Parts, name: str, shape: tuple[int, ...]) -> None:
+    found = _need(where, parts, name).shape
+    if tuple(found) != shape:
+        raise UsageError(f"{where}.{name} is {list(found)}, expected {list(shape)}", fix=AGAIN)
+
+
+def _fitting(where: str, name: str, found: tuple[int, ...], packing: Packing, shape: tuple[int, int]) -> tuple[int, int]:
+    """The block of the settings that gives a scale of this shape. Never the sizes divided by the scale's: a last block may be smaller."""
+    blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
+    fit = [b for b in blocks if tuple(found) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
+    if len(fit) != 1:
+        said = " or ".join(f"{rows} x {columns}" for rows, columns in blocks)
+        how = "fits no block" if not fit else "fits two blocks"
+        raise UsageError(
+            f"{where}.{name} is {list(found)} for a weight of {list(shape)}: it {how} of config.json's quantization_config ({said})",
+            fix=AGAIN,
+        )
+    return fit[0]
+
+
+def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor]) -> PackedState:
+    """The state of a weight from its loaded tensors.
+
+    Raises  UsageError for a scale that is not finite
+    """
+    own = {name: tensor.detach() for name, tensor in tensors.items() if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)}
+    for name in _SCALES:
+        scale = own.get(name)
+        if scale is None or scale.is_meta:
+            continue
+        bad = scale == 255 if scale.dtype == torch.uint8 else ~scale.float().isfinite()
+        if bool(bad.any()):
+            at = bad.nonzero()[0].tolist()
+            raise UsageError(f"{where}.{name} is not finite at {at} ({int(bad.sum())} such)", fix=AGAIN)
+    if layout.format == "scaled":
+        rows = layout.shape[0]
+        for old in ("weight_scale", "weight_scale_inv"):
+            if old in own:
+                own["weight_scale"] = scale = own.pop(old)
+                if scale.numel() in (1, rows) and layout.block == (1, layout.shape[1]):
+                    own["weight_scale"] = scale.reshape(-1, 1).expand(rows, 1).contiguous()
+        if "weight_zero_point" in own:
+            own["weight_zero_point"] = own["weight_zero_point"].reshape(-1, 1).expand_as(own["weight_scale"]).contiguous()
+    if layout.format == "packed_rows":
+        own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
+    return PackedState(layout, word, own)
