@@ -23,7 +23,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "train.objective",
+        "data.", "preference.", "distil.", "train.objective",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
         "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "run.sample_tokens",
     ),
@@ -38,6 +38,7 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "cpo": ("beta", "label_smoothing", "nll"),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
+    "distil": (),
 }
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 # the one format of data that an objective learns from; sft learns from the others
@@ -104,6 +105,8 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
             continue
         if applies(key, kind):
             section, _, name = key.partition(".")
+            if section == "distil" and objective != "distil":
+                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to distil")
             if section == "preference" and name not in OBJECTIVES[objective]:
                 whose = [one for one, its in OBJECTIVES.items() if name in its]
                 lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to {', '.join(whose)}")

@@ -253,10 +253,24 @@ class PreferenceSection(Section):
     0 for the others."""
 
 
+class DistilSection(Section):
+    teacher: str | None = None
+    """The teacher: a folder or a hub id, of the same vocabulary. It is frozen, in the dtype of products."""
+    revision: str | None = None
+    """Branch, tag or commit of the teacher."""
+    beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """The divergence of a token: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both; the loss is not multiplied by its square."""
+    cross_entropy: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the loss that is the cross-entropy of the data's own tokens."""
+
+
 class TrainSection(Section):
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward"] = "sft"
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward", "distil"] = "sft"
     """What is learnt. `sft`: the answers. dpo, ipo, simpo, orpo and cpo learn from pairs of a chosen and a rejected answer, kto from
-    answers with a label; dpo, ipo and kto beside the model as the run starts. reward trains a score head on pairs."""
+    answers with a label; dpo, ipo and kto beside the model as the run starts. reward trains a score head on pairs. distil learns from a
+    teacher (section `distil`)."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides `epochs`."""
     epochs: PositiveFloat = 1.0
@@ -372,6 +386,7 @@ class RunConfig(Section):
     adapter: AdapterSection = AdapterSection()
     precision: PrecisionSection = PrecisionSection()
     preference: PreferenceSection = PreferenceSection()
+    distil: DistilSection = DistilSection()
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()

@@ -33,6 +33,7 @@ _ABOUT = {
     "adapter": "What is trained: an adapter, or every weight.",
     "precision": "The dtype of every role of the run. A preset fills all of them; the keys below override single roles.",
     "preference": "Of an objective that learns which answers are preferred (train.objective).",
+    "distil": "Of the objective distil, which learns from a teacher.",
     "train": "How it is trained.",
     "run": "What the run writes, and when.",
     "parallel": "Of a run on several processes: isotype train --gpus N, or torchrun.",

@@ -92,7 +92,7 @@ def detect(
     if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
         refuse_other_than(only, f"{record.place}: the row has {_listed(row)}" if asked in ("auto", only) else f"data.format: {asked}")
     if asked in _JUDGED and not only:
-        raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])
+        raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
     if only:
         _require(row, only, record.place)
         return only, f"the first row ({record.place}) has {' and '.join(_JUDGED[only][0])}"

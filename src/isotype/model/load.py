@@ -72,7 +72,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     revision = section.revision if section.tokenizer is None else None
-    with _explained(name, "tokenizer", revision):
+    with explained(name, "tokenizer", revision):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
         tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
     if section.add_tokens:
@@ -108,7 +108,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
-    with _explained(section.name, "model", section.revision):
+    with explained(section.name, "model", section.revision):
         found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
     refuse_other_objectives(found, section.name)
     return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
@@ -117,7 +117,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
 def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
     """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
     if fault(folder) is not None:
-        with _explained(source.name, "model", source.revision):
+        with explained(source.name, "model", source.revision):
             model = auto_class(_architecture(source)).from_pretrained(
                 source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
             )
@@ -178,7 +178,7 @@ def load_base(
 def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel | None:
     """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
     model than the one that is loaded in `options["dtype"]`."""
-    with _explained(source.name, "model", source.revision, attention):
+    with explained(source.name, "model", source.revision, attention):
         dtype = dtype_of_files(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
@@ -191,7 +191,7 @@ def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes:
 
 def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
-    with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
+    with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
         of_it = auto_class(_architecture(source), of_text=source.of_text, scored=source.scored)
         options = options | {"num_labels": 1} if source.scored else options
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
@@ -229,7 +229,7 @@ def base_notes(source: Source, precision: Precision) -> list[str]:
 
 
 def _architecture(source: Source) -> PretrainedConfig:
-    with _explained(source.name, "model", source.revision):
+    with explained(source.name, "model", source.revision):
         found: PretrainedConfig = AutoConfig.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
@@ -256,7 +256,7 @@ def outline_packed(model: PreTrainedModel, architecture: PretrainedConfig, secti
     assert section.name is not None
     assert found is not None
     assert found.packing is not None
-    with _explained(section.name, "model", section.revision):
+    with explained(section.name, "model", section.revision):
         wait_for_packed(model, parts_of_files(_files(section.name, section.revision)), found.packing, section.name)
         pack(model, found.packing)
 
@@ -282,7 +282,7 @@ def require_bitsandbytes() -> None:
 
 def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
     """What nf4 leaves as it is; None for transformers' own choice."""
-    with _explained(source.name, "model", source.revision), torch.device("meta"):
+    with explained(source.name, "model", source.revision), torch.device("meta"):
         architecture = _architecture(source)
         if not in_full and not is_vision_language(architecture):
             return None
@@ -324,7 +324,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     if given is None:
         if section.name is None:
             raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
-        with _explained(section.name, "model", section.revision):
+        with explained(section.name, "model", section.revision):
             found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
         refuse_other_objectives(found, section.name)
         architecture: PretrainedConfig = found
@@ -365,7 +365,7 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
+def explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         _reach(name, revision)

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..environment import planned
 from ..errors import IsotypeError
-from ..ops import cross_entropy, linear_cross_entropy
+from ..ops import cross_entropy, linear_cross_entropy, linear_divergence
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
@@ -113,17 +113,35 @@ class Recipe:
             x = x if self.pre == 1.0 else x * self.pre
             return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
 
+    @property
+    def after_product(self) -> tuple[float, float | None]:
+        """(scale, softcap): post tanh(pre x) is softcap tanh(scale x / softcap)."""
+        return (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
+
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
         self.check()
-        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
-        scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
+        scale, cap = self.after_product
         with _as_then(self):
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
                 self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
             )
             return self._watched(loss)
+
+    def divergence(self, teacher: Recipe, *, beta: float, temperature: float) -> Tensor:
+        """`linear_divergence` from the logits of a teacher, over the classes that both heads have: heads may be padded differently."""
+        for one in (self, teacher):
+            one.check()
+        classes = min(self.weight.shape[0], teacher.weight.shape[0])
+        (weight, bias), (other, other_bias) = ((r.weight[:classes], None if r.bias is None else r.bias[:classes]) for r in (self, teacher))
+        (scale, cap), (other_scale, other_cap) = (r.after_product for r in (self, teacher))
+        with _as_then(self):
+            found = linear_divergence(
+                self.hidden, weight, teacher.hidden, other, bias=bias, teacher_bias=other_bias, beta=beta, temperature=temperature,
+                logit_scale=scale, softcap=cap, teacher_logit_scale=other_scale, teacher_softcap=other_cap,
+            )  # fmt: skip
+            return self._watched(found)
 
     def _watched(self, made: Tensor) -> Tensor:
         """`made` of the logits, with the hooks that wait for its backward."""

@@ -127,7 +127,8 @@ class Evaluation:
         def mean(value: Callable[[Evaluation], float]) -> float:
             return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
 
-        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in next(iter(sets.values())).measures}  # type: ignore[misc]  # mypy does not infer a lambda with a default
+        common = [name for name in next(iter(sets.values())).measures if all(name in one.measures for one in sets.values())]
+        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in common}  # type: ignore[misc]  # mypy does not infer a lambda with a default
         return cls(mean(lambda one: one.loss), weight, {name: one.loss for name, one in sets.items()}, measures)
 
 
@@ -173,6 +174,8 @@ class StepOutline:
     loss_sum: Callable[[nn.Module, Batch], Tensor]
     evaluation: Callable[[nn.Module, torch.device], None] | None = None
     sampling: Callable[[nn.Module, torch.device], None] | None = None
+    beside: int = 0
+    """Bytes of other frozen models that the run holds."""
 
 
 class Task(Protocol):

@@ -293,7 +293,7 @@ class DiffusionTask:
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum()
 
-    def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return batches
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:

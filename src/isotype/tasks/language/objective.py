@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +14,21 @@ from ...config.schema import RunConfig
 from ...data.formats import FormatName
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
+from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, Words
 from .batches import collate, row_feed
 from .checks import CHECKS
 from .loss import batch_loss_sum
 
 Header = list[tuple[str, str]]  # rows of a label and a text
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Other models that a run holds: their bytes, and lines about them."""
+
+    bytes: int = 0
+    notes: Sequence[str] = ()
 
 
 class Objective(Protocol):
@@ -49,6 +59,9 @@ class Objective(Protocol):
     def check_model(self, model: nn.Module) -> None:
         """Raises  UsageError for a model that the objective cannot train"""
 
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        """Loads the other models that the objective reads; only counts them without a device. Raises UsageError"""
+
     def feed(self) -> Feed[Any]: ...
 
     def largest(self, count: int) -> list[Any]: ...
@@ -72,7 +85,7 @@ class NextToken:
     """`sft`: cross-entropy of every learnt token."""
 
     words = Words(units="tokens", unit="tok", weight="supervised")
-    format = None
+    format: FormatName | None = None
     each = 1
     scored = False
 
@@ -90,6 +103,9 @@ class NextToken:
 
     def check_model(self, model: nn.Module) -> None:
         """Every model is trained."""
+
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        return Beside()
 
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)

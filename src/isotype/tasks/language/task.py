@@ -37,6 +37,7 @@ from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
 from .batches import longest_of, padded_length
+from .distil import Distil
 from .objective import NextToken, Objective
 from .outline import of_data, outline
 from .preference.labelled import FromLabels
@@ -53,6 +54,7 @@ OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
     "sft": NextToken,
     "kto": FromLabels,
     "reward": Reward,
+    "distil": Distil,
 }  # the others learn from pairs
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
@@ -112,6 +114,7 @@ class LanguageTask:
         self.source = replace(source, scored=self.objective.scored)
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part)
         self.objective.check_model(model)
+        manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
         return model, manifest
 
     @property
@@ -139,7 +142,8 @@ class LanguageTask:
         return outline(self.architecture(), self.config, precision, device_type=device_type)
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        return of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
+        step = of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
+        return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
@@ -252,6 +256,7 @@ class LanguageTask:
             notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
         if on_host := bytes_on_host(made.model):
             notes.append(f"model.embedding: host: the input embedding, {shown(on_host)}, is in pinned host memory and not counted")
+        notes += self.objective.beside(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:

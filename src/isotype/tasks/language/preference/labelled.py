@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ....data.formats import FormatName
 from ....data.labels import Answer, Labelled
 from ....data.rows import LoadedData
 from ....data.tokens import TokenRows
@@ -94,7 +95,7 @@ class FromLabels(Preference):
         units="tokens", unit="tok", weight="answers", row="answer", evaluated="answers", measures=PARTS, named=named,
         live=("rewards/margins", "kl"),
     )  # fmt: skip
-    format = "labelled"
+    format: FormatName | None = "labelled"
     each = 1
 
     def take(self, data: LoadedData) -> None:
@@ -127,12 +128,13 @@ class FromLabels(Preference):
         sides = [answer_log_probs(model, rows, dtype=dtype) for rows in (batch.answers, batch.partners)]
         return torch.stack(sides, 1).flatten()
 
-    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> list[Any]:
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         """Gives the batches of a step, or of an evaluation, their reference point."""
-        held, drifts, count = list(batches), [], 0
+        held = list(batches)
+        drifts, count = [], 0.0
         with eval_mode(model):
             for batch in held:
-                inner = batch.batch if isinstance(batch, Idle) else batch
+                inner: Any = batch.batch if isinstance(batch, Idle) else batch
                 partners = answer_log_probs(model, inner.partners, dtype=dtype)
                 drift = torch.zeros_like(partners) if inner.reference is None else partners - inner.reference[1::2]
                 drifts.append(drift.sum() * (0.0 if isinstance(batch, Idle) else 1.0))
@@ -141,8 +143,12 @@ class FromLabels(Preference):
         if world.size > 1:
             whole, count = world.sum([float(total), count])
             total = torch.full_like(total, whole)
-        point = (total / max(1, count)).clamp(min=0.0)
-        return [Idle(replace(batch.batch, point=point)) if isinstance(batch, Idle) else replace(batch, point=point) for batch in held]
+        point = (total / max(1.0, count)).clamp(min=0.0)
+
+        def placed(batch: Any) -> Any:
+            return Idle(placed(batch.batch)) if isinstance(batch, Idle) else replace(batch, point=point)
+
+        return [placed(batch) for batch in held]
 
     def loss_sum(self, model: nn.Module, batch: AnswerBatch, *, dtype: str) -> Tensor:
         """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""

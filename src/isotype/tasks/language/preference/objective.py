@@ -18,10 +18,12 @@ from ....data.rows import LoadedData, Share
 from ....data.tokens import TokenRows
 from ....distributed.world import World
 from ....errors import UsageError
+from ....precision.precision import Precision
 from ....training.feed import RowStream
 from ....training.task import Check, Feed, Words, micro_batch
 from ..batches import Batch, longest_of
 from ..checks import CHECKS
+from ..objective import Beside
 from .batch import PairBatch, answer_log_probs, collate_pairs
 from .losses import Answers, judged
 from .reference import Header, add_reference
@@ -38,7 +40,7 @@ class Preference:
         units="tokens", unit="tok", weight="pairs", row="pair", evaluated="pairs", measures=REWARDS + LOGPS,
         live=("rewards/margins", "rewards/accuracies"),
     )  # fmt: skip
-    format: FormatName = "preference"
+    format: FormatName | None = "preference"
     each = 2
     scored = False
 
@@ -66,7 +68,7 @@ class Preference:
 
     def take(self, data: LoadedData) -> None:
         self.train, self.eval = Pairs(cast(TokenRows, data.train)), Pairs(cast(TokenRows, data.eval))
-        self.shares = [Share(share.rows // 2, share.weight) for share in data.shares]
+        self.shares: Sequence[Share] = [Share(share.rows // 2, share.weight) for share in data.shares]
         self.fingerprints = data.fingerprints()
 
     def check_model(self, model: nn.Module) -> None:
@@ -80,6 +82,9 @@ class Preference:
                     f"train.objective: {self.name} cannot train a model with dropout ({name}: {dropped:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
                 )
+
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        return Beside()
 
     def feed(self) -> Feed[Any]:
         return RowStream(self.train, seed=self.config.train.seed, shuffle=self.config.data.shuffle, shares=self.shares)
