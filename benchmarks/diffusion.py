@@ -82,8 +82,8 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     optimizer = build_optimizer(trained, loaded.config.train, precision, accumulator.gradient)
     objective = FlowMatching(NoiseLevels("uniform", 1.0))
 
-    def loss_sum(model: Any, batch: Batch) -> Tensor:
-        return picture_losses(model, Flux(), objective, batch, Asked(guidance=3.5), dtype=precision.loss).sum()
+    def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> Tensor:
+        return picture_losses(model, Flux(), objective, batch, Asked(guidance=3.5), dtype=precision.loss).sum() / divisor
 
     stepper = Stepper(trained.train(), optimizer, accumulator, precision, loaded.config.train, loss_sum)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.denoisers import Sana, Wan
+from benchmarks.denoisers import Wan
 from diffusers import (
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
@@ -39,6 +39,7 @@ from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flux import Flux
 from isotype.tasks.diffusion.families.pixart import PixArtSigma
 from isotype.tasks.diffusion.families.qwen_image import QwenImage
+from isotype.tasks.diffusion.families.sana import Sana
 from isotype.tasks.diffusion.families.sd3 import SD3
 from isotype.tasks.diffusion.families.sdxl import SDXL
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
@@ -153,8 +154,8 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     objective = plain_objective(family)
 
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-        return picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum()
+    def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> torch.Tensor:
+        return picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum() / divisor
 
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
     batches = [random_batch(family, denoiser.config, precision) for _ in range(2)]

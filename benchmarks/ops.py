@@ -24,7 +24,7 @@ from torch import Tensor
 from isotype import ops
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
-from isotype.ops.linear_cross_entropy.products import extent
+from isotype.ops.linear_cross_entropy.chunked import extent
 
 Step = Callable[[], list[Tensor]]
 
@@ -135,7 +135,7 @@ class Blocked(torch.autograd.Function):
     def forward(ctx, x, w, targets, rule):
         one = torch.ones((), device=x.device)
         chunk = extent(x.shape[0], w.shape[0], x.element_size(), x.device, head=False)
-        made = chunked.forward_with_gradients(x, w, None, targets, one, rule, chunk, False, False, False, False)
+        made = chunked.forward_with_gradients(x, w, None, targets, one, rule, chunk, False, False, False)
         ctx.save_for_backward(x, w, targets, made.lse_T)
         ctx.rule, ctx.items = rule, (targets != -100).sum()
         return made.loss_T.sum() / ctx.items

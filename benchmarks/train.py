@@ -51,10 +51,9 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.batches import collate
-    from isotype.tasks.language.loss import batch_loss_sum
-    from isotype.training.memory.device import peak_memory
+    from isotype.tasks.language.objective import batch_loss_sum
     from isotype.training.optimizer import build_optimizer
-    from isotype.training.step import Stepper
+    from isotype.training.step import Stepper, peak_memory
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)
@@ -89,7 +88,7 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from isotype.training.memory.device import peak_memory
+    from isotype.training.step import peak_memory
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)

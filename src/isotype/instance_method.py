@@ -122,3 +122,42 @@ class MadeMethod(InstanceMethod):
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.stands, (self.make, self.arguments, self.instance, self.name), self.before
+
+
+MARK = "_isotype_settings"
+
+
+def put(module: Any, forward: Callable[..., Any], settings: Any, entries: int = 1) -> None:
+    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
+
+    entries  the number of entries of the manifest that it belongs to
+    """
+    put_method(module, InstanceMethod(forward, module), settings, entries)
+
+
+def put_method(module: Any, method: InstanceMethod, settings: Any, entries: int) -> None:
+    # in the instance's __dict__, past Any's __setattr__, which would register a module found in settings
+    module.__dict__[MARK] = settings, entries, method
+    method.put()
+
+
+def settings_of(module: Any) -> Any:
+    """What `put` was given for this instance; None where nothing was put."""
+    return module.__dict__.get(MARK, (None,))[0]
+
+
+def method_of(module: Any) -> InstanceMethod | None:
+    """What `put` has put on this instance; None where nothing was put."""
+    found: InstanceMethod | None = module.__dict__.get(MARK, (None, 0, None))[2]
+    return found
+
+
+def take_back(module: Any) -> int:
+    """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
+    nothing to undo."""
+    if MARK not in module.__dict__:
+        return 0
+    _, entries, method = module.__dict__.pop(MARK)
+    method.take_back()
+    count: int = entries
+    return count

@@ -19,6 +19,7 @@ from isotype.training.run import train
 from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
 from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
+from tests.warm import interpreter
 
 pytestmark = pytest.mark.timeout(900)
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
@@ -53,7 +54,10 @@ def toy(configured, tmp_path):
 def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     assert train_language(configured("one", **LORA)) == 0
     configured("two", **LORA)
-    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    # the command, whose processes are forks of one that has imported everything
+    arguments = ["isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    program = f"import sys; sys.executable, sys.argv = {interpreter()!r}, {arguments}; from isotype.__main__ import main; main()"
+    command = [interpreter(), "-c", program]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 6/6  loss") == 1  # one console

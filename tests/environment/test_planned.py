@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from isotype.environment import planned
-from isotype.ops.autocast import autocast_dtype, autocast_off
-from isotype.ops.linear_cross_entropy.products import result_dtype
+from isotype.ops.backend import autocast_dtype, autocast_off
+from isotype.ops.linear_cross_entropy.chunked import result_dtype
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -14,7 +14,7 @@ from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
-from isotype.optimize.head import fused_head_of
+from isotype.optimize.trl_head import fused_head_of
 from isotype.precision.apply import precision_of
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 

@@ -26,7 +26,7 @@ class Generates(TrainerCallback):
     ("name", "form", "precision", "sampled"),
     [
         ("SFT", "lora", "bf16-lora", True),
-        ("DPO", "qlora", "nf4-lora", False),
+        pytest.param("DPO", "qlora", "nf4-lora", False, marks=pytest.mark.full),
         pytest.param("GRPO", "lora", "bf16-lora", True, marks=pytest.mark.full),
     ],
 )

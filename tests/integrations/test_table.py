@@ -52,8 +52,9 @@ def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):
 # one cell a trainer; those in test_attach.py are not repeated
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("KTO", "lora"), ("ORPO", "lora"), ("CPO", "qlora"), *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
-        ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"), ("Distillation", "lora"), ("OnlineDPO", "lora"), ("GKD", "full"),
+    [("KTO", "lora"), ("CPO", "qlora"), *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
+        ("ORPO", "lora"), ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"), ("Distillation", "lora"),
+        ("OnlineDPO", "lora"), ("GKD", "full"),
     ))],
 )  # fmt: skip
 def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):

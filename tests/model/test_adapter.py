@@ -11,8 +11,7 @@ from isotype.config.load import load
 from isotype.config.schema import AdapterSection
 from isotype.environment.hardware import detect
 from isotype.errors import UsageError
-from isotype.lora.attach import projection
-from isotype.lora.plain import lora_layers
+from isotype.lora.attach import lora_layers, projection
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, notes_of_targets, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors

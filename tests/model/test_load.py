@@ -8,7 +8,7 @@ from isotype.errors import UsageError
 from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.training.memory.plan import LiveBytes
 from tests.models import SIZES, rows, tiny
 

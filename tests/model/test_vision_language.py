@@ -20,8 +20,8 @@ from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
 from isotype.precision.vision import LANGUAGE, vision_parts
-from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum, model_inputs
+from isotype.tasks.language.batches import collate, model_inputs
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import load_result
 from tests.models import rows
 from tests.vlms import FAMILIES, saved, tiny_vlm

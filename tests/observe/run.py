@@ -16,7 +16,7 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision, generating
 from isotype.precision.precision import Precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
 from tests.models import rows
@@ -66,7 +66,7 @@ def observed(program: Program) -> list[Observation]:
         return [seen]
     program.prepare(run)
     if run.loss is not None:
-        run.stepper.loss_sum = lambda m, b: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:])
+        run.stepper.loss_sum = lambda m, b, divisor: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:]) / divisor
     looks = []
     for step in range(1, program.steps + 1):
         program.before_step(run, step)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isotype.observe.schedule import Changes, is_observed
+from isotype.observe.observer import Changes, is_observed
 from tests.observe.tiny import MLP, tiny
 
 

@@ -29,6 +29,7 @@ from isotype.ops.attention.op import ATTENTION, attention_reference
 from isotype.ops.backend import using
 from isotype.ops.contract import OpContract
 from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
+from isotype.ops.experts.op import EXPERTS, Adapter, experts, experts_reference
 from isotype.ops.gated.op import GELU, GELU_MUL, SILU_MUL, gelu_mul_reference, gelu_reference, silu_mul_reference
 from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
 from isotype.ops.linear_log_probs.op import LINEAR_LOG_PROBS, linear_log_probs_reference
@@ -101,6 +102,24 @@ def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda q, k: f(q, k, *(t.to(q.device, torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])), **options)
 
 
+def mixture(tokens: int) -> tuple[torch.Tensor, ...]:
+    """Four experts, two a token, one of which has no token."""
+    index = torch.stack([torch.arange(tokens) * 7 % 3, (torch.arange(tokens) * 7 + 1) % 3], 1)
+    return drawn(tokens, 8), index, drawn(tokens, 2) + 1, drawn(4, 12, 8), drawn(4, 8, 6)
+
+
+def adapted(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`f` with fp32 adapters on both layers of every expert."""
+
+    def run(x: torch.Tensor, *others: torch.Tensor) -> Any:
+        lora = {}
+        for name, rows, columns in (("up_adapter", 12, 8), ("down_adapter", 8, 6)):
+            lora[name] = Adapter(drawn(4, 3, columns).to(x.device), drawn(4, rows, 3).to(x.device), 0.5)
+        return f(x, *others, **lora, **options)
+
+    return run
+
+
 def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return rms_norm_reference(total, weight), total
@@ -159,6 +178,8 @@ CASES = {
     "gelu-tanh": both(gelu, gelu_reference, GELU, lambda rows: (drawn(rows, 8),), approximate="tanh"),
     "modulated_layer_norm": both(modulated_layer_norm, modulated_layer_norm_reference, MODULATED_LAYER_NORM, modulated),
     "gated_residual": both(gated_residual, gated_residual_reference, GATED_RESIDUAL, gated),
+    "experts-none": both(experts, experts_reference, EXPERTS, mixture),
+    "experts": Case(adapted(experts), adapted(experts_reference), EXPERTS, mixture),
     "attention": both(attention, attention_reference, ATTENTION, heads),
     "rope": Case(turned(rope), turned(rope_reference), ROPE, states),
     "rope-interleaved": Case(turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states),

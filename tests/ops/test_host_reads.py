@@ -21,6 +21,7 @@ from isotype.ops import (
     silu_mul,
 )
 from isotype.ops.backend import using
+from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.eager import Wanted
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
@@ -43,7 +44,6 @@ OPS = {
     "linear_cross_entropy": lambda: linear_cross_entropy(of(300, H), of(V, H), targets(300), chunk=64),
     "linear_cross_entropy frozen": lambda: linear_cross_entropy(of(300, H), of(V, H, grad=False), targets(300), chunk=64),
     "linear_cross_entropy of each": lambda: linear_cross_entropy(of(300, H), of(V, H), targets(300), reduction="none").sum(),
-    "linear_cross_entropy with statistics": lambda: linear_cross_entropy(of(9, H), of(V, H), targets(9), statistics=True)[0],
     "linear_cross_entropy in fp16": lambda: linear_cross_entropy(
         of(9, H, dtype=torch.float16), of(V, H, dtype=torch.float16), targets(9), num_items=of(dtype=torch.float32, grad=False)
     ),
@@ -76,7 +76,7 @@ def test_the_heads_chunks_read_nothing_on_the_host(head):
     hidden, weight, labels, rule = of(300, H, grad=False), of(V, H, grad=False), targets(300), LossRule()
     one = of(dtype=torch.float32, grad=False)
     with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        made = chunked.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False, True)
+        made = chunked.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False)
         chunked.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
     # five chunks of rows, then one block of the vocabulary
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
@@ -104,21 +104,20 @@ def test_the_mode_raises_for_operators_that_wait_for_the_device():
         x.nonzero()
 
 
-@pytest.mark.parametrize(("reduction", "share", "statistics"), [("mean", 0.4, True), ("none", 0.4, False), ("mean", 1.0, True)])
-def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share, statistics):
+@pytest.mark.parametrize(("reduction", "share"), [("mean", 0.4), ("none", 0.4), ("mean", 1.0)])
+def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share):
     hidden, weight = torch.randn(150, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64) / 8
     labels = torch.randint(0, V, (150,))
     labels[torch.rand(150) < share] = -100
 
     def run():
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        made = linear_cross_entropy(x, w, labels, reduction=reduction, chunk=64, label_smoothing=0.1, z_loss=1e-3, statistics=statistics)
-        loss, *seen = (made[0], *made[1]) if statistics else (made,)
+        loss = linear_cross_entropy(x, w, labels, reduction=reduction, chunk=64, label_smoothing=0.1, z_loss=1e-3)
         loss.sum().backward()
-        return loss.detach(), x.grad, w.grad, *seen
+        return loss.detach(), x.grad, w.grad
 
     selected = run()
-    for module in (chunked, chunked.rows_eager):
+    for module in (chunked, eager):
         monkeypatch.setattr(module, "rows_can_be_counted", lambda x: False)
     for masked, wanted in zip(run(), selected, strict=True):
         torch.testing.assert_close(masked, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
+from isotype.ops.linear_cross_entropy import chunked
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.ops.trials import FACTOR, error, plain_weighted
 
@@ -122,11 +123,9 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    from isotype.ops.linear_cross_entropy import chunked
-
     rule = chunked.LossRule()
     with Sizes():
-        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False, False)
+        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False)
     assert max(seen) <= 64 * 2000
 
 
@@ -138,23 +137,6 @@ def test_chunk_size_changes_only_rounding(chunk):
     linear_cross_entropy(got[0], got[1], targets, bias=got[2], chunk=chunk, **OPTIONS["all"]).backward()
     linear_cross_entropy_reference(want[0], want[1], targets, bias=want[2], **OPTIONS["all"]).backward()
     torch.testing.assert_close([t.grad for t in got], [t.grad for t in want])
-
-
-def test_statistics_are_those_of_the_whole_logits():
-    options = OPTIONS["all"]
-    x, w, _, targets = make()
-    x.requires_grad_()
-    loss, stats = linear_cross_entropy(x, w, targets, statistics=True, chunk=6, **options)
-    cap = options["softcap"]
-    z = cap * torch.tanh(F.linear(x, w) * options["logit_scale"] / cap)
-    keep = targets != -100
-    log_p = z.log_softmax(-1)
-    torch.testing.assert_close(stats.log_probs[keep], log_p[keep].gather(-1, targets[keep, None]).squeeze(-1))
-    torch.testing.assert_close(stats.entropy[keep], -(log_p.exp() * log_p).sum(-1)[keep])
-    assert torch.equal(stats.top1[keep], z.argmax(-1)[keep])
-    assert (stats.top1[~keep] == -1).all()
-    assert not stats.entropy.requires_grad
-    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets, **options))
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(0), 0], ids=str)
@@ -249,8 +231,6 @@ def test_second_derivatives_are_refused():
     loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     with pytest.raises(UsageError, match="no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(UsageError, match="statistics=True is not available"):
-        torch.func.grad(lambda x: linear_cross_entropy(x, w, targets, statistics=True)[0])(x)
 
 
 def test_no_gradient_is_made_under_no_grad(monkeypatch):
@@ -286,21 +266,11 @@ def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
     torch.testing.assert_close(*results)
 
 
-def test_statistics_return_logsumexp_and_the_z_loss():
-    x, w, b, targets = make()
-    loss, seen = linear_cross_entropy(x, w, targets, bias=b, z_loss=1e-2, statistics=True, reduction="none")
-    lse = torch.logsumexp(F.linear(x, w, b), -1).masked_fill(targets == -100, 0.0)
-    torch.testing.assert_close(seen.logsumexp, lse)
-    torch.testing.assert_close(seen.z_loss, 1e-2 * lse.square())
-    torch.testing.assert_close(loss - seen.z_loss, -seen.log_probs)
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
         ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
         ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
-        ({"token_weights": torch.ones(20), "statistics": True}, UsageError, "linear_log_probs"),
     ],
 )
 def test_weights_of_a_wrong_shape_are_refused(given, kind, words):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from isotype.errors import DtypeError, ShapeError, UsageError
 from isotype.ops import add_rms_norm, cpp, gated_residual, gelu, gelu_mul, modulated_layer_norm, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
-from isotype.ops.gated import cpu as gated_cpu
+from isotype.ops.gated import op as gated_op
 from isotype.ops.gated.op import gelu_mul_reference, gelu_reference, silu_mul_reference
 from isotype.ops.modulation.op import gated_residual_reference, modulated_layer_norm_reference
 from isotype.ops.rms_norm.op import rms_norm_reference
@@ -342,7 +342,7 @@ def test_without_a_working_compiler_the_plain_formula_runs_and_says_why(monkeypa
     monkeypatch.setattr(cpp, "cpu_compiler", lambda: compiler)
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     monkeypatch.setattr(cpp, "_fallbacks", {})
-    monkeypatch.setattr(gated_cpu.KERNELS, "library", None)
+    monkeypatch.setattr(gated_op.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(silu_mul(x, x), silu_mul_reference(x, x))
     assert cpp.fallbacks() == {"gated": why}

@@ -15,9 +15,9 @@ from benchmarks import diffusion as benchmark
 from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 
+from isotype.instance_method import settings_of
 from isotype.ops import cpp as ops_cpp
 from isotype.optimize import denoiser, joint_attention, optimize
-from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses

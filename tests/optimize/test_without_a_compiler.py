@@ -6,9 +6,9 @@ import torch
 
 from isotype.ops import cpp
 from isotype.ops.attention import cpu as attention
-from isotype.ops.gated import cpu as gated
-from isotype.ops.rms_norm import cpu as norm
-from isotype.ops.rope import cpu as rope
+from isotype.ops.gated import op as gated
+from isotype.ops.rms_norm import op as norm
+from isotype.ops.rope import op as rope
 from isotype.optimize import optimize
 from tests.models import tiny
 

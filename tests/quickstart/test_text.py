@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3600)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here") / "quickstart"
-    texts, pairs = stdlib.stdlib_text()[:400], stdlib.stdlib_pairs()[:300]
+    texts, pairs = stdlib.stdlib_text()[:200], stdlib.stdlib_pairs()[:120]
     with pytest.MonkeyPatch.context() as patch:  # a twentieth of the set: most of the time goes into tokenising it
         patch.setattr(stdlib, "stdlib_text", lambda: texts)
         patch.setattr(stdlib, "stdlib_pairs", lambda: pairs)

@@ -11,7 +11,7 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import evaluate
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper, gradient_norm

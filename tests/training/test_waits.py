@@ -20,7 +20,7 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.preference.objective import Preference
 from isotype.training import step
 from isotype.training.optimizer import build_optimizer
@@ -31,8 +31,8 @@ META = torch.device("meta")
 def stepper_of(preset, world, sharding, loss_sum=batch_loss_sum):
     precision, train = PRESETS[preset], TrainSection(accumulate=2)
     model = lora(tiny("llama", dtype=torch.bfloat16)).train()
-    apply_precision(model, precision, device_type="cuda")
     optimize(model, precision, device_type="cuda")
+    apply_precision(model, precision, device_type="cuda")
     model.to(META)
     processes = world if sharding is None else None
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, processes=processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
 from isotype.precision.parts import Part
 from isotype.precision.precision import Precision
-from isotype.training.eval_mode import eval_mode
 from isotype.training.feed import RowStream
-from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
+from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode
 
 Row = tuple[float, float]
 DATA: list[Row] = [(i / 8, float(torch.sin(torch.tensor(i / 8)))) for i in range(48)]
@@ -106,7 +106,7 @@ class ToyTask:
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
         return StepOutline(rows=rows, length=1, batch=lambda device: Points(*(torch.empty(rows, 1, device=device) for _ in "xy")),
-                           loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss))  # fmt: skip
+                           loss_sum=partial(self.loss_sum, dtype=precision.loss))  # fmt: skip
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         return 1 << 20
@@ -127,8 +127,8 @@ class ToyTask:
         x, y = torch.tensor(rows).unsqueeze(-1).unbind(1)
         return Points(x, y)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return F.mse_loss(model(batch.x).to(to_torch(dtype)), batch.y.to(to_torch(dtype)), reduction="sum")
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return F.mse_loss(model(batch.x).to(to_torch(dtype)), batch.y.to(to_torch(dtype)), reduction="sum") / divisor
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         return lambda batch: 6.0 * batch.rows * sum(p.numel() for p in model.parameters())

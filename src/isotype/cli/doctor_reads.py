@@ -28,7 +28,6 @@ _CHECK = """What a training configuration will really do, and its contradictions
     isotype doctor check configs/
 
     isotype doctor check train.yaml ds_config.json --device t4
-
 """
 
 
@@ -38,10 +37,6 @@ def check(
         typer.Argument(help="Folders or files: SimpleTuner, Hugging Face, accelerate, DeepSpeed, axolotl, ...", show_default=False),
     ],
     device: Annotated[str | None, typer.Option(help="What it will run on: h100, a100, t4, v100, mi300x, cpu, sm_80, ...")] = None,
-    env: Annotated[
-        bool, typer.Option("--env", help="Include the variables of this shell that start with ACCELERATE_, FSDP_ or DEEPSPEED_.")
-    ] = False,
-    installed: Annotated[bool, typer.Option("--installed", help="Include the versions installed beside this Python.")] = False,
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
@@ -50,7 +45,7 @@ def check(
     from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
-    checked = check_paths(paths, device=device, environment=env, installed=installed)
+    checked = check_paths(paths, device=device)
     findings = list(checked.findings)
     if nothing := trouble_without_files(checked, paths):
         findings.append(nothing)

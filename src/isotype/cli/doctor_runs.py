@@ -82,10 +82,6 @@ or the function itself, with `--inputs`. Triton code runs in the repaired interp
 def conform(
     target: Annotated[str, typer.Argument(help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False)],
     inputs: Annotated[Optional[str], typer.Option(help='Inputs for a function: "fp32[4 16], int[4] < 8, 0.5".')] = None,  # noqa: UP045
-    compile_backend: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--compile", help="Also under torch.compile with this backend, e.g. aot_eager (slower, so off unless asked for)."),
-    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
@@ -99,7 +95,7 @@ def conform(
 
         loaded = load_target(target, inputs)
         with triton_interpreted_without_gpu():
-            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, compile=compile_backend, raises=False)
+            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
     status = answer(
         report.findings,
         subject=f"{target} ({report.tried} runs)",
@@ -115,24 +111,19 @@ def conform(
 
 _KERNELS = """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 
-TARGET is a file or module (signatures inferred), `file.py:kernel`, a wrapper `file.py:function` (called with CPU tensors while its
-launches are trapped), a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS and TARGETS beside it or (function, inputs),
-or `-- pytest ...` to record the launches of tests.
+TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS
+and TARGETS beside it, or (function, inputs): that function is called with CPU tensors while its launches are trapped.
 
     isotype doctor kernels kernels.py
 
     isotype doctor kernels kernels.py:silu_mul --arch sm_80,sm_90,sm_100,gfx942
 
     isotype doctor kernels my_package.ops.rms_norm --binary
-
-    isotype doctor kernels -- pytest tests/test_ops.py -k norm
 """
 
 
 def kernels(
-    target: Annotated[
-        list[str], typer.Argument(metavar="TARGET", help="file.py, module, file.py:name, or `-- pytest ...`", show_default=False)
-    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py, module or file.py:name", show_default=False)],
     arch: Annotated[
         str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90).")
     ] = "",
@@ -153,16 +144,9 @@ def kernels(
     warnings.filterwarnings("ignore", module="triton")
     # what imported code prints must not end up in the JSON
     with contextlib.redirect_stdout(sys.stderr):
-        if target[0] == "pytest":
-            from ..doctor.kernels.target import check_pytest
+        from ..doctor.kernels.target import check_target
 
-            report = check_pytest(target[1:], targets, binary=binary)
-        elif len(target) > 1:
-            raise UsageError(f"one TARGET at a time, got {len(target)}: {' '.join(target)} (write `-- pytest ...` to record tests)")
-        else:
-            from ..doctor.kernels.target import check_target
-
-            report = check_target(target[0], targets, binary=binary)
+        report = check_target(target, targets, binary=binary)
     names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
     subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
     shown = report.findings

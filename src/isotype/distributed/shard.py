@@ -1,8 +1,8 @@
 """A model that is distributed over the processes: each holds some rows of every weight, and a unit's weights are gathered while it runs.
 
 The engine is torch's FSDP2. Units are the decoder layers, or the blocks of a denoiser, and an embedding that is not the head. The rest
-(norm, head) is the last unit, which stays gathered from the forward to its backward: deferred logits multiply by the head's weight after
-the forward has ended.
+(norm, head) is the last unit, which stays gathered from the forward to its backward: a model that takes no targets multiplies by the head's
+weight after the forward has ended.
 
 The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops. Gradients are summed, not averaged, in
 `precision.reduce`. FSDP narrows the sum to the weights' dtype before anyone sees it; `Sums` takes it before.

@@ -32,8 +32,7 @@ from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.sample import Sample
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
-from ..training.eval_mode import eval_mode
-from ..training.task import Evaluation
+from ..training.task import Evaluation, eval_mode
 from .loaded import name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
@@ -102,7 +101,7 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
 
     text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
     levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
-    return Batch(normal(made.latents), normal(made.noise), levels, text).to(device)
+    return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths).to(device)
 
 
 def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:

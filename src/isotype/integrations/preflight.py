@@ -31,7 +31,6 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.resolve import Resolved
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
-from ..training.eval_mode import eval_mode, random_state_restored
 from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
@@ -39,7 +38,7 @@ from ..training.preflight.static import vanishing_updates
 from ..training.preflight.subject import Subject
 from ..training.schedule import Milestones
 from ..training.step import LossScale, gradient_norm
-from ..training.task import Check, Evaluation
+from ..training.task import Check, Evaluation, eval_mode, random_state_restored
 from ..wording import counted
 from .attachment import Attachment, Methods
 

@@ -30,12 +30,12 @@ from transformers import TrainerCallback
 
 from ..config.schema import RunSection
 from ..environment.versions import environment
-from ..lora.plain import lora_layers, why_not_fused
+from ..lora.attach import lora_layers, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
-from ..optimize.head import fused_head_of
+from ..optimize.trl_head import fused_head_of
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics

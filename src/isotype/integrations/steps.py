@@ -21,13 +21,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback
 
 from ..errors import RunError
-from ..observe import share_changed
 from ..optimize import check_placed, deferring
 from ..optimize.generation import from_training
 from ..optimize.instances import library_of
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
-from ..training.step import sampled_elements
+from ..training.step import sampled_elements, share_changed
 from .attachment import Methods, defined_in
 from .preflight import in_trainers_words
 from .weights import PureWeights

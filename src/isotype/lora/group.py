@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, now_without_autocast
-from ..ops.backend import apply_of, refuse_second_derivative
+from ..ops.backend import apply_of, autocast_off, now_without_autocast, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
 from .linear import (
     NO_SECOND_DERIVATIVE,

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..dtypes import name
 from ..environment.planned import stands_for
 from ..errors import DtypeError, ShapeError
-from ..ops.autocast import autocast_dtype, autocast_off, no_view, now_without_autocast
-from ..ops.backend import applied, apply_of, refuse_second_derivative
+from ..ops.backend import applied, apply_of, autocast_dtype, autocast_off, no_view, now_without_autocast, refuse_second_derivative
 from ..ops.contract import OpContract
 from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again

@@ -18,11 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, no_view, now_without_autocast
-from ..ops.backend import applied, apply_of, fused_runs, refuse_second_derivative
+from ..ops.backend import applied, apply_of, autocast_off, fused_runs, no_view, now_without_autocast, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import is_recomputed, layers_running, output_is_unused, unwritten
-from .attach import FUSED, bare_projection, decided, dtypes_of, is_fused, projection, runs_fused, shared_dtypes
+from .attach import (
+    FUSED,
+    HOOKS_OF_ALL,
+    PRE_HOOKS_OF_ALL,
+    bare_projection,
+    bare_reason,
+    decided,
+    dtypes_of,
+    has_hooks,
+    is_fused,
+    is_lora,
+    projection,
+    runs_fused,
+    shared_dtypes,
+    why_not_fused,
+)
 from .group import (
     TENSORS,
     Branches,
@@ -46,7 +60,6 @@ from .linear import (
     dropped_scale,
     out_features,
 )
-from .plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, bare_reason, has_hooks, is_lora, why_not_fused
 from .products import at_once, cast_down, product_fp32, scaled_product
 
 # Tokens of a tile: a product of 2,048 x 4,096 x 14,336 is 0.3 ms on an H200, 50 launches, and 896 tiles of 128 x 256 for its 132

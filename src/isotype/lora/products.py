@@ -12,14 +12,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..environment.planned import stands_for
-from ..ops.autocast import wide
-from ..ops.backend import PLAIN, cpp_allowed, forced_path, keeps_fp32_sums
+from ..ops.backend import PLAIN, cpp_allowed, forced_path, keeps_fp32_sums, wide
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
@@ -39,7 +37,7 @@ SKINNY = 64
 # --- the kernels
 
 KERNELS = CppKernels(
-    Path(__file__).with_name("kernels.cpp"), in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif"
+    __file__, source="kernels.cpp", in_graphs=True, native="a", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif"
 )
 
 # the answer of `native`, for graphs: Dynamo cannot trace the question

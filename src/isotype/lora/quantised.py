@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.autocast import autocast_off
-from ..ops.backend import fused_runs, refuse_second_derivative
+from ..ops.backend import autocast_off, fused_runs, refuse_second_derivative
 from ..ops.packed import PackedState, widen
 
 _WIDE_COPY = "_isotype_wide"

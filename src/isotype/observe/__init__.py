@@ -10,10 +10,9 @@ schedule   the choice of the observed steps
 record     the content of `precision.json`, from all observations
 """
 
-from .observer import Observer
+from .observer import Observer, is_observed
 from .record import UNSEEN, Observation
-from .schedule import is_observed
 from .tape import observing
-from .values import floating_tensors, share_changed
+from .values import floating_tensors
 
-__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "observing", "share_changed"]
+__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "observing"]

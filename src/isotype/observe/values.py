@@ -49,16 +49,6 @@ def floating_tensors(output: Any) -> Iterator[Tensor]:
             yield from floating_tensors(value)
 
 
-def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
-    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when all updates were rounded away."""
-    total = sum(b.numel() for b in before)
-    if not total:
-        return 0.0
-    counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
-    # one transfer: each read would make the host wait for the device
-    return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) / total
-
-
 def stored(tensor: Tensor) -> Tensor | None:
     """The tensor whose storage holds its values: itself, or the values of a sparse one. None for oneDNN's layout, which has no storage."""
     if tensor.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.py`.
+"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and `cpu.cpp`.
 
 Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without torch.
 """
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .gated.op import gelu as gelu
     from .gated.op import gelu_mul as gelu_mul
     from .gated.op import silu_mul as silu_mul
-    from .linear_cross_entropy.op import TokenStatistics as TokenStatistics
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_divergence.op import linear_divergence as linear_divergence
     from .linear_log_probs.op import TokenLogProbs as TokenLogProbs
@@ -33,7 +32,6 @@ _LAZY = {
     "attention": "isotype.ops.attention.op",
     "cross_entropy": "isotype.ops.cross_entropy.op",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.op",
-    "TokenStatistics": "isotype.ops.linear_cross_entropy.op",
     "linear_divergence": "isotype.ops.linear_divergence.op",
     "linear_log_probs": "isotype.ops.linear_log_probs.op",
     "TokenLogProbs": "isotype.ops.linear_log_probs.op",

@@ -1,4 +1,6 @@
-"""Which of an op's paths runs: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
+"""How an op runs: in autocast's dtype, which it reads before it switches autocast off, and on one of its paths.
+
+The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
 
 The reference is plain PyTorch, differentiable to any order: it runs under torch.func, and in a backward whose result is to be
 differentiated again (create_graph=True).
@@ -7,8 +9,8 @@ differentiated again (create_graph=True).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -22,9 +24,93 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from ..environment import planned
 from ..environment.planned import is_planned, stands_for
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
+
+# looked up once: three lookups take 2 us, ten times a layer
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast would use on `x`'s device, or None where it is off."""
+    kind = x.device.type
+    if kind == "meta":
+        # it has no autocast, and raises when it is asked
+        return planned.autocast_dtype() if planned.is_planned(x.device) else None
+    # torch.is_autocast_enabled() without an argument answers for CUDA only
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
+    """Switches autocast off on `x`'s device; costs nothing where it is already off."""
+    kind = x.device.type
+    if kind == "meta":
+        return planned.autocast_off() if planned.is_planned(x.device) else nullcontext()
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    # a graph knows torch's own; that one takes 5 us, and is entered six times a layer
+    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
+
+
+# Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype` still answers as outside): a context manager
+# in C++, which PyTorch's own compiled graphs use too
+now_without_autocast = torch._C._DisableAutocast
+
+
+class _Off:
+    """Autocast of one kind of device, switched off within the block; it was on."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of an op's arithmetic: fp32, or fp64 when any input is fp64."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd function's forward.
+
+    In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without an
+    error.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` in another shape, on its own memory: how an autograd function's forward shapes its result.
+
+    A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is what `F.linear` itself returns.
+    """
+    reshaped: Tensor = _UNSAFE_VIEW(x, list(shape))
+    return reshaped
+
+
+def empty_rows_like(x_BNSD: Tensor) -> Tensor:
+    """In the order of x in memory: a projection's [B S N D], seen as [B N S D], needs no copy on its way back."""
+    y_BNSD = torch.empty_like(x_BNSD)
+    return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
+
+
+def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
+    """The dtype a matrix product of these tensors has, decided once: autocast's where it is on (fp64 is exempt), else the promoted one."""
+    dtype = x.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    cast = autocast_dtype(x)
+    return dtype if cast is None or dtype == torch.float64 else cast
+
 
 # graph: plain PyTorch that is traced; reference: plain PyTorch that PyTorch differentiates
 Path = Literal["triton", "cpp", "plain", "graph", "reference"]

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +153,8 @@ def build(compiler: str, source: Path, built: Path) -> None:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _fallbacks: dict[str, str] = {}
+# op -> its kernels
+_kernels: dict[str, CppKernels] = {}
 
 
 def fallbacks() -> dict[str, str]:
@@ -171,10 +172,11 @@ class CppKernels:
                compiler, which fuses them with what stands beside them.
     """
 
-    def __init__(self, file: str | Path, *, in_graphs: bool = False, **functions: str) -> None:
+    def __init__(self, file: str, *, source: str = "cpu.cpp", in_graphs: bool = False, **functions: str) -> None:
         self.in_graphs, self.built = in_graphs, False
-        self.source = Path(file).with_suffix(".cpp")
+        self.source = Path(file).with_name(source)
         self.op = self.source.parent.name
+        _kernels[self.op] = self
         self.functions = functions
         # positions of what is no number yet: asked for at every call, 16 times a layer
         self.pointers = {name: [i for i, kind in enumerate(kinds) if kind == "p"] for name, kinds in functions.items()}
@@ -222,9 +224,8 @@ class CppKernels:
 
 def missing(*ops: str) -> str:
     """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was never built on it: 2 to 5 s."""
-    kernels: list[CppKernels] = [import_module(f"{__package__}.{op}.cpu").KERNELS for op in ops]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(CppKernels.loaded, kernels))
+        list(pool.map(CppKernels.loaded, [_kernels[op] for op in ops]))
     return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..dtypes import TensorSpec, name
 from ..errors import DtypeError, ShapeError
-from .autocast import autocast_dtype
+from .backend import autocast_dtype
 from .contract import OpContract
 
 F = TypeVar("F", bound=Callable[..., Any])

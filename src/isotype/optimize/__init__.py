@@ -1,10 +1,12 @@
 """`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops; `isotype.restore(model)` undoes it.
 
-place       the walk over a model, and the question once a step whether it is still what it was
+place       the walk over a model
 manifest    the list of replaced modules, and the reasons why others were not replaced
-instances   a forward put on one instance, also over private globals; probes
+instances   probes, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
             one kind of module each: recognise it by structure, probe it, replace it on the instance
+forwards    what runs in the modules that were replaced, and the question once a step whether they still are what they were
+regions     decoder layers as compiled functions
 deferred, deferred_tensor, deferred_values
             logits not yet computed, for losses in other people's loops
 generation  `model.generate` in the middle of training
@@ -16,9 +18,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from .forwards import check_placed
 from .head import deferring
 from .manifest import Manifest
-from .place import check_placed, optimize, restore
+from .place import optimize, restore
 
 __all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 

@@ -150,7 +150,8 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
             return made.transpose(1, 2).contiguous(), None
 
         def by_the_model() -> tuple[Tensor, None]:
-            with nullcontext() if torch.compiler.is_compiling() else no_cudnn_for(attention_mask):
+            none_to_keep = attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
+            with nullcontext() if none_to_keep else no_cudnn_for(attention_mask):
                 return original(module, query, key, value, attention_mask, **options)
 
         if beyond or eager or others.get("softcap") is not None:

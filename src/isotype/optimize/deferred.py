@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..environment import planned
 from ..errors import IsotypeError
-from ..ops import cross_entropy, linear_cross_entropy, linear_divergence
-from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+from ..ops import linear_cross_entropy
+from ..ops.backend import autocast_dtype, autocast_off, product_dtype
 from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
@@ -113,35 +113,17 @@ class Recipe:
             x = x if self.pre == 1.0 else x * self.pre
             return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
 
-    @property
-    def after_product(self) -> tuple[float, float | None]:
-        """(scale, softcap): post tanh(pre x) is softcap tanh(scale x / softcap)."""
-        return (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
-
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
         self.check()
-        scale, cap = self.after_product
+        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
+        scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
                 self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
             )
             return self._watched(loss)
-
-    def divergence(self, teacher: Recipe, *, beta: float, temperature: float) -> Tensor:
-        """`linear_divergence` from the logits of a teacher, over the classes that both heads have: heads may be padded differently."""
-        for one in (self, teacher):
-            one.check()
-        classes = min(self.weight.shape[0], teacher.weight.shape[0])
-        (weight, bias), (other, other_bias) = ((r.weight[:classes], None if r.bias is None else r.bias[:classes]) for r in (self, teacher))
-        (scale, cap), (other_scale, other_cap) = (r.after_product for r in (self, teacher))
-        with _as_then(self):
-            found = linear_divergence(
-                self.hidden, weight, teacher.hidden, other, bias=bias, teacher_bias=other_bias, beta=beta, temperature=temperature,
-                logit_scale=scale, softcap=cap, teacher_logit_scale=other_scale, teacher_softcap=other_cap,
-            )  # fmt: skip
-            return self._watched(found)
 
     def _watched(self, made: Tensor) -> Tensor:
         """`made` of the logits, with the hooks that wait for its backward."""
@@ -381,18 +363,6 @@ def _cross_entropy(
     return loss
 
 
-def _own_cross_entropy(
-    logits: DeferredLogits, targets: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, **options: Any
-) -> Tensor | None:
-    """`isotype.ops.cross_entropy`, whose z_loss and num_items PyTorch's has not; its scale and softcap come after the recipe's."""
-    r = logits.recipe
-    if logits.computed is not None or (r.post is not None and (logit_scale is not None or softcap is not None)):
-        return None
-    r.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(logits)
-    r = r if logit_scale is None else r.scaled(logit_scale)
-    return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
-
-
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
     """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no gradient, so that no logits are needed."""
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
@@ -414,7 +384,6 @@ def _requires_grad(x: DeferredLogits) -> bool:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    cross_entropy: _own_cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),

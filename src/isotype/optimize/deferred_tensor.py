@@ -136,8 +136,9 @@ _steps: dict[int, int] = {}
 
 def change_count(weight: Tensor) -> tuple[int, int]:
     """(version, optimizer steps since the first question)."""
-    _watch()
     trained = weight.requires_grad and weight.is_leaf
+    if trained:
+        _watch()
     return 0 if weight.is_inference() else weight._version, _steps.setdefault(id(weight), 0) if trained else 0
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..environment import planned
 from ..ops import linear_log_probs
-from ..ops.autocast import autocast_dtype, autocast_off, product_dtype, wide
-from ..ops.backend import refuse_second_derivative
+from ..ops.backend import autocast_dtype, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..ops.linear_cross_entropy.op import HeadOfClasses
 from .deferred_tensor import DeferredTensor, in_graph
 

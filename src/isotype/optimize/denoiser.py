@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..instance_method import put, settings_of
 from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.remade import follow
 from ..placement import Placement
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
-from .instances import once_a_kind, placement, put, same_in_both_modes, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
 BLOCK, NORM, ACTIVATION = "block", "modulated norm", "activation"
 _TWO = ("norm1", "norm1_context", "attn", "norm2", "ff")

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..lora.mlp import run_gated, why_not_one
-from ..lora.plain import HOOKS_OF_ALL, PRE_HOOKS_OF_ALL, has_hooks, is_lora
-from ..ops import gelu_mul, silu_mul
-from ..ops.gated import Gated
+from ..instance_method import put
+from ..lora.attach import is_lora
+from ..lora.mlp import why_not_one
 from ..placement import Placement
-from .instances import MARK, placement, put, same_in_both_modes, stand_in
+from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
+from .instances import placement, same_in_both_modes, stand_in
 
 PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
-
-ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu_mul": (F.silu, silu_mul),
-    "gelu_mul exact": (F.gelu, gelu_mul),
-    "gelu_mul tanh": (lambda x: F.gelu(x, approximate="tanh"), lambda gate, up: gelu_mul(gate, up, approximate="tanh")),
-}
-
-
-@dataclass(frozen=True)
-class GatedSettings:
-    """Names of the children; `up` is None where one layer makes both halves.
-
-    function  the activation that was probed: another one is the class's to call
-    """
-
-    gate: str
-    up: str | None
-    down: str
-    activation: str
-    op: Gated
-    function: Any
 
 
 def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -99,41 +74,13 @@ def recognise(module: nn.Module) -> GatedSettings | None:
         for activation in activations(module):
             for op in ACTIVATIONS:
                 settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
-                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute, twin, x, settings), x):
+                if same_in_both_modes(twin, partial(type(module).forward, twin, x), partial(compute_gated, twin, x, settings), x):
                     return settings
     return None
 
 
 def layers_of(module: nn.Module, s: GatedSettings) -> list[nn.Module]:
     return [getattr(module, name) for name in (s.gate, s.up, s.down) if name is not None]
-
-
-def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
-    if s.up is None:
-        gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
-    else:
-        gate, up = getattr(module, s.gate)(x), getattr(module, s.up)(x)
-    down: Callable[[Tensor], Tensor] = getattr(module, s.down)
-    if gate.dtype != up.dtype:
-        # an adapter on one of the two may widen it: the module's own product promotes
-        return down(getattr(module, s.activation)(gate) * up)
-    return down(ACTIVATIONS[s.op][1](gate, up))
-
-
-def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    s: GatedSettings = self.__dict__[MARK][0]
-    children = self._modules
-    # an activation that was exchanged, or has hooks that the op would not call
-    activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)
-    another = activation is not s.function
-    if not another and isinstance(activation, nn.Module) and (activation._forward_hooks or HOOKS_OF_ALL or PRE_HOOKS_OF_ALL):
-        another = has_hooks(activation)
-    if args or kwargs or another:
-        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
-        return own
-    layers = (children[s.gate], children[s.down]) if s.up is None else (children[s.gate], children[s.up], children[s.down])
-    together = run_gated(layers, hidden_states, s.op)
-    return compute(self, hidden_states, s) if together is None else together
 
 
 def place(path: str, module: nn.Module) -> Placement:

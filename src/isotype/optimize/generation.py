@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..instance_method import InstanceMethod
 from ..placement import Placement
 from ..precision.apply import inner_model
+from .forwards import SeesTraining
 from .instances import placement
 
 PART = "generate"
@@ -134,18 +135,6 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream: Stream = self.__dict__[_STREAM][0]
     with checkpointing_off(self), stream.apart(training=self.training):
         return type(self).generate(self, *args, **kwargs)
-
-
-class SeesTraining:
-    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls the head). An object, for deepcopy."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
-        # reading the generator would break a compiled graph; a compiled model's samples then come from training's generators
-        if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
-            self.stream.trained = torch.get_rng_state()
 
 
 def place(path: str, lm: Any) -> Placement:

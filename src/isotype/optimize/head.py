@@ -1,30 +1,37 @@
-"""The head: returns deferred logits when the forward of its causal LM was given labels or `deferring` says so, else plain logits."""
+"""The head of a causal LM, with its loss.
+
+Our own loop gives the model's forward its targets (`Targets`): the head computes the loss by an op, and the model's output has it in place
+of logits. In other people's loops the head returns deferred logits, where the forward was given labels or `deferring` says so; else plain
+logits.
+"""
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import linear_log_probs
-from ..ops.autocast import autocast_off
-from ..ops.backend import reference_runs
+from ..dtypes import to_torch
+from ..instance_method import put, settings_of
+from ..ops import linear_cross_entropy, linear_log_probs
+from ..ops.backend import product_dtype, reference_runs
 from ..placement import Placement
 from ..precision.apply import inner_model
-from .deferred import defer
-from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, settings_of, taken
+from .deferred import DeferredLogits, defer
+from .generation import input_embeddings
+from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, stand_in, taken
 from .manifest import Manifest
+from .trl_head import fused_head_of, place_fused_head, trls_forward, why_no_fused_head
 
 PART = "head"
+IGNORED = -100
 _forwards = threading.local()
 
 BYPASSED = "TRL's fused head computes the loss from the head's weight, and never calls the head: its logits are not deferred"
@@ -38,10 +45,13 @@ class HeadSettings:
 
 
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
+    asked: _Asked | None = getattr(_forwards, "asked", None)
+    if asked is not None and asked.loss is None and not has_backward_hooks(self):
+        return asked.answered_by(self, hidden)
     # a graph holds real tensors, torch.func's differ from step to step, forward mode has no rule for deferred ones, and a backward hook is
     # given the gradient of real logits
-    asked = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
-    if not asked or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
+    wanted = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
+    if not wanted or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
     return defer(hidden, self.weight, self.bias)
@@ -112,8 +122,11 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         put(head, head_forward, HeadSettings(manifest))
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
-    op, note = ("linear_log_probs", "for TRL's fused head") if by_trl else ("linear_cross_entropy", "deferred logits")
-    return placement(PART, path, head, op, note)
+    if by_trl:
+        return placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
+    why_none = place_targets(inner, head)
+    note = "the loss of targets, else deferred logits" if why_none is None else f"deferred logits; takes no targets: {why_none}"
+    return placement(PART, path, head, "linear_cross_entropy", note)
 
 
 def why_not(model: nn.Module, head: nn.Module) -> str | None:
@@ -145,150 +158,174 @@ def remove_hooks(model: nn.Module) -> None:
                 flag.pop(key, None)
 
 
-# --- TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)` gives the same fields. SFT, DPO, KTO,
-# GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs the backbone, projects the labelled positions and
-# returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without the flag TRL's runs
-
-IGNORED = -100
-# TRL's name of a field -> the op's
-FIELDS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logits", "is_top1": "top1"}
-_NEEDED = {
-    "temperature", "cast_lm_head_to_fp32", "outputs", "logit_scale", "final_logit_softcapping", "text_config", "backbone_attr",
-    "original_forward",
-}  # fmt: skip
+# --- a loss from targets
 
 
-@dataclass
-class FusedHead:
-    """What TRL's forward was made with, and what has run.
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a loop wants of a causal LM in place of logits. N rows of its B x T.
 
-    before  TRL's bound forward
-    calls   how often the op answered, and why TRL's own code did
+    classes  int64[N]  the class of each row, or -100
+    rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in their order
+    divisor  of the summed cross-entropy; the op takes it, so that a gradient is rounded once
+    each     fp32[N] log-probabilities are wanted, in place of the loss
+    dtype    of the logits inside the loss, as `precision.loss`
     """
 
-    before: Any
-    options: dict[str, Any]
-    calls: Counter[str] = field(default_factory=Counter)
+    classes: Tensor
+    rows: Tensor | None = None
+    divisor: int | float | None = None
+    each: bool = False
+    dtype: str = "fp32"
+
+    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        """Without logits, by an op, in fp32."""
+        x_NH = hidden.reshape(-1, hidden.shape[-1])
+        x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
+        if self.each:
+            found = linear_log_probs(x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap).log_probs
+            assert found is not None
+            return found
+        loss: Tensor = linear_cross_entropy(
+            x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED,
+            reduction="mean" if self.divisor else "sum", num_items=self.divisor,
+        )  # fmt: skip
+        return loss
+
+    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+        """From logits, real or deferred, in `dtype`."""
+        logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
+        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(to_torch(self.dtype))
+        if self.each:
+            return F.log_softmax(logits_NV, -1).gather(-1, self.classes.unsqueeze(-1)).squeeze(-1)
+        loss = F.cross_entropy(logits_NV, self.classes, ignore_index=IGNORED, reduction="sum")
+        return loss / self.divisor if self.divisor else loss
 
 
-def trls_forward(model: nn.Module) -> Any | None:
-    """TRL's bound forward on this instance, or None."""
-    bound = model.__dict__.get("forward")
-    function = getattr(bound, "__func__", None)
-    written = getattr(function, "__globals__", {}).get("__name__")
-    # functools.wraps renames it: its code keeps its name
-    code = getattr(function, "__code__", None)
-    return bound if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward" else None
+def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
+    """The loss of a forward, or its log-probabilities: see `Targets`.
+
+    A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones where its head is no plain layer.
+    """
+    if targets.dtype != "fp32":
+        return targets.of_logits(model(**inputs).logits)
+    if takes_targets(model):
+        loss: Tensor = model(**inputs, targets=targets).loss
+        return loss
+    with deferring():
+        return targets.of_logits(model(**inputs).logits)
 
 
-def fused_head_of(model: nn.Module) -> FusedHead | None:
-    """What answers on this instance, or None."""
-    found = settings_of(model)
-    return found if isinstance(found, FusedHead) else None
+def takes_targets(model: nn.Module) -> bool:
+    return isinstance(settings_of(inner_model(model)), AfterHead)
 
 
-def why_no_fused_head(model: nn.Module) -> str | None:
-    """Why the op cannot answer for TRL's forward on this instance, or None."""
-    options = _closure(trls_forward(model))
-    missing = _NEEDED - set(options)
-    if missing:
-        return f"TRL's fused head has another form here (no {', '.join(sorted(missing))})"
-    unknown = set(options["outputs"]) - {"log_probs", *FIELDS}
-    return f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}" if unknown else None
+@dataclass(frozen=True, slots=True)
+class AfterHead:
+    """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap), or scale * z."""
+
+    scale: float | None
+    softcap: float | None
 
 
-def place_fused_head(model: nn.Module) -> None:
-    """Puts the op in the place of TRL's forward."""
-    bound = trls_forward(model)
-    put(model, fused_head_forward, FusedHead(bound, _closure(bound)))
+class _Asked:
+    """The targets of a forward that runs, and their loss once the head has computed it."""
+
+    def __init__(self, targets: Targets, after: AfterHead) -> None:
+        self.targets, self.after = targets, after
+        self.loss: Tensor | None = None
+
+    def answered_by(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+        """Logits of no class, which the rest of the forward may scale."""
+        self.loss = self.targets.of_hidden(head, hidden, self.after.scale, self.after.softcap)
+        return hidden.new_empty((*hidden.shape[:-1], 0), dtype=product_dtype(hidden, head.weight))
 
 
-def _closure(bound: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(bound.__func__).nonlocals)
+def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
+    """The class's forward; with targets, its output has their loss, through which wrappers of the module reach the graph."""
+    if targets is None:
+        return type(self).forward(self, *args, **kwargs)
+    asked, before = _Asked(targets, settings_of(self)), getattr(_forwards, "asked", None)
+    _forwards.asked = asked
+    try:
+        output = type(self).forward(self, *args, **kwargs)
+    finally:
+        _forwards.asked = before
+    # a backward hook of the head needs real logits
+    output["loss"] = targets.of_logits(output.logits) if asked.loss is None else asked.loss
+    return output
 
 
-def fused_head_forward(
-    self: Any,
-    *args: Any,
-    fused_lm_head: bool = False,
-    labels: Any = None,
-    shift_labels: Any = None,
-    num_items_in_batch: Any = None,
-    **kwargs: Any,
-) -> Any:
-    head: FusedHead = settings_of(self)
-    why_not = _why_trls_code(self, labels, shift_labels) if fused_lm_head else None
-    if not fused_lm_head or why_not:
-        if why_not:
-            head.calls[why_not] += 1
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        kwargs |= {name: value for name, value in given.items() if value is not None}
-        # by the function, so that a deep copy's calls its own model
-        return head.before.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-    options, text_config = head.options, head.options["text_config"]
-    kwargs["use_cache"] = False
-    if getattr(text_config, "output_router_logits", False):
-        kwargs.setdefault("output_router_logits", True)
-    made = getattr(self, options["backbone_attr"])(*args, **kwargs)
-    hidden = made.last_hidden_state if shift_labels is not None else made.last_hidden_state[:, :-1]
-    labels = shift_labels if shift_labels is not None else labels[:, 1:]
-    head.calls["linear_log_probs"] += 1
-    return _output(self, head, hidden, labels, num_items_in_batch, made, kwargs)
+class _Made:
+    """Stands for what a backbone returns: hidden states, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return (self.last_hidden_state,)[key]
 
 
-def _why_trls_code(model: Any, labels: Any, shift_labels: Any) -> str | None:
-    """Why TRL's own code answers this call, or None."""
-    if not isinstance(shift_labels if shift_labels is not None else labels, Tensor):
-        return "no labels"
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if hasattr(weight, "ds_id"):
-        return "the head is sharded by DeepSpeed, which gathers it for TRL's code"
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return f"the head is a {type(head).__name__}"
+class _Backbone(nn.Module):
+    """Stands for the backbone, and for a part that the forward calls itself (OPT's decoder); has its numbers (Falcon H1's scale)."""
+
+    def __init__(self, hidden: Tensor, real: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.real = hidden, (real,)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name) if name.startswith("_") else getattr(self.real[0], name)
+        return self if isinstance(found, nn.Module) else found
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Made:
+        return _Made(self.hidden)
+
+
+class _Head(nn.Module):
+    """Stands for the head: deferred logits note what the forward makes of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, size), requires_grad=False)
+        self.made: list[DeferredLogits] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.made.append(defer(hidden, self.weight, None))
+        return self.made[-1]
+
+
+def after_head(model: Any, head: nn.Module) -> AfterHead | str:
+    """What the forward of this causal LM does with the head's product, from a run of its class's forward on a stub of its backbone; or why
+    it takes no targets."""
+    embeddings, children = input_embeddings(model), dict(model.named_children())
+    name = next((name for name, child in children.items() if child is head), None)
+    backbone = next((name for name, child in children.items() if any(m is embeddings for m in child.modules())), None)
+    if name is None or backbone is None or backbone == name:
+        return "head and backbone are not two children of the model"
+    hidden, stub = torch.ones(1, 3, 4), _Head(4)
+    twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
+    try:
+        with torch.no_grad():
+            logits = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+    except Exception as error:
+        return f"its forward does not run on a probe ({type(error).__name__})"
+    if not isinstance(logits, DeferredLogits) or len(stub.made) != 1 or logits.computed is not None:
+        return "its forward does more to the logits than a scale and a softcap"
+    if logits.recipe.hidden.shape != hidden.shape:
+        return "its head is not given every row"
+    pre, post = logits.recipe.pre, logits.recipe.post
+    # post tanh(pre z) is the op's softcap tanh(scale z / softcap)
+    return AfterHead(pre, None) if post is None else AfterHead(pre * post, post)
+
+
+def place_targets(model: nn.Module, head: nn.Module) -> str | None:
+    """Lets the forward of this causal LM take targets; or why it takes none."""
+    found = taken(model) or after_head(model, head)
+    if isinstance(found, str):
+        return found
+    put(model, lm_forward, found, entries=0)
     return None
-
-
-def _output(
-    model: Any, head: FusedHead, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, made: Any, kwargs: dict[str, Any]
-) -> Any:  # fmt: skip
-    from trl.trainer.utils import FusedCausalLMOutput
-
-    options = head.options
-    projection = model.get_output_embeddings()
-    weight, bias = projection.weight, projection.bias
-    if hasattr(weight, "full_tensor"):  # sharded by FSDP2
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-    if options["cast_lm_head_to_fp32"]:
-        with autocast_off(hidden):
-            values = _values(options, hidden.float(), weight, bias, labels)
-    else:
-        values = _values(options, hidden, weight, bias, labels)
-    mask = labels != IGNORED
-    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss = -values.log_probs.sum() / count
-    aux_loss = _router_loss(options["text_config"], made, kwargs) if kwargs.get("output_router_logits") else None
-    if aux_loss is not None:
-        loss = loss + getattr(options["text_config"], "router_aux_loss_coef", 0.0) * aux_loss
-    fields = {name: getattr(values, ours) for name, ours in FIELDS.items()}
-    fields["is_top1"] = None if values.top1 is None else values.top1 == labels
-    if fields["is_top1"] is not None:
-        fields["is_top1"] = fields["is_top1"] & mask
-    return FusedCausalLMOutput(loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields)
-
-
-def _values(options: dict[str, Any], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Any:
-    return linear_log_probs(
-        hidden, weight, labels, bias=bias, outputs=("log_probs", *(ours for name, ours in FIELDS.items() if name in options["outputs"])),
-        logit_scale=options["logit_scale"], softcap=options["final_logit_softcapping"], temperature=options["temperature"],
-    )  # fmt: skip
-
-
-def _router_loss(text_config: Any, made: Any, kwargs: dict[str, Any]) -> Any:
-    """The mixture's load-balancing loss, as transformers' own forward adds it."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    return load_balancing_loss_func(
-        made.router_logits, text_config.num_experts, text_config.num_experts_per_tok, kwargs.get("attention_mask")
-    )

@@ -1,7 +1,4 @@
-"""Replacing `forward` on one instance, and undoing it. No class is touched.
-
-The method looks the module's weights and children up when it is called: deepcopy, pickling, PEFT and hot-swapping keep working.
-"""
+"""What another library has replaced already, probes against a class's own forward, and forwards rebuilt over private globals."""
 
 from __future__ import annotations
 
@@ -17,11 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import InstanceMethod, MadeMethod
+from ..instance_method import MARK, MadeMethod, put_method
 from ..placement import Placement
 
 T = TypeVar("T")
-MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
 
@@ -56,42 +52,6 @@ def taken(module: nn.Module) -> str | None:
 def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
     """The result for the module at this path of the model."""
     return Placement(part, path, type(module).__name__, op, reason)
-
-
-def put(module: nn.Module, forward: Callable[..., Any], settings: Any, entries: int = 1) -> None:
-    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
-
-    entries  the number of entries of the manifest that it belongs to
-    """
-    put_method(module, InstanceMethod(forward, module), settings, entries)
-
-
-def put_method(module: nn.Module, method: InstanceMethod, settings: Any, entries: int) -> None:
-    # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[MARK] = settings, entries, method
-    method.put()
-
-
-def settings_of(module: nn.Module) -> Any:
-    """What `put` was given for this instance; None where nothing was put."""
-    return module.__dict__.get(MARK, (None,))[0]
-
-
-def method_of(module: nn.Module) -> InstanceMethod | None:
-    """What `put` has put on this instance; None where nothing was put."""
-    found: InstanceMethod | None = module.__dict__.get(MARK, (None, 0, None))[2]
-    return found
-
-
-def take_back(module: nn.Module) -> int:
-    """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
-    nothing to undo."""
-    if MARK not in module.__dict__:
-        return 0
-    _, entries, method = module.__dict__.pop(MARK)
-    method.take_back()
-    count: int = entries
-    return count
 
 
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:

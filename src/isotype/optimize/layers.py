@@ -8,58 +8,25 @@ layer (Granite). Such a layer's two sums are ours: a norm before a half hands it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
-from transformers.utils import logging
 
 from ..errors import UsageError
-from ..instance_method import InstanceMethod
-from ..lora.plain import has_hooks
-from ..ops.recompute import hooks_read_here, layers_running
+from ..instance_method import InstanceMethod, put, settings_of
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .instances import foreign, placement, put, same_in_both_modes, settings_of, stand_in, taken
+from .forwards import Half, LayerSettings, layer_forward, whole
+from .instances import foreign, placement, same_in_both_modes, stand_in, taken
+from .regions import CACHES, is_region, mark, region, without_cache
 
-logger = logging.get_logger(__name__)
 PART = "layer"
-_CACHES = ("past_key_values", "layer_past")
-
-
-@dataclass(frozen=True)
-class Half:
-    """Names of children: x + scale * after(part(before(x))), where either norm may be missing."""
-
-    before: str | None
-    part: str
-    after: str | None
-
-    @property
-    def children(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.before, self.part, self.after) if name is not None)
-
-
-@dataclass(frozen=True)
-class LayerSettings:
-    """Both halves, and the forward's parameters after the hidden states with their defaults.
-
-    scale      the attribute with the number that both halves are multiplied by; None for 1
-    mlp_first  the MLP gives a tuple, whose first element counts
-    """
-
-    attention: Half
-    mlp: Half
-    scale: str | None
-    mlp_first: bool
-    names: tuple[str, ...]
-    defaults: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -156,7 +123,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         stubs: dict[str, nn.Module] = {name: _Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
         twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: _Rows(0.55, first=mlp_first)}, {})
         # the class's own forward hands on what it was given under the same names
-        given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in _CACHES}
+        given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in CACHES}
         try:
             with torch.no_grad():
                 forward(twin, x, **given)
@@ -168,70 +135,13 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         own = partial(forward, twin, x, **given)
         for attention, mlp, scale in forms(found, module):
             settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
-            if same_in_both_modes(twin, own, partial(_whole, twin, settings, {}, x), x):
+            if same_in_both_modes(twin, own, partial(whole, twin, settings, {}, x), x):
                 return settings
     return "its output is not x + attention(x), then x + mlp(x) with norms before, after or around both, on a probe"
 
 
 def _child(module: nn.Module, name: str) -> Any:
     return module._modules[name]
-
-
-def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The form, with gradient checkpointing as the class's forward has it; that one, where it was called in another way."""
-    s: LayerSettings = settings_of(self)
-    recomputed = self.training and bool(self.gradient_checkpointing)
-    if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
-    if not recomputed:
-        return (region(self, _whole) if is_region(self) else _whole)(self, s, given, hidden_states)
-    without_cache(given)
-    return self._gradient_checkpointing_func(partial(region(self, _whole), self, s, given), hidden_states)
-
-
-def without_cache(given: dict[str, Any]) -> None:
-    """A recompute would fill the cache a second time. transformers' layers take it away too, and say so once."""
-    taken = [name for name in _CACHES if given.get(name) is not None] + (["use_cache"] if given.get("use_cache") else [])
-    if taken:
-        given.update({name: False if name == "use_cache" else None for name in taken})
-        logger.warning_once(f"Caching is incompatible with gradient checkpointing: training goes on without {', '.join(taken)}.")
-
-
-def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
-    return _mlp(self, s, *_attended(self, s, given, x))
-
-
-def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    half = s.attention
-    children: Any = self._modules
-    attention = children[half.part]
-    normed, residual = (x, x) if half.before is None else norms.with_residual(children[half.before], x, None)
-    if layers_running and has_hooks(attention):
-        hooks_read_here()
-    attended: Tensor = attention(hidden_states=normed, **given)[0]
-    return attended if half.after is None else _child(self, half.after)(attended), residual
-
-
-def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) -> Tensor:
-    half = s.mlp
-    children: Any = self._modules
-    mlp = children[half.part]
-    if residual is not None and (half.before is None or s.scale is not None):
-        # no norm reads this sum, or its terms are not added as they are
-        x, residual = _sum(self, s, residual, x), None
-    normed, total = (x, x) if half.before is None else norms.with_residual(children[half.before], x, residual)
-    if layers_running and has_hooks(mlp):
-        hooks_read_here()
-    made = mlp(normed)[0] if s.mlp_first else mlp(normed)
-    made = made if half.after is None else _child(self, half.after)(made)
-    return _sum(self, s, total, made)
-
-
-def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
-    """residual + scale * term, rounded once: the class's own code rounds the product too."""
-    made: Tensor = residual + term if s.scale is None else torch.add(residual, term, alpha=getattr(self, s.scale))
-    return made
 
 
 def place(path: str, module: nn.Module) -> Placement:
@@ -256,77 +166,7 @@ def has_halves(module: nn.Module) -> bool:
     return isinstance(settings_of(module), LayerSettings)
 
 
-# --- layers as compiled regions: one function that `torch.compile` has made runs in every layer of a training step. A region is compiled
-# whole (`fullgraph`) and for any batch size and length (`dynamic`), so that layers and lengths share one graph; the first layer, whose
-# input needs no gradient, has its own. Sampling, evaluation, and whatever looks at each operator or module run the same code uncompiled: an
-# observed step, a memory plan, a trace, hooks. Modules keep their classes and names, so that files of weights have no `_orig_mod`. Dropout
-# draws the same numbers as uncompiled. Layers of the form above are regions there; others run their class's own forward as one
-
-_COMPILED = "_isotype_compiled"
-
-
-def is_region(layer: nn.Module) -> bool:
-    return _COMPILED in vars(layer)
-
-
-def mark(layer: nn.Module, *, compiled: bool) -> None:
-    """`region` gives this layer compiled functions from now on, or no longer."""
-    vars(layer).pop(_COMPILED, None)
-    if compiled:
-        vars(layer)[_COMPILED] = True
-
-
-def region(layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(layer, ...)` as it shall run now: compiled, or as it is."""
-    return compiled(function) if is_region(layer) and runs_compiled(layer) else function
-
-
-def runs_compiled(layer: nn.Module) -> bool:
-    """Whether this is a training step in which nothing looks inside the layer.
-
-    A dispatch mode is how an observer, a plan and a tracer see operators. Hooks inside are asked for here because a graph has no guard on
-    them: it would leave out one that was added after it was made. Those of `apply_precision` are part of the graph (`in_graphs`).
-    """
-    if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return not modules._has_any_global_hook() and not any(_has_hooks(m) for m in layer.modules() if m is not layer)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    own = module.__dict__
-    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return True
-    return any(not getattr(hook, "in_graphs", False) for hook in own["_forward_hooks"].values())
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one graph. Raises UsageError where it cannot be one, with the compiler's reason."""
-    import torch._dynamo.config as settings
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    # `fallback_random` draws with PyTorch's generators in the order of the uncompiled code
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True, "guard_filter_fn": _guards}
-    made = torch.compile(function, fullgraph=True, dynamic=True, options=options)
-    # a scale is a constant of the model, which an op may ask for
-    made = settings.patch(specialize_float=True)(made)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return made(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise UsageError(
-                f"model.compile: layers: {type(args[0]).__name__} is not one graph: {reason}", fix="model.compile: none"
-            ) from error
-
-    return run
-
-
-def _guards(found: Sequence[Any]) -> list[bool]:
-    """All guards but that a module's forward is this very object: each layer has its own, and its function is guarded besides."""
-    return [not (isinstance(guard.value, InstanceMethod) and guard.guard_type == "CLOSURE_MATCH") for guard in found]
-
+# --- layers as compiled regions
 
 _OWN = "_isotype_own_region"
 

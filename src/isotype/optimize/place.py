@@ -9,19 +9,19 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
+from ..instance_method import method_of, put, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
-from ..lora.attach import is_fused, look_again
+from ..lora.attach import is_fused
 from ..lora.products import why_not_native
 from ..ops.backend import why_no_kernels
 from ..ops.cpp import missing
 from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
-from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, method_of, placement, put, put_rebuilt, take_back, taken
+from .forwards import PLACED
+from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
 from .layers import uncompile_layers
 from .manifest import Manifest, base_notes
-
-_PLACED = "_isotype_placed"
 
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
@@ -71,6 +71,9 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
+    if on_cpu and any(map(experts.has_stacks, model.modules())):
+        # without them the op is products of PyTorch's
+        missing("experts")
     if why_not:
         # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
@@ -96,12 +99,14 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         if path and id(module) not in inner and experts.is_candidate(module):
             manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
             inner |= {id(m) for m in module.modules()}
+        elif path and experts.is_block(module) and id(module) not in inner:
+            manifest.entries.append(experts.place_block(path, module))
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
     manifest.entries += adapters
     # past nn.Module's own __setattr__
-    vars(model)[_PLACED] = [m for m in model.modules() if method_of(m) is not None or is_fused(m)]
+    vars(model)[PLACED] = [m for m in model.modules() if method_of(m) is not None or is_fused(m)]
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
@@ -154,26 +159,9 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
     return placement("4-bit", path, module, "linear_4bit", "for when the adapter's op does not run" if path.endswith(".base_layer") else "")
 
 
-def check_placed(model: nn.Module) -> None:
-    """Whether the model is still what `optimize` placed ops in: asked once a step, by the training loop and by an attached trainer.
-
-    A LoRA layer that has got a hook or another part inside runs PEFT's code from now on, or the fused code again.
-    Raises  UsageError where a class was given another forward since
-    """
-    for module in vars(model).get(_PLACED, ()):
-        method = method_of(module)
-        if method is not None and not method.stands:
-            raise UsageError(
-                f"{type(module).__name__}.{method.name} was replaced after isotype.optimize(), which no longer computes it",
-                fix="isotype.restore(model) before a class is patched, and isotype.optimize(model) after it",
-            )
-        if is_fused(module):
-            look_again(module)
-
-
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
-    vars(model).pop(_PLACED, None)
+    vars(model).pop(PLACED, None)
     undone = unfuse_lora(model)
     uncompile_layers(model.modules())
     for module in model.modules():

@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import rope
 from ..placement import Placement
+from .forwards import Form, Pairs, replacement, rotated
 from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 
 PART = "rotary"
@@ -25,18 +25,18 @@ PART = "rotary"
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The form of a model's tables of cos and sin, which are twice as wide as the pairs.
+    """The form of a model's tables of cos and sin.
 
-    repeated  whether each value stands twice in a row (True), or the whole run twice (False); None where it is unknown
-    reason    why it is unknown
+    form    the run of values stands twice in a row, each value does, or they stand `once`; None where it is unknown
+    reason  why it is unknown
     """
 
-    repeated: bool | None
+    form: Form | None
     reason: str = ""
 
 
-# (original function, tables that repeat each value) -> whether it rotates interleaved pairs; None: `rope` does not compute it
-_known: dict[tuple[Any, bool], bool | None] = {}
+# (original function, form of the tables) -> its pairs; None: `rope` does not compute it
+_known: dict[tuple[Any, Form], Pairs | None] = {}
 
 
 def rotary_name(module: nn.Module) -> str | None:
@@ -59,43 +59,37 @@ def is_candidate(module: nn.Module) -> bool:
     return rotary_name(module) is not None
 
 
-def tables(positions: int, pairs: int, repeated: bool) -> tuple[Tensor, Tensor]:
-    """cos and sin as wide as transformers makes them: the angles twice, or each of them repeated."""
+def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
+    """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or once."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (1.0 + torch.arange(pairs, dtype=torch.float64))
-    angle = (angle.repeat_interleave(2, -1) if repeated else torch.cat((angle, angle), -1))[None]
-    return angle.cos(), angle.sin()
+    if form != "once":
+        angle = angle.repeat_interleave(2, -1) if form == "values" else torch.cat((angle, angle), -1)
+    return angle[None].cos(), angle[None].sin()
 
 
-def narrow(table: Tensor, repeated: bool) -> Tensor:
-    """One value a pair."""
-    return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
-
-
-def recognise(original: Callable[..., Any], tables_repeat: bool) -> bool | None:
-    """The `interleaved` with which `rope` gives this function's output on tables of the model's own form; None where neither does."""
+def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
+    """The pairs with which `rope` gives this function's output on tables of the model's own form; None where none do."""
     size, generator = 8, torch.Generator().manual_seed(0)
     q = torch.randn(2, 3, 5, size, generator=generator, dtype=torch.float64)
     k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
-    for interleaved in (False, True):
+    for pairs in get_args(Pairs):
 
-        def both(pairs: int, interleaved: bool = interleaved) -> bool:
-            cos, sin = tables(5, pairs, tables_repeat)
+        def agree(count: int, pairs: Pairs = pairs) -> bool:
+            cos, sin = tables(5, count, form)
             return same(
-                lambda: torch.cat(original(q, k, cos, sin), 1),
-                lambda: torch.cat(rope(q, k, narrow(cos, tables_repeat), narrow(sin, tables_repeat), interleaved=interleaved), 1),
-                q,
-                k,
-            )
+                lambda: torch.cat(original(q, k, cos, sin), 1), lambda: torch.cat(rotated(q, k, cos, sin, pairs, form), 1), q, k
+            )  # fmt: skip
 
         # the whole head is enough for a function without partial rotation; a half must agree where it runs at all
-        if both(size // 2) and (both(size // 4) or not _runs(original, q, k, size // 4, tables_repeat)):
-            return interleaved
+        if agree(size // 2) and (agree(size // 4) or not _runs(original, q, k, size // 4, form)):
+            found: Pairs = pairs
+            return found
     return None
 
 
-def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, repeated: bool) -> bool:
+def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: Form) -> bool:
     try:
-        original(q, k, *tables(q.shape[2], pairs, repeated))
+        original(q, k, *tables(q.shape[2], pairs, form))
     except Exception:
         return False
     return True
@@ -122,9 +116,11 @@ def tables_of(model: nn.Module) -> Tables:
             # a single pair, or equal neighbours, would fit both kinds: the angles differ from one pair to the next
             half = cos.shape[-1] // 2
             if torch.equal(cos[..., :half], cos[..., half:]):
-                return Tables(False)
+                return Tables("runs")
             if torch.equal(cos[..., ::2], cos[..., 1::2]):
-                return Tables(True)
+                return Tables("values")
+            if cos.shape[-1] == getattr(module, buffers[0]).numel():
+                return Tables("once")
             return Tables(None, "its tables repeat in no known way")
     return Tables(None, "no module with inv_freq was found to make the tables")
 
@@ -144,23 +140,6 @@ def with_values(module: nn.Module) -> nn.Module:
     return filled
 
 
-def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[:4]
-
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of older models), or without keys
-        if len(args) != 4 or kwargs:
-            if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
-                return original(*args, **kwargs)
-            args = (*args, *(kwargs[name] for name in names[len(args) :]))
-        q, k, cos, sin = args
-        if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
-            return original(q, k, cos, sin)
-        return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
-
-    return apply_rotary_pos_emb
-
-
 def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:
     """Adds a replacement of the rotary function to those with which the module's forward will be rebuilt."""
     called, forward = rotary_name(module), type(module).forward
@@ -169,16 +148,17 @@ def place(path: str, module: nn.Module, made: Tables, replacements: list[Replace
     reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward)
     if reason is not None:
         return placement(PART, path, module, None, reason)
-    if made.repeated is None:
+    if made.form is None:
         return placement(PART, path, module, None, made.reason)
-    key = original, made.repeated
+    key = original, made.form
     if key not in _known:
-        _known[key] = recognise(original, made.repeated)
-    interleaved = _known[key]
-    if interleaved is None:
+        _known[key] = recognise(original, made.form)
+    pairs = _known[key]
+    if pairs is None:
         return placement(PART, path, module, None, "its output is not a rotation's on a probe")
-    replacements.append(Replacement(called, replacement, (interleaved, made.repeated)))
-    return placement(PART, path, module, "rope", "interleaved pairs" if interleaved else "")
+    replacements.append(Replacement(called, replacement, (pairs, made.form)))
+    said = {"halves": "", "neighbours": "interleaved pairs", "neighbours to halves": "interleaved pairs, turned into halves"}
+    return placement(PART, path, module, "rope", said[pairs])
 
 
 def why_not(called: str, original: Callable[..., Any]) -> str | None:

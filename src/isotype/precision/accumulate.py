@@ -206,7 +206,7 @@ class GradientAccumulator:
         if parameter.grad is None:
             return None
         parameter.grad = _dense(parameter.grad)
-        return local_part(parameter.grad)
+        return parameter.grad if self.summed is None else local_part(parameter.grad)
 
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]

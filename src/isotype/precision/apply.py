@@ -103,7 +103,8 @@ class _State:
     """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
-        self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+        self.precision, self.device_type, self.forward = precision, device_type, forward
+        self.use(precision.compute)
         self.methods: list[MadeMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
 
@@ -115,9 +116,13 @@ class _State:
         self.settings.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def use(self, dtype: str) -> None:
+        """Computes products in this dtype from now on."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
-        return planned.autocast(self.device_type, to_torch(self.dtype) if self.dtype != "fp32" else None)
+        self.dtype, self.cast = dtype, to_torch(dtype) if dtype != "fp32" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return planned.autocast(self.device_type, self.cast)
 
 
 class _PartState:
@@ -350,8 +355,9 @@ def precision_of(model: nn.Module) -> Precision | None:
 def generating(model: nn.Module) -> Iterator[None]:
     """Computes products in `precision.generate` within this block."""
     state: _State = getattr(inner_model(model), _STATE)
-    before, state.dtype = state.dtype, state.precision.generate
+    before = state.dtype
+    state.use(state.precision.generate)
     try:
         yield
     finally:
-        state.dtype = before
+        state.use(before)

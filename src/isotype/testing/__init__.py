@@ -1,4 +1,4 @@
-"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, `expect`, the pytest plugin, hypothesis strategies.
+"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, `expect`, the pytest plugin.
 
 Attributes are imported when first used: a test that uses only `expect` imports nothing else.
 """

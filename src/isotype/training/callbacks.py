@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
 from ..precision.parts import local_part
-from .eval_mode import modes_restored, process_settings_restored, random_state_restored
 from .step import spread
+from .task import modes_restored, process_settings_restored, random_state_restored
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """A user's own loss in place of the task's: the summed losses of a micro-batch."""

@@ -21,10 +21,9 @@ from ..runs.checkpoint.snapshot import restore_model, rows_here
 from ..wording import counted
 from .console import RunConsole, duration
 from .ema import FOLDER_SUFFIX
-from .eval_mode import same_draws
 from .loop import Loop
 from .setup import Prepared
-from .task import Evaluation, Task
+from .task import Evaluation, Task, same_draws
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:

@@ -45,10 +45,9 @@ from .console import RunConsole
 from .ema import Averaged, Ema
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
-from .memory.device import peak_memory
 from .optimizer import adopt_states
 from .schedule import Milestones, Pace, learning_rate, sample_seconds
-from .step import LossScale, Stepper
+from .step import LossScale, Stepper, peak_memory
 from .task import Batch, Feed, Sample, Task, batches_of_rank
 from .trackers import Trackers
 
@@ -71,7 +70,7 @@ class Loop:
     device: torch.device
     flops: Callable[[Any], float]
     peak_flops: float | None
-    trackers: Trackers = field(default_factory=Trackers)
+    trackers: Trackers | None = None
     callbacks: Sequence[Callback] = ()
     world: World = ALONE
     stop_asked: bool = False
@@ -227,7 +226,8 @@ class Loop:
             self.console.settle()
             self.console.say(f"warning   {self.metrics.file} was removed: it has the lines from step {row['step']} on")
         self.metrics.write(**row)
-        self.trackers.row(row)
+        if self.trackers is not None:
+            self.trackers.row(row)
 
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluates, samples and saves after a step; returns True when the run should stop early."""
@@ -323,7 +323,8 @@ class Loop:
         step = self.progress.step
         made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
         self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
-        self.trackers.samples(step, samples)
+        if self.trackers is not None:
+            self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
         self._tell("samples", {"samples": made})

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..precision.resolve import Resolved
 from ..wording import counted
 from .memory.auto import less_memory
-from .memory.device import peak_memory, shown
+from .memory.device import shown
 from .memory.distributed_plan import Exchange, hybrid_exchange, replicated_exchange, sharded_exchange, unit_bytes
 from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
@@ -22,6 +22,7 @@ from .quiet import quiet_libraries
 from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
 from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
 from .start import attention_line
+from .step import peak_memory
 from .task import Outline, Task, micro_batch
 
 KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back

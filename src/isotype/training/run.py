@@ -136,7 +136,8 @@ class _Run:
         prepared = prepare(task, loaded.sources, folder.base, world)
         self._refuse_before_the_first_step(prepared)
         if self.objective is not None:
-            prepared.stepper.loss_sum = self.objective
+            objective = self.objective
+            prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
         loop = self._loop(prepared)
         world.at(0, "the preflight")
         subject = Subject(
@@ -161,12 +162,14 @@ class _Run:
             console.say(f"warning   {note}")
         if self.resuming:
             restore(loop, console)
-        loop.trackers = trackers = start(config.run.trackers if world.first else [], folder.path, config.model_dump(), console.say)
+        names = config.run.trackers if world.first else []
+        loop.trackers = trackers = start(names, folder.path, config.model_dump(), console.say) if names else None
         status = 1
         try:
             status, result = self._to_the_end(loop, prepared)
         finally:
-            trackers.close(status)
+            if trackers is not None:
+                trackers.close(status)
         return status, result
 
     def _refuse_before_the_first_step(self, prepared: Prepared) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+import resource
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,12 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
-from ..observe import share_changed
 from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
-from .task import Batch, Idle
+from .task import Batch, Idle, LossSum
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
 # of dynamic loss scaling
@@ -76,10 +77,10 @@ class Stepper:
     """Runs optimizer steps. Only it changes the trainable weights, the optimizer, the gradients and the loss scale."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
-                 precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor],
+                 precision: Precision, train: TrainSection, loss_sum: LossSum,
                  world: World = ALONE, sharding: Sharding | None = None) -> None:  # fmt: skip
         """
-        loss_sum  the losses of a micro-batch, summed, in the dtype of `precision.loss`: a task's own
+        loss_sum  a task's own, in the dtype of `precision.loss`
         world     the processes that share a step: each computes its own micro-batches, and all make the same update
         sharding  how the model is distributed over them; None: each has the whole model
         """
@@ -100,14 +101,12 @@ class Stepper:
         total: Tensor | None = None
         self.measured = None
         for number, batch in enumerate(batches, 1):
-            loss_sum = self._loss_sum(batch)
-            if loss_sum.dim():
-                measured = loss_sum[1:].detach().float() / weight
+            loss = self._loss_sum(batch, weight)
+            if loss.dim():
+                measured = loss[1:].detach().float()
                 self.measured = measured if self.measured is None else self.measured + measured
-                loss_sum = loss_sum[0]
-            self.loss_dtype = loss_sum.dtype
-            # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-            loss = loss_sum.float() / weight
+                loss = loss[0]
+            self.loss_dtype, loss = loss.dtype, loss.float()
             if for_all and number == len(batches):
                 self.accumulator.begin_sums()
             (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
@@ -115,8 +114,10 @@ class Stepper:
         assert total is not None, "a step has at least one micro-batch"
         return total
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        return self.loss_sum(self.model, batch.batch) * 0.0 if isinstance(batch, Idle) else self.loss_sum(self.model, batch)
+    def _loss_sum(self, batch: Batch, divisor: int) -> Tensor:
+        own = batch.batch if isinstance(batch, Idle) else batch
+        loss = self.loss_sum(self.model, own, divisor)
+        return loss * 0.0 if isinstance(batch, Idle) else loss
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
@@ -185,7 +186,7 @@ class Stepper:
              first whose loss is not finite
         """
         weights = bool(non_finite_parameters(self.model))
-        passes = [partial(self._loss_sum, batch) for batch in batches]
+        passes = [partial(self._loss_sum, batch, 1) for batch in batches]
         error = non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
             clip=self.train.clip, compute=self.precision.compute,
@@ -240,3 +241,21 @@ def spread(things: Sequence[T], most: int) -> list[T]:
     Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance all of the sample can be of one kind.
     """
     return [things[i] for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))]
+
+
+def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
+    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when all updates were rounded away."""
+    total = sum(b.numel() for b in before)
+    if not total:
+        return 0.0
+    counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
+    # one transfer: each read would make the host wait for the device
+    return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) / total
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -7,7 +7,9 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,8 +22,9 @@ from ..distributed.rank import Batching
 from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
-from ..precision.parts import Part
+from ..precision.parts import Part, settle
 from ..precision.precision import Precision
+from ..runs.checkpoint.snapshot import random_state, restore_random_state
 
 Yielded = TypeVar("Yielded", covariant=True)
 
@@ -47,6 +50,12 @@ class Words:
     """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
     live: tuple[str, ...] = ()
     """Those of these numbers that the live line shows."""
+
+
+class LossSum(Protocol):
+    """`Task.loss_sum` in the dtype of a run's `precision.loss`."""
+
+    def __call__(self, model: nn.Module, batch: Any, divisor: int = 1, /) -> Tensor: ...
 
 
 class Batch(Protocol):
@@ -171,7 +180,7 @@ class StepOutline:
     rows: int
     length: int
     batch: Callable[[torch.device], Batch]
-    loss_sum: Callable[[nn.Module, Batch], Tensor]
+    loss_sum: LossSum
     evaluation: Callable[[nn.Module, torch.device], None] | None = None
     sampling: Callable[[nn.Module, torch.device], None] | None = None
     beside: int = 0
@@ -261,9 +270,12 @@ class Task(Protocol):
     def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
         """Gives the batches of a whole step what they share, without gradient. Every process calls it with its own."""
 
-    def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums
-        follow, without gradient."""
+        follow, without gradient.
+
+        divisor  the sums are divided by it, inside an op where there is one, so that a gradient is rounded once
+        """
 
     def flops(self, model: nn.Module) -> Callable[[Batch], float]:
         """FLOPs of forward and backward of one micro-batch; matrix products only."""
@@ -338,3 +350,55 @@ def batches_of_rank(task: Task, stream: Feed[object], batching: Batching, *, tog
     each = len(batching.own)
     most = max(sum(map(len, taken[first : first + each])) for first in range(0, batching.total, each))
     return batches + [Idle(task.collate(own[0][:1])) for _ in range(most - len(own))]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; afterwards every module has the mode it had."""
+    with modes_restored(model), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            settle(model)
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Puts every module back into training or evaluation mode on exit, as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Every block under it draws the same numbers, so that two evaluations of a model that draws in its forward can be compared."""
+    with random_state_restored():
+        torch.manual_seed(0)
+        random.seed(0)
+        yield
+
+
+@contextmanager
+def process_settings_restored() -> Iterator[None]:
+    """Restores gradient mode and default dtype on exit."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def random_state_restored() -> Iterator[None]:
+    """Restores all random state on exit."""
+    tensors, state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(tensors, state)

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from ..config.yaml_text import write_value
 from ..runs.checkpoint.atomic_folder import write_text
-from .eval_mode import random_state_restored
-from .task import Sample
+from .task import Sample, random_state_restored
 
 Say = Callable[[str], None]
 ID = "wandb_id"

@@ -69,30 +69,6 @@ def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):
         assert {f.code for f in check([str(tmp_path)]).findings} == codes
 
 
-def test_the_launchers_environment_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "args.json").write_text('{"output_dir": "o", "bf16": false, "fp16": false, "logging_steps": 1}')
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert not check([str(tmp_path)]).findings
-    assert [f.code for f in check([str(tmp_path)], environment=True).findings] == ["CF009"]
-
-
-def test_installed_versions_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.0")
-    assert not check([str(tmp_path)]).findings
-    assert [f.code for f in check([str(tmp_path)], installed=True).findings] == ["CF095"]
-
-
-def test_installed_pairs_that_do_not_fit_are_findings(tmp_path, monkeypatch):
-    from isotype.environment import versions as environment
-
-    (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nlogging_steps: 1\n")
-    monkeypatch.setattr(environment, "installed", lambda: {"transformers": "5.23.0", "tokenizers": "0.1.0", "isotype": "0.1.0"})
-    found = [f for f in check([str(tmp_path)], installed=True).findings if f.code == "EV001"]
-    assert any("tokenizers" in f.message and "pip install" in (f.fix or "") for f in found)
-    assert not [f for f in check([str(tmp_path)]).findings if f.code == "EV001"]
-
-
 FULL = {"output_dir": "o", "bf16": True, "learning_rate": 1e-5, "model_init_kwargs": {"dtype": "bfloat16"}, "fsdp": "full_shard"}
 
 
@@ -122,19 +98,3 @@ def test_installed_accelerate_upcasts_as_recorded():
         casts = [i for i, line in enumerate(lines) if "param.data = param.data.to(torch.float32)" in line]
         assert casts, name
         assert any('mixed_precision != "no"' in line for line in lines[casts[0] - 60 : casts[0]])
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "tool"),
-    [
-        ("config.json", '{"train_dtype": "BFLOAT_16", "fallback_train_dtype": "BFLOAT_16"}', "OneTrainer"),
-        ("a.toml", 'pipeline_stages = 1\nmicro_batch_size_per_gpu = 1\n[model]\ndtype = "bfloat16"\n', "diffusion-pipe"),
-        ("a.yaml", "job: extension\nconfig:\n  process:\n    - type: sd_trainer\n      train: {dtype: bf16}\n", "ai-toolkit"),
-        ("a.toml", 'dit = "model.safetensors"\nfp8_base = true\nmixed_precision = "bf16"\n', "musubi-tuner"),
-    ],
-)
-def test_files_of_unknown_tools_are_reported(tmp_path: Path, name: str, text: str, tool: str):
-    (tmp_path / name).write_text(text)
-    (finding,) = check([str(tmp_path)]).findings
-    assert (finding.code, finding.severity) == ("CF099", Severity.NOTE)
-    assert finding.message == f"{tool} is not known to isotype doctor check: nothing in this file was judged"

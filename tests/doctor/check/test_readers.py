@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 from pathlib import Path
 
 import pytest
 
 from isotype.doctor.check import check, python_calls, shell
-from isotype.doctor.check.binary_files import read_pickle, read_safetensors_header
+from isotype.doctor.check.collect import read_safetensors_header
 from isotype.doctor.check.text_files import Unreadable, read_json, read_toml, read_yaml
 
 
@@ -93,25 +92,6 @@ class _Runs:
 class _Arguments:
     def __init__(self, **values: object) -> None:
         self.__dict__.update(values)
-
-
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_a_pickle_is_followed_and_not_executed(protocol: int, tmp_path: Path):
-    marker = tmp_path / "ran"
-    data = pickle.dumps(
-        _Arguments(fp16=True, bf16=True, learning_rate=1e-4, evil=_Runs(str(marker)), names=["a", ("b", 2)]), protocol=protocol
-    )
-    state = read_pickle(data)
-    assert (state["fp16"], state["learning_rate"], state["names"]) == (True, 1e-4, ["a", ("b", 2)])
-    assert not marker.exists()
-    (tmp_path / "training_args.bin").write_bytes(data)
-    assert "CF001" in {f.code for f in check([str(tmp_path)]).findings}
-
-
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04nothing", b"\x80\x04garbage", b"hello"])
-def test_a_bad_pickle_is_refused(data: bytes):
-    with pytest.raises(Unreadable):
-        read_pickle(data)
 
 
 def test_a_safetensors_header(tmp_path: Path):

@@ -89,20 +89,6 @@ def branch_else_fixed(x_ptr, out_ptr, causal, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def ternary(x_ptr, out_ptr, flag):
-    x = tl.load(x_ptr)
-    y = x if flag > 0 else x.to(tl.float32) * 2.0  # fault
-    tl.store(out_ptr, y)
-
-
-@triton.jit
-def ternary_fixed(x_ptr, out_ptr, flag):
-    x = tl.load(x_ptr).to(tl.float32)
-    y = x if flag > 0 else x * 2.0
-    tl.store(out_ptr, y)
-
-
-@triton.jit
 def _scaled(x, scale):
     if scale != 1.0:
         x = x.to(tl.float32) * scale  # fault
@@ -129,32 +115,6 @@ def branch_in_helper_fixed(x_ptr, out_ptr, scale, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = _scaled_fixed(tl.load(x_ptr + cols), scale)
     tl.store(out_ptr + cols, x)
-
-
-@triton.jit
-def _two_returns(x, flag):
-    if flag > 0:
-        return x.to(tl.float32)  # fault
-    return x
-
-
-@triton.jit
-def helper_returns(x_ptr, out_ptr, flag, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    tl.store(out_ptr + cols, _two_returns(tl.load(x_ptr + cols), flag))
-
-
-@triton.jit
-def _two_returns_fixed(x, flag):
-    if flag > 0:
-        return x.to(tl.float32)
-    return x.to(tl.float32) * 2
-
-
-@triton.jit
-def helper_returns_fixed(x_ptr, out_ptr, flag, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    tl.store(out_ptr + cols, _two_returns_fixed(tl.load(x_ptr + cols), flag))
 
 
 @triton.jit
@@ -242,74 +202,6 @@ def tanh_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def block_lost_constexpr(x_ptr, out_ptr, n, BLOCK):
-    cols = tl.arange(0, BLOCK)  # fault
-    tl.store(out_ptr + cols, tl.load(x_ptr + cols, mask=cols < n), mask=cols < n)
-
-
-@triton.jit
-def block_lost_constexpr_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    tl.store(out_ptr + cols, tl.load(x_ptr + cols, mask=cols < n), mask=cols < n)
-
-
-@triton.jit
-def zeros_lost_constexpr(x_ptr, out_ptr, D):
-    size = D * 2
-    acc = tl.zeros((size,), tl.float32)  # fault
-    tl.store(out_ptr + tl.arange(0, 64), acc + tl.load(x_ptr))
-
-
-@triton.jit
-def zeros_lost_constexpr_fixed(x_ptr, out_ptr, D: tl.constexpr):
-    size: tl.constexpr = D * 2
-    acc = tl.zeros((size,), tl.float32)
-    tl.store(out_ptr + tl.arange(0, 64), acc + tl.load(x_ptr))
-
-
-@triton.jit
-def atomic_max_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    tl.atomic_max(out_ptr, tl.max(tl.load(x_ptr + cols), 0))  # fault
-
-
-@triton.jit
-def atomic_max_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    tl.atomic_max(out_ptr, tl.max(tl.load(x_ptr + cols).to(tl.float32), 0))
-
-
-@triton.jit
-def float_index(x_ptr, out_ptr, offset, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols + offset)  # fault
-    tl.store(out_ptr + cols, x)
-
-
-@triton.jit
-def float_index_fixed(x_ptr, out_ptr, offset, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols + offset.to(tl.int32))
-    tl.store(out_ptr + cols, x)
-
-
-@triton.jit
-def float_mask(x_ptr, mask_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    keep = tl.load(mask_ptr + cols)
-    x = tl.load(x_ptr + cols) & keep  # fault
-    tl.store(out_ptr + cols, x)
-
-
-@triton.jit
-def float_mask_fixed(x_ptr, mask_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    keep = tl.load(mask_ptr + cols)
-    x = tl.load(x_ptr + cols) * keep
-    tl.store(out_ptr + cols, x)
-
-
-@triton.jit
 def descriptor_store(x_ptr, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
@@ -347,38 +239,6 @@ def low_block_sum_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
     tl.store(out_ptr, tl.sum(x.to(tl.float32), 0))
-
-
-@triton.jit
-def low_dot(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    c = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at), out_dtype=tl.float16)  # fault
-    tl.store(out_ptr + at, c)
-
-
-@triton.jit
-def low_dot_fixed(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    c = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
-    tl.store(out_ptr + at, c)
-
-
-@triton.jit
-def loop_bound_float(x_ptr, out_ptr, steps):
-    total = tl.zeros((), tl.float32)
-    for i in range(steps):  # fault
-        total += tl.load(x_ptr + i).to(tl.float32)
-    tl.store(out_ptr, total)
-
-
-@triton.jit
-def loop_bound_float_fixed(x_ptr, out_ptr, steps):
-    total = tl.zeros((), tl.float32)
-    for i in range(steps.to(tl.int32)):
-        total += tl.load(x_ptr + i).to(tl.float32)
-    tl.store(out_ptr, total)
 
 
 @triton.jit
@@ -422,22 +282,6 @@ def block_through_one_pointer(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fp64_limit(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i).to(tl.float32)
-    limit = tl.full([BLOCK], 3.4e38, tl.float64)
-    tl.store(out_ptr + i, tl.where(x < 0, limit, x) + limit)  # fault
-
-
-@triton.jit
-def fp64_limit_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i).to(tl.float32)
-    limit = tl.full([BLOCK], 3.4e38, tl.float32)
-    tl.store(out_ptr + i, tl.where(x < 0, limit, x) + limit)
-
-
-@triton.jit
 def tanh_by_ptx(x_ptr, out_ptr, BLOCK: tl.constexpr):
     """An instruction that sm_80 does not have and sm_90 has."""
     i = tl.arange(0, BLOCK)
@@ -467,32 +311,3 @@ def three_rows_in_one_warp(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     s = tl.sum(x * y * z, 0)
     tl.store(out_ptr + i, x * s + y, mask=i < n)
     tl.store(out_ptr + n + i, z * s, mask=i < n)
-
-
-@triton.jit
-def _add_two(a, b):
-    return a + b
-
-
-@triton.jit
-def own_reduction(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, BLOCK))
-    tl.store(out_ptr, tl.reduce(x, 0, _add_two))  # fault
-
-
-@triton.jit
-def own_reduction_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, BLOCK)).to(tl.float32)
-    tl.store(out_ptr, tl.reduce(x, 0, _add_two))
-
-
-@triton.jit
-def atomic_sum(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i))  # fault
-
-
-@triton.jit
-def atomic_sum_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i).to(tl.float32))

@@ -41,33 +41,21 @@ CASES = [
     Case("loop_fp64_scalar", "KN002", "m", {"eager": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32", "n": "i32"}, "inductor": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp64", "n": "i32"}}, {"BLOCK": 64}, ("fp64", "Inductor", "scale.to(tl.float32)")),
     Case("while_sum", "KN002", "total", low(**XO, n="i32"), {}, ("loop", "tl.float32")),
     Case("branch_else", "KN001", "y", low(**XO, causal="i32", n="i32"), {"BLOCK": 64}, ("branch", "causal: tl.constexpr", "float32")),
-    Case("ternary", "KN001", "x", low(**XO, flag="i32"), {}, ("flag", "float32")),
     Case("branch_in_helper", "KN001", "x", low(**XO, scale="fp32"), {"BLOCK": 64}, ("branch", "fp32")),
-    Case("helper_returns", "KN001", "", low(**XO, flag="i32"), {"BLOCK": 64}, ("return", "fp32")),
     Case("dot_probabilities", "KN003", "p", low(q_ptr="*F", k_ptr="*F", v_ptr="*F", out_ptr="*F"), {"N": 32}, ("tl.dot", "p.to(v.dtype)")),
     Case("dot_into_low_accumulator", "KN002", "acc", low(**DOT, n="i32"), {"N": 32}, ("fp32",)),
     Case("log_of_mean", "KN004", "square", low(**XO, n="i32"), {"BLOCK": 64}, ("sqrt", ".to(tl.float32)")),
     Case("sigmoid_low", "KN004", "x", low(**XO), {"BLOCK": 64}, ("sigmoid", ".to(tl.float32)")),
     Case("tanh_low", "KN004", "x", low(**XO), {"BLOCK": 64}, ("tanh", "libdevice", ".to(tl.float32)")),
-    Case("block_lost_constexpr", "KN005", "BLOCK", low(**XO, n="i32", BLOCK="i32"), {}, ("BLOCK: tl.constexpr",), fixed_signatures=low(**XO, n="i32", BLOCK="constexpr")),
-    Case("zeros_lost_constexpr", "KN005", "D", low(**XO, D="i32"), {}, ("D: tl.constexpr",), fixed_signatures=low(**XO, D="constexpr")),
-    Case("atomic_max_low", "KN006", "out_ptr", low(**XO), {"BLOCK": 64}, ("fp32 buffer",), fixed_signatures=low(x_ptr="*F", out_ptr="*fp32")),
-    Case("float_index", "KN008", "offset", low(**XO, offset="fp32"), {"BLOCK": 64}, ("cast offset",)),
-    Case("float_mask", "KN008", "x_ptr", low(**XO, mask_ptr="*F"), {"BLOCK": 64}, ("cast", "keep")),
     Case("low_sum_loop", "KN020", "acc", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", "tl.float32"), Severity.WARNING),
     Case("low_block_sum", "KN020", "x", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", ".to(tl.float32)"), Severity.WARNING),
-    Case("low_dot", "KN020", "", {"fp16": {"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp16"}}, {"N": 32}, ("fp16", "out_dtype"), Severity.WARNING),
-    Case("own_reduction", "KN020", "x", low(**XO), {"BLOCK": 64}, ("_add_two", ".to(tl.float32)"), Severity.WARNING),
-    Case("atomic_sum", "KN020", "out_ptr", low(**XO), {"BLOCK": 64}, ("atomic_add", "fp32 buffer"), Severity.WARNING, fixed_signatures=low(x_ptr="*F", out_ptr="*fp32")),
-    Case("fp64_limit", "KN021", "tl.where(x < 0, limit, x)", low(**XO), {"BLOCK": 64}, ("fp64", "tl.float32"), Severity.WARNING),
-    Case("loop_bound_float", "KN008", "steps", low(**XO, steps="fp32"), {}, ("steps",)),
 ]  # fmt: skip
 
 
 def fault_lines(case: Case) -> list[int]:
     """The lines marked `# fault` in the kernel and in the functions of its file that it calls."""
     found = []
-    for function in (getattr(kernels, case.name), kernels._scaled, kernels._two_returns):
+    for function in (getattr(kernels, case.name), kernels._scaled):
         source, first = inspect.getsourcelines(function.fn)
         found += [first + i for i, text in enumerate(source) if "# fault" in text]
     return found

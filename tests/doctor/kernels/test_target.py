@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.doctor.kernels import check, signature
-from isotype.doctor.kernels.infer import parameter_use
 from isotype.doctor.kernels.target import check_target
 from isotype.errors import UsageError
 from isotype.finding import Severity
@@ -42,6 +41,9 @@ def lse(logits, labels):
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     row_lse[(logits.shape[0],)](logits, logits.stride(0), out, labels, logits.shape[1], 2.0, True, BLOCK=64)
     return out
+
+def with_inputs():
+    return lse, (torch.randn(4, 64), torch.zeros(4, dtype=torch.int64))
 """
 BROKEN, RIGHT = KERNEL.format(flag=""), KERNEL.format(flag=": tl.constexpr")
 
@@ -70,19 +72,6 @@ def test_the_same_file_with_its_constexpr_is_quiet(tmp_path: Path) -> None:
     assert loud(check_target(written(tmp_path, RIGHT)).findings) == []
 
 
-def test_a_wrapper_by_name_gives_errors_since_its_launches_are_real(tmp_path: Path) -> None:
-    assert loud(check_target(written(tmp_path, BROKEN) + ":lse").findings) == ["error KN001"]
-    assert loud(check_target(written(tmp_path, RIGHT, "right.py") + ":lse").findings) == []
-
-
-def test_uses_of_parameters_are_read_from_the_source() -> None:
-    use = parameter_use(fault_kernels.branch_in_helper)
-    assert use.pointers == {"x_ptr", "out_ptr"}
-    use = parameter_use(fault_kernels.branch_else)
-    assert use.integers == {"n", "BLOCK"}
-    assert "causal" in use.tests
-
-
 def test_a_build_with_its_matrix(tmp_path: Path) -> None:
     text = (
         RIGHT
@@ -109,6 +98,7 @@ def build():
         ("empty.py:nothing", "has no 'nothing'"),
         ("empty.py:number", "is a int"),
         ("empty.py:idle", "launched no Triton kernel"),
+        ("empty.py:wants", "wants needs inputs"),
         ("raising.py", "RuntimeError: at import"),
     ],
 )
@@ -116,7 +106,7 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "def f(:\n", "syntax.py")
     Path("syntax.py").write_text("x = 1\ndef f(:\n")
-    written(tmp_path, "number = 1\ndef idle():\n    return 1\n", "empty.py")
+    written(tmp_path, "number = 1\ndef idle():\n    return 1\ndef wants(x):\n    return x\n", "empty.py")
     written(tmp_path, "raise RuntimeError('at import')\n", "raising.py")
     with pytest.raises(UsageError, match=message) as caught:
         check_target(target)
@@ -134,20 +124,20 @@ def test_architectures(tmp_path: Path) -> None:
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signature, "version", lambda name: "3.2.0")
     with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype doctor kernels reads Triton 3\.4 to 3\.9"):
-        check(fault_kernels.ternary)
+        check(fault_kernels.branch_else)
 
 
 def test_signatures_that_do_not_fit_the_kernel() -> None:
     with pytest.raises(UsageError, match="names y_ptr"):
-        check(fault_kernels.ternary, {"a": {"y_ptr": "*fp32"}})
-    with pytest.raises(UsageError, match="says nothing of flag"):
-        check(fault_kernels.ternary, {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32"}})
+        check(fault_kernels.branch_else, {"a": {"y_ptr": "*fp32"}})
+    with pytest.raises(UsageError, match="says nothing of causal"):
+        check(fault_kernels.branch_else, {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}}, {"BLOCK": 64})
     with pytest.raises(UsageError, match=r"no @triton.jit kernel"):
         check(print)
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
+    run = CliRunner().invoke(build_app(), ["doctor", "kernels", written(tmp_path, BROKEN) + ":with_inputs", "--json"])
     assert run.exit_code == 1
     answer = json.loads(run.stdout)
     assert answer["findings"][0]["code"] == "KN001"
@@ -163,19 +153,5 @@ def test_every_code_has_a_page() -> None:
 
     folder = Path(signature.__file__).parent
     codes = {c for f in folder.glob("*.py") for c in re.findall(r'"(KN\d{3})"', f.read_text())}
-    assert len(codes) > 10
+    assert codes
     assert [c for c in sorted(codes) if page(c) is None] == []
-
-
-@pytest.mark.slow
-def test_recorded_tests_and_machine_code(tmp_path: Path) -> None:
-    from isotype.doctor.kernels.target import check_pytest
-
-    file = written(tmp_path, RIGHT + "def test_lse():\n    lse(torch.randn(4, 64, device='cuda'), torch.zeros(4, dtype=torch.int64, device='cuda'))\n", "test_rows.py")  # fmt: skip  # noqa: E501
-    report = check_pytest([file], ["sm_90", "gfx942"], binary=True)
-    assert report.kernels == ["row_lse"]
-    assert loud(report.findings) == []
-    assert any("sm_90" in line and "registers" in line for line in report.usages)
-    assert any("gfx942" in line and "registers" in line for line in report.usages)
-    with pytest.raises(UsageError, match="launched no Triton kernel"):
-        check_pytest([written(tmp_path, "def test_nothing():\n    pass\n", "test_other.py")])

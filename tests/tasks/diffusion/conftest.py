@@ -18,10 +18,12 @@ class Studio:
         self._folder = folder
 
     def __getattr__(self, name: str) -> Path:
-        from tests.tasks.diffusion import models
+        from tests.tasks.diffusion import models, tiny
 
         made = self._folder / name
-        if not made.exists():
+        if not made.exists() and name in tiny.MAKES:
+            tiny.make(name, made)
+        elif not made.exists():
             getattr(models, name)(made)
         return made
 

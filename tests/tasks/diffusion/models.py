@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from benchmarks.diffusion_matrix import qwen_image as qwen_transformer
 from benchmarks.diffusion_matrix import sd3 as sd3_transformer
 from benchmarks.diffusion_matrix import sdxl as sdxl_unet
 from diffusers import (
     AutoencoderKL,
-    AutoencoderKLQwenImage,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -18,7 +16,6 @@ from diffusers import (
     FluxTransformer2DModel,
     PixArtAlphaPipeline,
     PixArtTransformer2DModel,
-    QwenImagePipeline,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
 )
@@ -32,8 +29,6 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
@@ -128,31 +123,6 @@ def sdxl(folder: Path, *, prediction: str = "epsilon") -> Path:
 
 def sdxl_v(folder: Path) -> Path:
     return sdxl(folder, prediction="v_prediction")
-
-
-def vision_language_model() -> Qwen2_5_VLForConditionalGeneration:
-    text = {
-        "vocab_size": len(WORDS), "hidden_size": 2 * WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 256, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
-
-
-def video_vae() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.5, 2.0, 1.0],
-    )  # fmt: skip
-
-
-def qwen(folder: Path) -> Path:
-    torch.manual_seed(0)
-    QwenImagePipeline(
-        transformer=qwen_transformer(), vae=video_vae(), text_encoder=vision_language_model(), tokenizer=tokenizer(256),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, shift_terminal=0.02),
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
 
 
 def draw(shape: str, colour: str, shift: int = 0) -> Image.Image:

@@ -75,20 +75,20 @@ def test_a_weighted_stream_resumes_at_its_position(start):
 
 
 def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:
-    from isotype.tasks.language import loss
+    from isotype.tasks.language import objective
     from tests.models import tiny
 
     model = tiny("llama")
     batch = collate([Row((4, 5, 6, 7, 8), (IGNORED, IGNORED, 6, 7, 8), 0), Row((9, 10, 11), (9, IGNORED, 11), 1)], pad_id=0)
-    wanted = loss.batch_loss_sum(model, batch)
+    wanted = objective.batch_loss_sum(model, batch)
     wanted.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     rows = []
     original = torch.nn.functional.cross_entropy
-    monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
-    monkeypatch.setattr(loss.F, "cross_entropy", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
-    found = loss.batch_loss_sum(model, batch)
+    monkeypatch.setattr(objective, "stands_for", lambda device: "cuda")
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
+    found = objective.batch_loss_sum(model, batch)
     found.backward()
     assert rows == [batch.supervised]
     torch.testing.assert_close(found, wanted)

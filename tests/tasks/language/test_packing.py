@@ -16,9 +16,9 @@ from isotype.optimize import optimize
 from isotype.optimize.attention import FEW
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.tasks.language.batches import Batch, collate
+from isotype.tasks.language.batches import Batch, collate, takes_one_row
 from isotype.tasks.language.checks import leakage
-from isotype.tasks.language.loss import batch_loss_sum, takes_one_row
+from isotype.tasks.language.objective import batch_loss_sum
 from tests.models import FAMILIES, lora, rows, tiny
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from isotype.optimize import optimize
 from isotype.optimize.attention import DocumentMask, why_mask_is_read, why_no_document_mask
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.tasks.language import loss
-from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, padded_length
-from isotype.tasks.language.loss import batch_loss_sum, model_inputs
+from isotype.tasks.language import batches
+from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, model_inputs, next_tokens, padded_length
+from isotype.tasks.language.objective import batch_loss_sum
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, tiny
@@ -46,7 +46,7 @@ def unpacked():
 def result(model, batch, **inputs):
     model.zero_grad()
     if inputs:
-        found = loss.token_loss_sum(model(**inputs).logits, batch.labels)
+        found = next_tokens(batch, every_row=True).of_logits(model(**inputs).logits)
     else:
         found = batch_loss_sum(model, batch)
     found.backward()
@@ -97,7 +97,7 @@ def test_bounds_alone_keep_documents_apart_with_windows_and_softcaps(family, kin
     mine = copy.deepcopy(model)
     optimize(mine, device_type="cuda")
     assert why_no_document_mask(mine) is None
-    monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
+    monkeypatch.setattr(batches, "stands_for", lambda device: "cuda")
     given = model_inputs(mine, batch)["attention_mask"]
     assert isinstance(given, DocumentMask)
     assert given.documents.whole_rows == (kind == "padded")

@@ -12,7 +12,7 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import evaluate
 from isotype.tasks.language.sample import sample
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing

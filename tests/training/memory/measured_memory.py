@@ -57,7 +57,7 @@ def built(architecture: dict, settings: list[str], length: int) -> tuple:
     from isotype.precision.apply import apply_precision
     from isotype.precision.precision import Precision
     from isotype.tasks.language.batches import Batch
-    from isotype.tasks.language.loss import batch_loss_sum
+    from isotype.tasks.language.objective import batch_loss_sum
     from isotype.training.memory.recomputation import apply_checkpointing, as_configured
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper

@@ -55,7 +55,7 @@ def little_memory(monkeypatch):
     """A machine on which this process's own memory and half of the tiny model's step just fit."""
     from isotype.environment.hardware import detect
     from isotype.training import plan, setup
-    from isotype.training.memory.device import peak_memory
+    from isotype.training.step import peak_memory
 
     def some(device):
         import torch

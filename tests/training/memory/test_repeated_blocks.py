@@ -42,8 +42,8 @@ def made(**blocks):
         parts = {name: torch.empty_like(getattr(batch, name), device=device) for name in ("latents", "noise", "sigma")}
         return replace(batch, text=words, **parts)
 
-    def loss_sum(model, given):
-        return picture_losses(model, family, plain_objective(family), given, Asked(), dtype="fp32").sum()
+    def loss_sum(model, given, divisor=1):
+        return picture_losses(model, family, plain_objective(family), given, Asked(), dtype="fp32").sum() / divisor
 
     def evaluation(model, device):
         with torch.no_grad():

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from ...finding import Finding, Place, Severity
 from .collect import Collection, collect
-from .programs import process_environment
 from .rules import RULES
 from .settings import ROLES, Document, Facts, Record, parse_device
 from .tools import effective_precision
-from .versions import installed as installed_versions
 
 
 @dataclass
@@ -27,26 +25,18 @@ class Checked:
     own: int = 0
 
 
-def check(paths: Iterable[str], *, device: str | None = None, environment: bool = False, installed: bool = False) -> Checked:
+def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     """Everything wrong with the configurations under `paths`.
 
     device       what it will run on, as `h100`; None leaves rules about hardware to what the files say
-    environment  include this shell's ACCELERATE_*, FSDP_* and DEEPSPEED_* variables
-    installed    include the versions installed beside this Python, and pairs of them that do not fit
     Raises       UsageError
     """
     if device is not None:
         parse_device(device)
     found = collect(paths)
-    extra = []
-    if environment:
-        extra.append(process_environment(os.environ))
-    if installed:
-        extra.append(installed_versions())
     own = 0
-    records, findings = [], [*found.trouble, *(_pairs() if installed else [])]
+    records, findings = [], [*found.trouble]
     for facts in runs(found, device):
-        facts.documents += [d for d in extra if d.settings]
         if any(d.tool == "isotype" for d in facts.documents):
             own += 1
             findings += _isotype(facts, found)
@@ -63,14 +53,6 @@ def _isotype(facts: Facts, found: Collection) -> list[Finding]:
     from .isotype_run import check_run
 
     return [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
-
-
-def _pairs() -> list[Finding]:
-    """Installed packages whose own requirements are not met by what is installed beside them."""
-    from ...environment.versions import installed as distributions
-    from ...environment.versions import mismatched_pairs
-
-    return list(mismatched_pairs(distributions()))
 
 
 def _distinct(findings: list[Finding]) -> list[Finding]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .binary_files import read_pickle, read_safetensors_header
-from .identify import identify, unknown_tool
-from .programs import from_environment, from_python, from_recipe, from_script
+from .identify import identify
+from .programs import from_environment, from_python, from_script
 from .python_calls import read_notebook
 from .rules.autocast_regions import autocast_around_backward
 from .settings import Document, truth
@@ -30,9 +32,8 @@ _RUN, _ITS_CONFIGURATION = {"resolved.yaml", "plan.json", "manifest.json", "env.
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
 MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
-_RECIPE = re.compile(r"^(?:Dockerfile|Containerfile)(?:\.\w+)?$|^\w+\.(?:D|d)ockerfile$|^(?:GNU)?[Mm]akefile$|^[Jj]ustfile$")
 _SUFFIXES = {
-    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors",
+    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".safetensors",
     ".lock", ".cfg", ".jsonc",
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def may_be_configuration(name: str) -> bool:
     """By the name of the file alone."""
-    return Path(name).suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or bool(_RECIPE.match(name))
+    return Path(name).suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name)
 
 
 def _shown(path: Path) -> str:
@@ -99,13 +100,6 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         if suffix == ".safetensors":
             keep(_safetensors(path, shown))
             return
-        if suffix == ".bin":
-            if name == "training_args.bin" or (explicit and path.stat().st_size < LARGEST):
-                document = Document("hf", shown, attributes={"reader": "pickle"})
-                for key, value in read_pickle(path.read_bytes()).items():
-                    document.add(key, value, None)
-                keep(document)
-            return
         if path.stat().st_size > LARGEST:
             if explicit:
                 raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
@@ -122,9 +116,6 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             for made in from_python(code, shown):
                 made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
                 keep(made)
-        elif _RECIPE.match(name):
-            for made in from_recipe(text, shown):
-                keep(made)
         elif suffix in (".sh", ".bash", ".slurm", ".sbatch"):
             for made in from_script(text, shown):
                 keep(made)
@@ -133,11 +124,6 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 keep(made)
         elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
             tree = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml}.get(suffix, read_json)(text)
-            other = unknown_tool(tree.data)
-            if other is not None:
-                why = f"{other} is not known to isotype doctor check: nothing in this file was judged"
-                found.trouble.append(_trouble(shown, None, why, Severity.NOTE))
-                return
             read = _document(tree, name, shown)
             if read is None and explicit:
                 found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
@@ -145,9 +131,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 found.trees[shown] = tree
             keep(read)
         elif explicit:
-            raise UsageError(
-                f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
-            )
+            raise UsageError(f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python and safetensors")
     except Unreadable as error:
         # a text that says nothing of training (a template of something else) is nobody's fault
         if explicit or error.line is None or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):
@@ -184,7 +168,6 @@ def _document(tree: Tree, name: str, shown: str) -> Document | None:
     if tool is None:
         return None
     document = Document(tool, shown)
-    document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
     for key, value, line in tree.leaves():
         if not key.startswith(inside):
             continue
@@ -248,3 +231,30 @@ def _safetensors(path: Path, shown: str) -> Document | None:
     document = Document("checkpoint", shown, attributes={"dtypes": held, "reader": "safetensors"})
     document.add("stored_dtype", max(held, key=held.__getitem__), None, written="safetensors header")
     return document
+
+
+LARGEST_HEADER = 100 << 20
+
+
+def read_safetensors_header(path: Path) -> Counter[str]:
+    """dtype word of the file (`BF16`, `F32`, `U8`) -> number of elements. Raises Unreadable."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= LARGEST_HEADER:
+            raise Unreadable("no safetensors header")
+        text = file.read(size)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("the safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise Unreadable("the safetensors header is not an object")
+    count: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = (tensor.get("dtype"), tensor.get("shape")) if isinstance(tensor, dict) else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
+            raise Unreadable(f"the safetensors header has no dtype and shape for {name[:80]!r}")
+        count[dtype] += prod(shape)
+    return count

@@ -6,7 +6,7 @@ SimpleTuner's config.env is read as a shell reads it and as SimpleTuner's own li
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from . import python_calls, shell
@@ -237,32 +237,6 @@ _KOHYA_SCRIPT = re.compile(
 _SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTuner")
 
 
-def from_recipe(text: str, shown: str) -> list[Document]:
-    """A Dockerfile or a Makefile: its commands and the environment it sets, read as a script's, line for line."""
-    lines = [re.sub(r"^\t[@-]*", "", line) for line in text.splitlines()]
-    if not any(line.startswith("\t") for line in text.splitlines()):
-        lines = [_instruction(line) for line in lines]
-    return from_script("\n".join(lines), shown)
-
-
-def _instruction(line: str) -> str:
-    match = re.match(r"^(ENV|RUN|CMD|ENTRYPOINT)\s+(.*)$", line, re.IGNORECASE)
-    if match is None:
-        return line if line[:1].isspace() else "" if re.match(r"^[A-Z]+\s", line) else line
-    word, rest = match[1].upper(), match[2]
-    if word == "ENV":
-        name, _, value = rest.partition(" ")
-        return f"export {rest}" if "=" in name else f"export {name}={value}"
-    return " ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rest)) if rest.startswith("[") else rest
-
-
-_ASKED_GPU = re.compile(  # what a Slurm script requests; names of unknown GPUs are ignored
-    r"^#SBATCH\s+(?:--gres=gpu:([A-Za-z]\w*)|--gpus(?:-per-node|-per-task)?[= ]([A-Za-z]\w*):?|"
-    r"(?:-C|--constraint)[= ]\"?([A-Za-z]\w*)\"?\s*$)",
-    re.MULTILINE,
-)
-
-
 def from_script(text: str, shown: str) -> list[Document]:
     """The environment a script exports, the launcher's own arguments, and those of the program."""
     script = shell.read(text)
@@ -274,10 +248,6 @@ def from_script(text: str, shown: str) -> list[Document]:
         documents += _command(words, line, shown)
     if environment.settings:
         documents.append(environment)
-    if (asked := _ASKED_GPU.search(text)) and (gpu := next(word for word in asked.groups() if word)):
-        hardware = Document("hardware", shown)
-        hardware.add("gpu", gpu, text.count("\n", 0, asked.start()) + 1, written="#SBATCH")
-        documents.append(hardware)
     return documents
 
 
@@ -349,12 +319,3 @@ def from_environment(text: str, shown: str) -> list[Document]:
     for assignment in shell.read(text).variables.values():
         environment.add(assignment.name, assignment.value, assignment.line)
     return [environment]
-
-
-def process_environment(variables: Mapping[str, str]) -> Document:
-    """What of this shell's environment a launcher would pass on."""
-    document = Document("env", "environment")
-    for name, value in variables.items():
-        if name.startswith(("ACCELERATE_", "FSDP_", "DEEPSPEED_")):
-            document.add(name, value, None)
-    return document

@@ -1,7 +1,7 @@
 """A setting with the line that made it, a document of settings, everything known about one run, and its effective precision record.
 
 The record says what each role of a run will really be, with the setting that decided it. Each tool's settings are compiled into the same
-record (`effective.py`), so that a rule about precision is written once.
+record (`tools.py`), so that a rule about precision is written once.
 """
 
 from __future__ import annotations

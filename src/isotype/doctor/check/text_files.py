@@ -28,7 +28,6 @@ class Unreadable(ValueError):
 class Tree:
     data: Any
     lines: dict[Path, int] = field(default_factory=dict)
-    repeated: list[tuple[Path, int]] = field(default_factory=list)  # keys given twice, with the later line
 
     def leaves(self) -> Iterator[tuple[str, Any, int | None]]:
         """(dotted key, value, line); empty containers and lists of plain values count as leaves."""
@@ -115,8 +114,6 @@ class _Json:
             if first != '"':
                 raise self.fail("expected a key in double quotes" if first else "unexpected end of file")
             line, key = self.line(), self.string()
-            if key in result:
-                self.tree.repeated.append(((*path, key), line))
             self.tree.lines[(*path, key)] = line
             if self.skip() != ":":
                 raise self.fail(f"expected ':' after {key!r}")
@@ -200,8 +197,6 @@ def _value(node: Any, path: Path, tree: Tree, depth: int) -> Any:
                 for source in value_node.value if value_node.id == "sequence" else [value_node]:
                     merged.update(_value(source, path, tree, depth + 1))
                 continue
-            if key in result:
-                tree.repeated.append(((*path, key), key_node.start_mark.line + 1))
             result[key] = _value(value_node, (*path, key), tree, depth + 1)
         return {**merged, **result}
     if node.id == "sequence":

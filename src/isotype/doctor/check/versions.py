@@ -52,19 +52,6 @@ def read_versions(text: str, name: str, file: str) -> Document | None:
     return document
 
 
-def installed() -> Document:
-    """What importlib finds beside this Python."""
-    from importlib import metadata
-
-    document = Document("versions", "this Python")
-    for name in WATCHED:
-        try:
-            document.add(name, metadata.version(name), None, written=f"{name} (installed)")
-        except metadata.PackageNotFoundError:
-            continue
-    return document
-
-
 def release(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` -> (2, 13, 0): enough to compare releases."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
@@ -136,11 +123,10 @@ class Given:
 
 
 def given(facts: Facts) -> Iterator[Given]:
-    """Each setting of the table that a run gives. Pickled arguments are left out: they hold every field of the version that wrote them."""
-    pickled = {d.file for d in facts.documents if d.attributes.get("reader") == "pickle"}
+    """Each setting of the table that a run gives."""
     for name, lives in spans().items():
         setting = facts.get(name) or next((s for s in facts.under(name) if s.value is not None), None)
-        if setting is None or setting.file in pickled:
+        if setting is None:
             continue
         pinned = facts.get(f"versions.{lives[0].package}")
         if pinned is not None:

@@ -191,17 +191,15 @@ def _some_compile(observations: Sequence[Observation]) -> bool:
 
 def _severity(one: Seen, observations: Sequence[Observation]) -> Severity:
     if one.fault.severity is not None:
-        # the buffer of an atomic sum is its launcher's choice: fp32 in cut-cross-entropy, whatever the other pointers are
-        guessed = one.reach == Reach.INFERRED and one.fault.statistic
-        return one.fault.severity if one.reach > Reach.LATENT and not guessed else Severity.NOTE
-    if one.reach == Reach.INFERRED and one.fault.code != "KN005":
+        return one.fault.severity if one.reach > Reach.LATENT else Severity.NOTE
+    if one.reach == Reach.INFERRED:
         # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less likely
         inferred = [o for o in observations if o.combination.reach == Reach.INFERRED]
         if not one.fault.is_dtype or all(o.failed for o in inferred):
             return Severity.NOTE
         if one.fault.statistic:  # running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them across launches)
             return Severity.NOTE
-        if one.fault.code in ("KN003", "KN006", "KN008") and _one_pointer_in_fp32_compiles(observations):
+        if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(observations):
             return Severity.NOTE
     return _SEVERITY[one.reach]
 

@@ -1,7 +1,6 @@
-"""Faults of what compiles: sums in low precision, unintended fp64 arithmetic, offsets that overflow int32 (KN020 to KN022); with `binary`,
-what the machine code needs (registers, spills, shared memory).
+"""Faults of what compiles: sums in low precision (KN020); with `binary`, what the machine code needs (registers, spills, shared memory).
 
-The first read the typed syntax tree of a combination that compiled, so `acc` is known to be bf16 rather than guessed to be.
+The first reads the typed syntax tree of a combination that compiled, so `acc` is known to be bf16 rather than guessed to be.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...finding import Finding, Place, Severity
 from .observe import Frame, Observation
-from .provenance import LOW, Fault, assigns, call_name, names_in, origin, source_text, variable_of
+from .provenance import LOW, Fault, assigns, call_name, names_in, source_text, variable_of
 from .signature import limits, place_of, target_name
 
 _SUMS = ("sum", "cumsum")
@@ -31,11 +30,6 @@ def static_faults(kernel: str, observation: Observation) -> Iterator[Fault]:
         if frame.in_triton or frame.tree is None:
             continue
         yield from _low_precision_sums(kernel, frame)
-        yield from _own_reductions(kernel, frame, observation)
-        yield from _low_precision_atomics(kernel, frame)
-        yield from _low_precision_dots(kernel, frame)
-        yield from _fp64_arithmetic(kernel, frame)
-        yield from _int32_offsets(kernel, frame)
 
 
 def _sum_in(dtype: str, kernel: str, frame: Frame, node: ast.AST, variable: str, message: str, *, cause: str, fix: str) -> Fault:
@@ -66,38 +60,6 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
         yield _sum_in(dtype, kernel, frame, call, name, f"{call_name(call)} of {name} is computed in {dtype}", cause=cause, fix=fix)
 
 
-def _own_reductions(kernel: str, frame: Frame, observation: Observation) -> Iterator[Fault]:
-    """`tl.reduce` and `tl.associative_scan` with a function of the program's own that adds its arguments."""
-    adding = {one.name.rpartition(".")[2] for one in observation.frames if one.tree is not None and _returns_a_sum(one.tree)}
-    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("reduce", "associative_scan")]:
-        dtype = frame.dtypes.get(call)
-        combine = next((a.id for a in [*call.args, *(k.value for k in call.keywords)] if isinstance(a, ast.Name) and a.id in adding), None)
-        if dtype not in LOW or combine is None or not call.args:
-            continue
-        name = variable_of(call.args[0])
-        cause = f"`{source_text(call)}` adds in {dtype}: {combine} gets its arguments in their own dtype and every addition rounds"
-        fix = f"widen first: {name}.to(tl.float32), and cast the result"
-        yield _sum_in(dtype, kernel, frame, call, name, f"{combine} over {name} is computed in {dtype}", cause=cause, fix=fix)
-
-
-def _returns_a_sum(tree: ast.AST) -> bool:
-    returns = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
-    return len(returns) == 1 and isinstance(returns[0], ast.BinOp) and isinstance(returns[0].op, ast.Add)
-
-
-def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
-    """`tl.atomic_add` to a bf16 or fp16 buffer: the running sum is low precision, even if each addend was computed in fp32."""
-    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) == "atomic_add"]:
-        pointer = call.args[0] if call.args else None
-        held = frame.dtypes.get(pointer, "").lstrip("*") if pointer is not None else ""
-        if held not in LOW or pointer is None:
-            continue
-        name, message = variable_of(pointer), f"atomic_add sums in {held}, in the memory of {variable_of(pointer)}"
-        cause = f"`{source_text(call)}` adds to {held} memory: each addition rounds, and in an order that differs from run to run"
-        fix = "add into an fp32 buffer and cast it once afterwards"
-        yield replace(_sum_in(held, kernel, frame, call, name, message, cause=cause, fix=fix), statistic=True)
-
-
 def _accumulated(statement: ast.AST) -> str | None:
     """The name that a statement adds to: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name) and isinstance(statement.op, (ast.Add, ast.Sub)):
@@ -121,64 +83,6 @@ def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
     anew = any(isinstance(n, ast.Assign) and assigns(n, name) and name not in names_in(n.value) for n in inside)
     before = any(b.name == name and b.node not in inside and assigns(b.node, name) for b in frame.bindings)
     return before and not anew
-
-
-def _low_precision_dots(kernel: str, frame: Frame) -> Iterator[Fault]:
-    for call in [n for n in frame.nodes() if call_name(n) == "dot" and n in frame.dtypes]:
-        dtype = frame.dtypes[call]
-        if dtype in LOW:
-            cause = f"`{source_text(call)}` accumulates its products in {dtype}"
-            name, fix = variable_of(getattr(call, "args", [call])[0]), "leave out_dtype at fp32 (the default) and cast the result"
-            yield _sum_in(dtype, kernel, frame, call, name, f"tl.dot accumulates in {dtype}", cause=cause, fix=fix)
-
-
-def _fp64_arithmetic(kernel: str, frame: Frame) -> Iterator[Fault]:
-    if any("fp64" in word for word in frame.parameters.values()):
-        return  # fp64 came in through the signature: meant, or a variation of ours
-    for node, dtype in frame.dtypes.items():
-        if dtype == "fp64" and isinstance(node, ast.BinOp) and (where := origin(frame, node)) is not None:
-            cause = f"no parameter is fp64, and `{source_text(node)}` is: {where.text}"
-            name, fix = variable_of(node), "keep constants inside fp32's range and cast to tl.float32"
-            place, message = (frame.file, frame.line(node)), f"{name} is computed in fp64"
-            yield Fault("KN021", *place, kernel, name, message, cause, fix, dtypes=("fp64", "fp32"), severity=Severity.WARNING)
-            return
-
-
-def _int32_offsets(kernel: str, frame: Frame) -> Iterator[Fault]:
-    """`program_id * n_cols` in int32, added to a pointer: past 2**31 elements it wraps (131072 x 16384 is enough)."""
-    for node in [n for n in frame.nodes() if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]:
-        if frame.dtypes.get(node) != "int32" or frame.shapes.get(node):
-            continue
-        left, right = names_in(node.left), names_in(node.right)
-        sizes = [n for n in left + right if frame.parameters.get(n) == "int32"]
-        programs = [n for n in left + right if _is_program_id(frame, n)] or ["tl.program_id"] * ("program_id" in source_text(node))
-        if sizes and programs and _meets_pointer(frame, node):
-            row = programs[0]
-            cause = f"`{source_text(node)}` is int32 and is added to a pointer: it wraps from 2**31 elements on (16,384 rows of 131,072)"
-            place, message = (frame.file, frame.line(node)), f"the offset `{source_text(node)}` is computed in int32"
-            fix = f"widen first: {row}.to(tl.int64) * ..."
-            yield Fault("KN022", *place, kernel, row, message, cause, fix, dtypes=("int32", "int64"), severity=Severity.NOTE)
-            return
-
-
-def _is_program_id(frame: Frame, name: str) -> bool:
-    return any(
-        b.name == name and assigns(b.node, name) and call_name(getattr(b.node, "value", None) or ast.Pass()) == "program_id"
-        for b in frame.bindings
-    )
-
-
-def _meets_pointer(frame: Frame, product: ast.AST) -> bool:
-    for outer in frame.nodes():
-        added = isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Add) and frame.dtypes.get(outer, "").startswith("*")
-        grown = (
-            isinstance(outer, ast.AugAssign)
-            and isinstance(outer.target, ast.Name)
-            and any(b.node is outer and b.dtype.startswith("*") for b in frame.bindings)
-        )
-        if (added or grown) and any(n is product for n in ast.walk(outer)):
-            return True
-    return False
 
 
 MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure

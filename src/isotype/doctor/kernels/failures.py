@@ -1,7 +1,7 @@
 """A failed compilation as a fault: which variable, which two dtypes, why, and what to change.
 
-Each function recognises one kind of refusal in Triton's message: a lost `tl.constexpr` (KN005), mathematics (KN004), `tl.dot` (KN003),
-atomics (KN006), stores (KN007), operands (KN008). One name with two dtypes (KN001, KN002) is in control_flow.py.
+Each function recognises one kind of refusal in Triton's message: mathematics (KN004), `tl.dot` (KN003), stores (KN007). One name with two
+dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression.
 """
 
 from __future__ import annotations
@@ -11,48 +11,21 @@ import re
 from collections.abc import Callable
 
 from ...dtypes import torch_word
-from .control_flow import inconsistent_returns, inconsistent_ternary, reassigned_in_loop, redefined_in_branch
 from .observe import Frame, Observation
-from .provenance import LOW, Fault, Scene, assigns, call_name, names_in, origin, origin_facts, source_text, variable_of
-
-
-def lost_constexpr(scene: Scene) -> Fault | None:
-    if not re.search(
-        r"must be of type `?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|tl\.constexpr",
-        scene.message,
-    ):
-        return None
-    nodes = [*getattr(scene.node, "args", []), *(k.value for k in getattr(scene.node, "keywords", []))] or [scene.node]
-    suspects = [p for node in nodes for p in _runtime_parameters_behind(scene.frame, node)]
-    suspects = [p for p in dict.fromkeys(suspects) if not scene.frame.parameters[p].startswith("*")]
-    if not suspects:
-        return None
-    name = suspects[0]
-    got = scene.frame.parameters[name]
-    cause = (
-        f"`{source_text(scene.node)}` needs a value known when compiling, and {name} is a run-time {got}: its `: tl.constexpr` is missing"
-    )
-    return scene.fault(
-        "KN005",
-        name,
-        f"{name} must be a constexpr and is a run-time {got}",
-        cause=cause,
-        fix=f"declare it {name}: tl.constexpr in {scene.frame.name}",
-        dtypes=(got, "constexpr"),
-    )
-
-
-def _runtime_parameters_behind(frame: Frame, node: ast.AST, depth: int = 0) -> list[str]:
-    found = []
-    for name in names_in(node):
-        if name in frame.parameters:
-            if not frame.parameters[name].startswith("constexpr"):
-                found.append(name)
-        elif depth < 4:
-            for bound in frame.bindings:
-                if bound.name == name and assigns(bound.node, name):
-                    found += _runtime_parameters_behind(frame, getattr(bound.node, "value", ast.Pass()), depth + 1)
-    return found
+from .provenance import (
+    LOW,
+    Fault,
+    Origin,
+    Scene,
+    assigns,
+    call_name,
+    names_in,
+    origin,
+    origin_facts,
+    scalar_word,
+    source_text,
+    variable_of,
+)
 
 
 def math_on_low_precision(scene: Scene) -> Fault | None:
@@ -130,35 +103,6 @@ def dot_operands(scene: Scene) -> Fault | None:
     )
 
 
-def dot_accumulator(scene: Scene) -> Fault | None:
-    if call_name(scene.node) != "dot" or (
-        "acc" not in scene.message and "out_dtype" not in scene.message and "Unsupported" not in scene.message
-    ):
-        return None
-    call = scene.node
-    assert isinstance(call, ast.Call)
-    accumulator = next((k.value for k in call.keywords if k.arg == "acc"), call.args[2] if len(call.args) > 2 else None)
-    name = variable_of(accumulator) if accumulator is not None else variable_of(call.args[0]) if call.args else "tl.dot"
-    seen = [scene.frame.dtypes.get(n, "?") for n in (*call.args[:2], *([accumulator] if accumulator is not None else []))]
-    cause = f"tl.dot refuses these dtypes ({', '.join(seen)}): {scene.message}"
-    fix = "start the accumulator as tl.zeros(..., dtype=tl.float32) and cast operands to a dtype that tl.dot takes"
-    return scene.fault("KN003", name, f"tl.dot refuses the dtype of {name}", cause=cause, fix=fix, dtypes=tuple(seen[:2]))
-
-
-def refused_atomic(scene: Scene) -> Fault | None:
-    found = re.search(r"atomic_(\w+) (?:does not support|not supported for dtype|only supports) (.+)", scene.message)
-    if not found:
-        return None
-    call = scene.node
-    pointer = variable_of(call.args[0]) if isinstance(call, ast.Call) and call.args else "the pointer"
-    parameters = [n for n in names_in(call) if scene.frame.parameters.get(n, "").startswith("*")]
-    pointer = parameters[0] if parameters else pointer
-    got = scene.frame.parameters.get(pointer, "*?").removeprefix("*")
-    cause = f"tl.atomic_{found[1]} does not take {got}: the hardware or Triton has no such atomic, and {pointer} points to {got}"
-    fix = f"accumulate into an fp32 buffer ({pointer} as *fp32, atomics in fp32) and cast once after the kernel"
-    return scene.fault("KN006", pointer, f"atomic_{found[1]} on {pointer}, which holds {got}", cause=cause, fix=fix, dtypes=(got, "fp32"))
-
-
 def refused_store(scene: Scene) -> Fault | None:
     found = re.search(r"element type ?\((\w+)\) and value element type ?\((\w+)\) mismatch", scene.message)
     if not found and (call_name(scene.node) != "store" or not re.search(r"dtype|element type|cast|convert", scene.message)):
@@ -189,31 +133,6 @@ def refused_store(scene: Scene) -> Fault | None:
     )
 
 
-_REFUSED = re.compile(
-    r"invalid operands? of type|unexpected type|[Ii]ncompatible|Unexpected dtype|cannot (?:convert|cast|be)|wrong type argument|dtype|"
-    r"[Mm]ust be (?:an )?int|should be (?:an )?int|integer|element type|Unsupported (?:lhs|rhs)|not support|must all be ints|type mismatch|"
-    r"Invalid argument .*cast|bitcast|precision"
-)
-
-
-def refused_operands(scene: Scene) -> Fault | None:
-    """An operation that does not take these dtypes: `%` on floats, `&` on a float, a float index, pointer arithmetic with a float."""
-    if not _REFUSED.search(scene.message) or re.search(r"block type|shape", scene.message):
-        return None
-    parts = typed_operands(scene)
-    seen = [(variable_of(n), scene.frame.dtypes[n]) for n in parts if not scene.frame.dtypes[n].startswith("constexpr")]
-    if not seen:
-        return None
-    odd = next((pair for pair in seen if pair[1] in ("fp64", "fp32", "bf16", "fp16")), seen[0])
-    text = source_text(scene.node).splitlines()[0]
-    listed = ", ".join(f"{name} {word}" for name, word in seen)
-    where = next((origin(scene.frame, n) for n in parts if variable_of(n) == odd[0]), None)
-    cause = f"`{text}` does not take {listed}: {scene.message}"
-    cause += f"; {odd[0]}: {where.text}{scene.at(where)}" if where else ""
-    fix = f"cast {odd[0]} before it, or change the dtype that {where.name if where and where.name else odd[0]} is passed in"
-    return scene.fault("KN008", odd[0], f"`{text}` refuses {listed}", cause=cause, fix=fix, dtypes=tuple(w for _, w in seen[:2]))
-
-
 def typed_operands(scene: Scene) -> list[ast.AST]:
     """The typed operands of the expression or loop at which Triton stopped."""
     node = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
@@ -225,18 +144,153 @@ def _inside_other(part: ast.AST, whole: ast.AST, scene: Scene) -> bool:
     return any(part in ast.walk(other) for other in typed)
 
 
+def redefined_in_branch(scene: Scene) -> Fault | None:
+    first = re.search(r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as (.+)$", scene.message)
+    both = re.search(r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$", scene.message)
+    if not first and not both:
+        return None
+    if first:
+        name, before, block, after = first[1], scalar_word(first[2]), first[3], scalar_word(first[4])
+    else:
+        assert both is not None
+        name, before, block, after = both[1], scalar_word(both[2]), "else", scalar_word(both[3])
+    branch = scene.node if isinstance(scene.node, ast.If) else _enclosing(scene, ast.If)
+    inside = _bound_lines(scene.frame, name, after, branch)
+    line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
+    test = getattr(branch, "test", None)
+    condition = f"`if {source_text(test)}`" if test is not None else "the branch"
+    statement = f"`{source_text(inside[-1])}`" if inside else f"the {block} block"
+    entered = _binding_before(scene.frame, name, branch or scene.node, before) if first else None
+    cause = (
+        f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the branch; {statement} redefines it as {after}"
+    )
+    if entered:
+        cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
+    fix = _widening(name, before, after, entered, "before the branch")
+    flags = _flags(scene.frame, test) if test is not None else []
+    if flags:
+        fix += f"; or, where it is known at launch, declare {_as_constexprs(flags)}: a constexpr branch may change a dtype"
+    message = (
+        f"{name} is {before} and a run-time branch redefines it as {after}"
+        if first
+        else f"{name} is {before} in one branch and {after} in the other"
+    )
+    return scene.fault(
+        "KN001",
+        name,
+        message,
+        cause=cause,
+        fix=fix,
+        line=line,
+        dtypes=(before, after),
+        facts=origin_facts(scene, entered),
+        statistic=bool(entered and entered.statistic),
+    )
+
+
+def reassigned_in_loop(scene: Scene) -> Fault | None:
+    found = re.search(r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in loop", scene.message)
+    if not found:
+        return None
+    name, before, after = found[1], scalar_word(found[2]), scalar_word(found[3])
+    loop = scene.node if isinstance(scene.node, (ast.For, ast.While)) else None
+    inside = _bound_lines(scene.frame, name, after, loop)
+    statement = inside[-1] if inside else None
+    line = scene.frame.line(statement or scene.node)
+    entered = _binding_before(scene.frame, name, scene.node, before)
+    made = _statement_origin(scene.frame, statement)
+    cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
+    cause += f" ({entered.text})" if entered else ""
+    cause += f" and `{source_text(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
+    if made and made.kind in ("scalar", "promotion"):
+        cause += f"; {made.text}{scene.at(made)}"
+    if "fp64" in (before, after) and made and made.name in scene.frame.parameters:
+        cause += f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the kernel as fp64"
+        fix = f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate it fp32"
+    elif before == _wider(before, after):
+        fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{torch_word(before)})"
+    else:
+        fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
+    message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
+    return scene.fault(
+        "KN002",
+        name,
+        message,
+        cause=cause,
+        fix=fix,
+        line=line,
+        dtypes=(before, after),
+        facts=origin_facts(scene, made),
+        statistic=bool(entered and entered.statistic),
+    )
+
+
+def _bound_lines(frame: Frame, name: str, dtype: str | None, inside: ast.AST | None) -> list[ast.AST]:
+    """Statements that gave `name` this dtype, inside a block or before it."""
+    statements = []
+    for bound in frame.bindings:
+        if bound.name == name and assigns(bound.node, name) and (dtype is None or bound.dtype == dtype):
+            within = inside is None or any(node is bound.node for node in ast.walk(inside))
+            if within and bound.node is not None and bound.node not in statements:
+                statements.append(bound.node)
+    return statements
+
+
+def _binding_before(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
+    """Where the value that enters a branch or a loop was made."""
+    probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
+    frame.dtypes[probe] = dtype
+    return origin(frame, probe)
+
+
+def _statement_origin(frame: Frame, statement: ast.AST | None) -> Origin | None:
+    value = next((b.value for b in reversed(frame.bindings) if b.node is statement), None)
+    return origin(frame, value) if value is not None else None
+
+
+def _enclosing(scene: Scene, kind: type) -> ast.AST | None:
+    tree = scene.frame.tree
+    if tree is None:
+        return None
+    holding = [n for n in ast.walk(tree) if isinstance(n, kind) and any(c is scene.node for c in ast.walk(n))]
+    return holding[-1] if holding else None
+
+
+def _flags(frame: Frame, test: ast.AST) -> list[str]:
+    """Parameters in a branch's condition that reach the kernel at run time."""
+    return [n for n in names_in(test) if n in frame.parameters and not frame.parameters[n].startswith("constexpr")]
+
+
+def _as_constexprs(flags: list[str]) -> str:
+    return " and ".join(f"{flag}: tl.constexpr" for flag in flags)
+
+
+def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
+    wide = _wider(before, after)
+    if entered and entered.kind == "load":
+        return f"widen at load, {when}: {name} = {entered.source}.to(tl.{torch_word(wide)})"
+    if entered and entered.kind == "constant":
+        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{torch_word(wide)})"
+    if before == wide:
+        return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{torch_word(before)})"
+    return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{torch_word(wide)})"
+
+
+def _wider(left: str, right: str) -> str:
+    """The dtype that both should be cast to; fp64 is rarely intended, so fp32 takes its place."""
+    order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
+    known = [w for w in (left, right) if w in order]
+    if "fp64" in (left, right):
+        return "fp32"
+    return max(known, key=order.index) if known else right
+
+
 RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
     redefined_in_branch,
     reassigned_in_loop,
-    inconsistent_ternary,
-    inconsistent_returns,
     dot_operands,
-    dot_accumulator,
     math_on_low_precision,
-    lost_constexpr,
-    refused_atomic,
     refused_store,
-    refused_operands,
 )
 
 

@@ -1,16 +1,10 @@
-"""TARGET of the command line: a file, a module, a kernel, a wrapper, a `build()`, or a repository's own tests; loaded and checked.
-
-Tests run under pytest with launches trapped on a pretended GPU. The kernels do not run, so assertions about values fail; the tests' results
-are not reported and do not count.
-"""
+"""TARGET of the command line: a file, a module, a kernel, or a `build()`; loaded and checked."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
-import io
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +15,7 @@ from typing import Any
 
 from ...errors import IsotypeError, UsageError
 from ...finding import Finding
-from .calls import Calls, Recording, WrapperResult, check_reached, check_wrapper, guessed_inputs, several
+from .calls import Calls, Recording, WrapperResult, check_reached, check_wrapper, several, trap_launches
 from .check import Result, check_combinations, check_kernel, given
 from .infer import inferable
 from .pretend import pretend_gpu
@@ -92,9 +86,6 @@ def load(place: str) -> list[ModuleType]:
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
-    from .calls import trap_launches
-    from .pretend import pretend_gpu
-
     try:
         with trap_launches():
             try:
@@ -214,13 +205,8 @@ def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[s
 def _check_callable(
     module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], binary: bool, report: Report
 ) -> None:
-    parameters = _required(function)
-    if parameters:
-        inputs = guessed_inputs(function, parse_target(targets[0]))
-        if inputs is None:
-            raise UsageError(f"{name}: no inputs could be guessed that launch a kernel; name a function that returns ({name}, inputs)")
-        report.add_wrapper(check_wrapper(function, inputs, targets, binary=binary))
-        return
+    if _required(function):
+        raise UsageError(f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)")
     result, calls = _call_once(name, function, targets)
     if isinstance(result, tuple) and result and is_kernel(result[0]):
         _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, binary, report)
@@ -254,8 +240,6 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) -> tuple[Any, Any]:
     """Calls the function itself and records its launches."""
-    from .calls import Calls, Recording
-
     calls = Calls()
     target = parse_target(targets[0])
     result = None
@@ -265,59 +249,3 @@ def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) 
         except Exception as error:
             calls.refused["as called"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return result, calls
-
-
-class _Recorder:
-    """The pytest plugin: each test's call is recorded under the test's name."""
-
-    def __init__(self, target: Any) -> None:
-        self.target, self.calls, self.tests = target, Calls(), 0
-
-    def hooks(self) -> dict[str, Any]:
-        import pytest
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-            self.tests += 1
-            with Recording(self.calls, self.target, item.name):
-                return (yield)
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_collection(session: Any) -> Iterator[None]:
-            # `skipif(not torch.cuda.is_available())` is decided when a test file is imported
-            import torch._dynamo  # noqa: F401  its table of functions must hold the real ones
-
-            with pretend_gpu(self.target):
-                return (yield)
-
-        return {"pytest_runtest_protocol": staticmethod(pytest_runtest_protocol), "pytest_collection": staticmethod(pytest_collection)}
-
-
-def check_pytest(arguments: Sequence[str], targets: Sequence[str] | None = None, *, binary: bool = False) -> Report:
-    """Runs `pytest ARGUMENTS` in this process and checks every kernel that its tests launched.
-
-    Raises  UsageError when pytest finds no test, or none launched a kernel
-    """
-    import pytest
-
-    from .calls import trap_launches
-
-    require_triton()
-    chosen = list(targets or [DEFAULT])
-    recorder = _Recorder(parse_target(chosen[0]))
-    plugin = type("LaunchRecorder", (), recorder.hooks())()
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), trap_launches():
-        status = int(pytest.main([*arguments, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"], plugins=[plugin]))
-    last = next((line for line in reversed(said.getvalue().splitlines()) if line.strip()), "no output")
-    if status in (4, 3) or not recorder.tests:
-        raise UsageError(f"pytest {' '.join(arguments)}: {last}")
-    result = check_reached(recorder.calls, chosen, binary=binary)
-    if not result.kernels:
-        raise UsageError(f"pytest {' '.join(arguments)}: {recorder.tests} tests ran and launched no Triton kernel ({last})")
-    report = Report()
-    report.add_wrapper(result)
-    report.remarks.insert(
-        0, f"{recorder.tests} tests, {result.launches} launches recorded; the tests' own results do not count: no kernel ran"
-    )
-    return report

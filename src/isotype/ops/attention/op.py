@@ -13,8 +13,7 @@ from torch import Tensor
 from ...dtypes import name
 from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
-from ..autocast import autocast_dtype, autocast_off, wide
-from ..backend import Path, call_op, cpp_runs, differentiated_again, path_for, reference_gradients
+from ..backend import Path, autocast_dtype, autocast_off, call_op, cpp_runs, differentiated_again, path_for, reference_gradients, wide
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..recompute import attention_results, layers_running

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import wide
-from ..backend import rows_can_be_counted
+from ..backend import rows_can_be_counted, wide
 from .rule import LossRule
 
 # fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight
@@ -138,23 +137,6 @@ def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_
         out_TV[rows] = p
     zero_ignored_(out_TV, targets_T, rule)
     return loss_T, lse_T
-
-
-def token_statistics(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, entropy (nats), most likely class."""
-    work = work_buffer(logits_TV)
-    log_prob_T, entropy_T = torch.empty_like(lse_T), torch.empty_like(lse_T)
-    top1_T = torch.empty(lse_T.shape, dtype=torch.int64, device=lse_T.device)
-    safe_T = targets_T.masked_fill(targets_T == rule.ignore_index, 0).long()
-    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
-        z = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
-        lse = lse_T[rows].unsqueeze(-1)
-        log_prob_T[rows] = (z.gather(-1, safe_T[rows].unsqueeze(-1)) - lse).squeeze(-1)
-        top1_T[rows] = z.argmax(-1)
-        log_p = z.sub_(lse)
-        # p log p is 0 where p is, also for a class masked with -inf
-        entropy_T[rows] = -(log_p.exp() * log_p.clamp_(min=-1e30)).sum(-1)
-    return log_prob_T, entropy_T, top1_T
 
 
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ...environment.planned import is_planned, stands_for
-from ..autocast import autocast_off, wide
-from ..backend import applied, cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..backend import applied, autocast_off, differentiated_again, reference_gradients, reference_runs, wide
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..library import library_op
-from . import cpu, eager
-from .eager import RowValues, Upstream, Wanted, blocks
+from .eager import blocks
+from .rows import loss_paths
 from .rule import (
     RULE,
     LossRule,
@@ -119,81 +116,6 @@ def weighted_losses(
     return weighed_losses(row_losses_T, lse_T, sum_of_logits, targets_T, logits_TV.shape[-1], rule, class_weights, token_weights_T)
 
 
-def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
-    return loss_T, torch.empty_like(loss_T)
-
-
-@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
-def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
-
-
-@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
-def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
-
-
-class Planned:
-    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
-
-    @staticmethod
-    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
-        return _kernel_forward(logits_TV, targets_T)
-
-    @staticmethod
-    def cross_entropy_backward(
-        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
-    ) -> Tensor:
-        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
-        return out_TV
-
-    @staticmethod
-    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
-        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
-        return loss_T, lse_T
-
-
-class Paths(Protocol):
-    """What each of the op's modules offers: `triton`, `cpu` and `eager`."""
-
-    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
-    def cross_entropy_backward(
-        self,
-        logits_TV: Tensor,
-        targets_T: Tensor,
-        lse_T: Tensor,
-        dloss_T: Tensor,
-        rule: LossRule,
-        out_TV: Tensor,
-        classes: int,
-        first: int = 0,
-    ) -> Tensor: ...
-    def loss_and_gradient(
-        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-    def row_values(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
-    def row_value_gradients(
-        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
-    ) -> Tensor: ...
-
-
-def row_paths(x: Tensor) -> Paths:
-    """What computes on rows of logits: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
-    if triton_runs(x):
-        from . import triton
-
-        return triton
-    return cpu if cpp_runs(cpu.KERNELS, x) else eager
-
-
-def loss_paths(x: Tensor) -> Paths | type[Planned]:
-    """`row_paths`, or for a plan of a GPU its kernels as operators."""
-    planned = is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
-    return Planned if planned and not triton_runs(x) else row_paths(x)
-
-
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
     return loss_T, torch.empty_like(loss_T)
@@ -273,13 +195,6 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    if type(logits) is not Tensor and has_torch_function_unary(logits):
-        # a tensor that stands for logits (deferred ones) may know a way of its own
-        return handle_torch_function(
-            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items, class_weights=class_weights,
-            token_weights=token_weights,
-        )  # fmt: skip
     check_reduction(reduction, num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
-from ..autocast import wide
-from ..backend import reference_runs
+from ..backend import reference_runs, wide
 
 Reduction = Literal["mean", "sum", "none"]
 # `LossRule.arguments`, as the schema of a library op has them

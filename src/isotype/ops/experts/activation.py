@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import wide
-from ..backend import path_for
-from ..gated import cpu as gated_cpu
-from ..gated.op import gated_backward, gated_forward, gated_reference
+from ..backend import path_for, wide
+from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
+from . import cpu
 
 
 class Clamped(NamedTuple):
@@ -45,9 +44,19 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
 
 def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
+    named = _named(kind)
+    if named is not None and path_for(cpu.KERNELS, g_TG) == "cpp":
+        return cpu.activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
-    return gated_forward(path_for(gated_cpu.KERNELS, g_TG), *_halves(g_TG), kind)
+    return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
+
+
+def _named(kind: Activation) -> tuple[str, float, float] | None:
+    """(its name for the kernels, alpha, limit), or None for a function."""
+    if isinstance(kind, Clamped):
+        return "clamped", kind.alpha, kind.limit
+    return (kind, 0.0, 0.0) if isinstance(kind, str) else None
 
 
 def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
@@ -56,14 +65,17 @@ def weighted(x_TN: Tensor, w_T: Tensor) -> Tensor:
 
 
 def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, weighted; h again; <h, dh> of each row).
+    """(gradient of g, weighted; h again where it is needed; <h, dh> of each row).
 
     dh  not yet weighted
     w   of each row, fp32
     """
+    named = _named(kind)
+    if named is not None and w_T.dtype is torch.float32 and path_for(cpu.KERNELS, g_TG) == "cpp":
+        return cpu.backward(g_TG, dh_TI, w_T, *named, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
-        dgate, dup, h = gated_backward(path_for(gated_cpu.KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
+        dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
         assert dup is not None
         assert h is not None
         dg = torch.cat((dgate, dup), -1)

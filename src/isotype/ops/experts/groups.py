@@ -9,6 +9,7 @@ S rows of a part in the order of their experts, N and M features, R rank, E expe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
-from ..autocast import wide
+from ..backend import path_for, wide
+from . import cpu
 
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
 ROWS = 512
+
+# Below this many rows an expert the kernel for all of them is faster than PyTorch's product for each
+FEW = 128
 
 
 class Groups:
@@ -70,11 +75,13 @@ class Part:
     def __init__(self, groups: Groups, experts: slice, rows: slice) -> None:
         self.experts, self.rows, self.tokens = experts, rows, groups.tokens[rows]
         self.each: list[tuple[int, slice]] = []
+        self.ends: Any = []
         at = 0
         for i, count in enumerate(groups.counts[experts]):
             if count:
                 self.each.append((i, slice(at, at + count)))
             at += count
+            self.ends.append(at)
 
     def gathered(self, x_TN: Tensor) -> Tensor:
         """[S N], each row's token."""
@@ -83,6 +90,9 @@ class Part:
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         """[S M], in their one dtype."""
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
+        if len(x_SN) < FEW * len(self.each) and _native(x_SN) and 1 in matrices_ENM.stride()[1:]:
+            cpu.multiply_(x_SN, matrices_ENM, y, self.ends)
+            return y
         for i, rows in self.each:
             torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
         return y
@@ -90,6 +100,8 @@ class Part:
     def shrink(self, x_SN: Tensor, a_ERN: Tensor, scale: float) -> Tensor:
         """[S R]: scale x Aᵀ."""
         a_ERN = a_ERN[self.experts]
+        if _skinny(x_SN, a_ERN.shape[1]):
+            return cpu.shrink(x_SN, a_ERN, self.ends, scale)
         made = x_SN.new_empty(x_SN.shape[0], a_ERN.shape[1])
         for i, rows in self.each:
             torch.addmm(made[rows], x_SN[rows], a_ERN[i].t(), beta=0.0, alpha=scale, out=made[rows])
@@ -98,11 +110,17 @@ class Part:
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
         """y += scale xa Bᵀ."""
         b_EMR = b_EMR[self.experts]
+        if _skinny(y_SM, b_EMR.shape[2]):
+            cpu.expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
+            return
         for i, rows in self.each:
             y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
 
     def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
         """into = scale leftᵀ right of each expert, summed in fp32."""
+        if _skinny(left_SM, min(into_EMN.shape[1:])) and into_EMN.dtype is torch.float32:
+            cpu.gradient_(left_SM, right_SN, into_EMN, self.ends, scale)
+            return
         for i, rows in self.each:
             torch.mul(left_SM[rows].to(into_EMN.dtype).t() @ right_SN[rows].to(into_EMN.dtype), scale, out=into_EMN[i])
 
@@ -127,8 +145,20 @@ class Part:
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
         """Adds each row, times w, to its token's."""
+        if total_TN.dtype is torch.float32 and path_for(cpu.KERNELS, y_SN) == "cpp":
+            cpu.scatter_(total_TN, y_SN, self.tokens, w_S)
+            return
         wide_SN = y_SN.to(total_TN.dtype)
         total_TN.index_add_(0, self.tokens, wide_SN if w_S is None else wide_SN * w_S[:, None])
+
+
+def _skinny(x: Tensor, ranks: int) -> bool:
+    """Whether the kernels take these products with a rank."""
+    return 0 < ranks <= cpu.SKINNY and _native(x)
+
+
+def _native(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and path_for(cpu.KERNELS, x) == "cpp" and cpu.native()
 
 
 class AllAtOnce(Part):

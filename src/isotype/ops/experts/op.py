@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..autocast import autocast_off, product_dtype, wide
-from ..backend import applied, reference_runs, refuse_second_derivative
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..recompute import layers_running, output_is_unused, unwritten
 from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted

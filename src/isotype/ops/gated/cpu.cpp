@@ -1,33 +1,9 @@
 // An activation, alone or times `up`, and its backward: each tensor read once, each result written once.
-#include "lanes.h"
+#include "activation.h"
 
 using namespace isotype;
 
 namespace {
-
-enum Activation { SILU, GELU, GELU_TANH };
-
-struct Activated {
-  f32 value, slope;
-};
-
-// the activation and its derivative from one exp and one division
-template <Activation A>
-inline Activated activated(f32 x) {
-  if (A == SILU) {
-    const f32 s = sigmoid(x);
-    return {x * s, s * (1.0f + x * (1.0f - s))};
-  }
-  if (A == GELU_TANH) {
-    // (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel for a negative u
-    const f32 s = sigmoid(x * (1.59576912f + 0.0713548163f * x * x));
-    return {x * s, s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * x * x)};
-  }
-  f32 density;
-  const f32 p = normal_cdf(x, density);
-  // far out both factors are exact, and their product is not 0 times inf
-  return {x * p, p + x * density};
-}
 
 // f(dtype, activation, whether there is an `up`), each a constant of the compiled code
 template <class F>

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError, UsageError
-from ..autocast import narrowed, wide
-from ..backend import Path, call_op, differentiated_again, fused_runs, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, fused_runs, narrowed, path_for, reference_gradients, wide
 from ..contract import OpContract
+from ..cpp import CppKernels, as_rows
 from ..debug import checked_in_debug
 from ..library import library_op
 from ..remade import remember
-from . import cpu
 
 # F is a free float dtype
 SILU_MUL = OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F", "up": "F"}, autocast="ignored")
@@ -57,12 +56,56 @@ def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
     return gated_reference(x, None, _gelu(approximate))
 
 
+# --- the C++ kernels of cpu.cpp
+
+KERNELS = CppKernels(__file__, forward="dpppiiiii", backward="dppppppiiiiii")
+# their numbers in cpu.cpp
+_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@library_op("gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor", fake=lambda x, up, activation: _like(x))
+def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    if up is None:
+        (x,) = as_rows(x)
+    else:
+        x, up = as_rows(x, up)
+    KERNELS("forward", y.dtype, x, up, y, *x.shape, x.stride(0), 0 if up is None else up.stride(0), _NUMBERS[activation])
+    return y
+
+
+def _fake_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+    empty = (0,)
+    return _like(x), x.new_empty(empty if up is None else up.shape), x.new_empty(x.shape if product else empty)
+
+
+@library_op(
+    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor, Tensor, Tensor)", fake=_fake_backward
+)
+def _cpp_backward(x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and up, and the result again: what is not wanted is empty."""
+    dx, dup, y = _fake_backward(x, up, dy, activation, product)
+    if up is None:
+        x, dy = as_rows(x, dy)
+    else:
+        x, up, dy = as_rows(x, up, dy)
+    KERNELS(
+        "backward", dx.dtype, x, up, dy, dx, None if up is None else dup, y if product else None,
+        *x.shape, x.stride(0), 0 if up is None else up.stride(0), dy.stride(0), _NUMBERS[activation],
+    )  # fmt: skip
+    return dx, dup, y
+
+
 # --- the op
 
 
 def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     if path == "cpp":
-        return cpu.gated_forward(x, up, activation)
+        return _cpp_forward(x, up, activation)
     if path == "triton":
         from . import triton
 
@@ -75,7 +118,7 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x and up, and with `product` the result again, from the same exp."""
     if path == "cpp":
-        dx, dup, again = cpu.gated_backward(x, up, dy, activation, product)
+        dx, dup, again = _cpp_backward(x, up, dy, activation, product)
         return dx, None if up is None else dup, again if product else None
     if path == "triton":
         from . import triton
@@ -148,7 +191,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, gate), gate, up, "silu")
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, gate), gate, up, "silu")
     return y
 
 
@@ -164,7 +207,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, gate), gate, up, _gelu(approximate))
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, gate), gate, up, _gelu(approximate))
     return y
 
 
@@ -178,7 +221,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     grads   x: F
     Raises  UsageError
     """
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(cpu.KERNELS, x), x, None, _gelu(approximate))
+    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, x), x, None, _gelu(approximate))
     return remember(y, partial(gelu, approximate=approximate), x)
 
 
@@ -191,7 +234,7 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
     gate, up  F[T I]
     ->        F[T I]
     """
-    return gated_forward(path_for(cpu.KERNELS, gate), gate, up, _ACTIVATIONS[kind])
+    return gated_forward(path_for(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
 
 
 def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +242,7 @@ def gated_gradients(kind: Gated, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[
 
     gate, up, dy  F[T I]
     """
-    dgate, dup, y = gated_backward(path_for(cpu.KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True)
+    dgate, dup, y = gated_backward(path_for(KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True)
     assert dup is not None
     assert y is not None
     return dgate, dup, y

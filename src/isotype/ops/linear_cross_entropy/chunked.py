@@ -16,12 +16,85 @@ from torch import Tensor
 
 from ...environment.planned import stands_for
 from ...errors import ShapeError, UsageError
-from ..autocast import wide
-from ..backend import rows_can_be_counted
-from ..cross_entropy import eager as rows_eager
-from ..cross_entropy.op import loss_paths
+from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
+from ..cross_entropy.rows import loss_paths
 from ..cross_entropy.rule import LossRule
-from .products import add_product_, extent, gradient_factors, operand_dtype, product, product_over_classes, result_dtype, rows_of_logits
+
+# Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new buffer's pages cost 0.3 ms a MiB; a head's
+# gradient is summed once a chunk in V x H of fp32, which fewer chunks save.
+# A GPU's product of N rows does 2 N H V operations on 2 H V bytes of weight and 4 N V of logits: 523 rows (256 MiB at V 128,256) are 416
+# operations a byte at H 4096, past the ridge of an H200 (184 measured: 788 TFLOP/s over 4.3 TB/s) and an H100 (about 260). The head's own
+# gradient is read and written in fp32, 8 H V bytes a chunk: N / 4 operations a byte, past the ridge from 1,046 rows on (512 MiB).
+_BUDGET = {"cpu": 64 * 2**20}
+_BUDGET_WITH_HEAD = {"cpu": 256 * 2**20}
+_BUDGET_ELSEWHERE = 256 * 2**20
+_BUDGET_WITH_HEAD_ELSEWHERE = 512 * 2**20
+_MULTIPLE = 64
+
+
+def budget(device: torch.device, head: bool) -> int:
+    if head:
+        return _BUDGET_WITH_HEAD.get(stands_for(device), _BUDGET_WITH_HEAD_ELSEWHERE)
+    return _BUDGET.get(stands_for(device), _BUDGET_ELSEWHERE)
+
+
+def extent(tokens_or_classes: int, other: int, itemsize: int, device: torch.device, head: bool) -> int:
+    """How many of the first fit the budget beside all of the second, in equal parts; `head` where the head's gradient is wanted."""
+    most = max(_MULTIPLE, budget(device, head) // max(1, other * itemsize))
+    parts = max(1, -(-tokens_or_classes // most))
+    equal = -(-tokens_or_classes // parts)
+    return max(1, -(-equal // _MULTIPLE) * _MULTIPLE)
+
+
+def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which operands meet, for a product declared as `dtype`."""
+    return torch.float32 if dtype == torch.float16 and stands_for(device) != "cuda" else dtype
+
+
+def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a product's result."""
+    return torch.float32 if keeps_fp32_sums(operand, device) else operand
+
+
+def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(into, back): what a softmax is multiplied by before it is narrowed to `operand`, and its products after, where not by 1.
+
+    The two make `upstream`. It goes in before the narrowing, so that the gradient is rounded as often as a plain product's; in fp16, where
+    1/128k is subnormal, the softmax is narrowed 1024 times as large as it is instead, and its products, in fp32, take what is left.
+    """
+    if operand != torch.float16:
+        return upstream, None
+    return torch.full_like(upstream, 1024.0), upstream / 1024.0
+
+
+def rows_of_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's fast kernels want 16 bytes of alignment,
+    and a vocabulary with a few added tokens (32,001) has it in no row but one of eight."""
+    apart = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
+    return torch.empty(rows, apart, dtype=dtype, device=device)[:, :classes]
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """`left @ right` into `out`, whose dtype is `result_dtype`'s."""
+    if out.dtype == left.dtype:
+        # every operand and the result have the one dtype decided by the caller, and autocast is off
+        return torch.mm(left, right, out=out)
+    # straight into `out`: a result of its own would be as large as a chunk of logits, and be written and read once more
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product_(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read and written once, and nothing else is."""
+    if total.dtype == left.dtype:
+        return torch.addmm(total, left, right, out=total)
+    return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
+    """`dlogits @ weight` into `out`. On a CPU its transpose is made and turned over: 12% faster at 1024 x 32,000 x 2048 in bf16."""
+    if stands_for(dlogits_NV.device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
+        return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
+    return product(dlogits_NV, weight_VH, out_NH)
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
@@ -60,9 +133,6 @@ class Forward(NamedTuple):
     dhidden_TH: Tensor
     dweight_VH: Tensor
     dbias_V: Tensor
-    log_prob_T: Tensor
-    entropy_T: Tensor
-    top1_T: Tensor
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -71,15 +141,12 @@ def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dty
     return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
 
 
-def like(
-    hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, want_statistics: bool, chunk: int
-) -> Forward:
+def like(hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, chunk: int) -> Forward:
     """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk writes the whole head's gradient."""
     tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
-    counted = tokens if want_statistics else 0
     return Forward(
         loss_T,
         torch.zeros_like(loss_T),
@@ -87,9 +154,6 @@ def like(
         # one chunk needs no accumulator: the product's own fp32 sum is rounded once
         hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32),
         hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
-        hidden_TH.new_zeros(counted, dtype=fp32),
-        hidden_TH.new_zeros(counted, dtype=fp32),
-        torch.full((counted,), -1, dtype=torch.int64, device=hidden_TH.device),
     )
 
 
@@ -181,10 +245,9 @@ def forward_with_gradients(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
-    want_statistics: bool,
 ) -> Forward:
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
-    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
+    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
     wants_gradient = want_dhidden or want_dweight or want_dbias
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
     if not chunks.count:
@@ -194,16 +257,8 @@ def forward_with_gradients(
     compute = loss_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
-        if want_statistics or not wants_gradient:
-            loss, lse = compute.cross_entropy_forward(z_NV, targets_N, rule)
-            out.loss_T[rows], out.lse_T[rows] = loss, lse
-        if want_statistics:
-            log_prob, entropy, top1 = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
-            if chunks.counted_N is None:
-                ignored = targets_N == rule.ignore_index
-                log_prob, entropy, top1 = log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), top1.masked_fill(ignored, -1)
-            out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = log_prob, entropy, top1
         if not wants_gradient:
+            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule)
             continue
         out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into)
         if want_dbias:

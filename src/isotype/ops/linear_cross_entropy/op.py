@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import UsageError
-from ..autocast import autocast_off, product_dtype, wide
-from ..backend import applied, reference_runs, refuse_second_derivative
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
 from ..cross_entropy.rule import (
@@ -29,8 +27,7 @@ from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_log_probs import linear_log_probs
 from . import chunked
-from .chunked import check_head, gradients_wanted, like_gradients
-from .products import extent, operand_dtype, result_dtype
+from .chunked import check_head, extent, gradients_wanted, like_gradients, operand_dtype, result_dtype
 
 LINEAR_CROSS_ENTROPY = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[...]",
@@ -94,32 +91,14 @@ def weighted_losses(
     return weighed_losses(-values.log_probs, values.logsumexp, sum_of_logits, targets, weight.shape[0], rule, class_weights, token_weights)
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of each token from its logits, without a gradient; an ignored token has 0, and -1 as its class.
-
-    log_probs  fp32[*n]   of the target
-    entropy    fp32[*n]   nats
-    top1       int64[*n]  the most likely class
-    logsumexp  fp32[*n]
-    z_loss     fp32[*n]   z_loss times logsumexp^2, what it adds to the token's loss
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
-    top1: Tensor
-    logsumexp: Tensor
-    z_loss: Tensor
-
-
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    chunk, want_dhidden, want_dweight, want_dbias, want_statistics = rest[-5:]
-    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+    chunk, want_dhidden, want_dweight, want_dbias = rest[-4:]
+    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
 
 
 @library_op(
     f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
-    "bool want_dhidden, bool want_dweight, bool want_dbias, bool want_statistics) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool want_dhidden, bool want_dweight, bool want_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -134,11 +113,10 @@ def _forward(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
-    want_statistics: bool,
 ) -> tuple[Tensor, ...]:
     rule = LossRule.from_arguments(ignore_index, factors)
     made = chunked.forward_with_gradients(
-        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
+        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias
     )
     # a plain tuple, as the schema says
     return tuple(made)
@@ -188,8 +166,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         chunk: int,
         want: tuple[bool, bool, bool],
-        statistics: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         head = want[1] or want[2]
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
@@ -204,7 +181,6 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *rule,
                 chunk,
                 *now,
-                statistics,
             )
         )
         loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
@@ -214,12 +190,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
             ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
-        extra = made.log_prob_T, made.entropy_T, made.top1_T, made.lse_T if statistics else made.lse_T.new_empty(0)
-        ctx.mark_non_differentiable(*extra)
-        return loss, *extra
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(
             "linear_cross_entropy",
             why="what it keeps are gradients, not logits",
@@ -238,7 +212,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
                 grads = [chunked.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
-        return *grads, None, None, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 @checked_in_debug(LINEAR_CROSS_ENTROPY)
@@ -256,10 +230,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
-    statistics: bool = False,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
-) -> Any:
+) -> Tensor:
     """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
 
     hidden   X[*n H]   any float dtype
@@ -268,7 +241,7 @@ def linear_cross_entropy(
     bias     B[V]
     class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
     token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
-    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs; with statistics=True a pair (loss, TokenStatistics)
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
     inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
@@ -280,13 +253,9 @@ def linear_cross_entropy(
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     if class_weights is not None or token_weights is not None:
         check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
-        if statistics:
-            raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
         losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
         return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
-        if statistics:
-            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
         return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -296,16 +265,10 @@ def linear_cross_entropy(
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        loss, *seen = applied(
-            LinearCrossEntropy, hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want,
-            statistics,
-        )  # fmt: skip
-        loss = loss.reshape(targets.shape) if reduction == "none" else loss
-    if not statistics:
-        return loss
-    log_probs, entropy, top1, lse = (s.reshape(targets.shape) for s in seen)
-    lse = lse.masked_fill(targets == ignore_index, 0.0)  # where ignored rows were not selected away, theirs was computed
-    return loss, TokenStatistics(log_probs, entropy, top1, lse, z_loss * lse.square())
+        loss: Tensor = applied(
+            LinearCrossEntropy, hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want
+        )
+    return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
 def counted_items(
@@ -340,7 +303,7 @@ def _bytes_of_forward(
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, hidden_TH.device)
     logits = rows * classes * result.itemsize
-    gradient = rows * classes * operand.itemsize if result != operand and any(want[:3]) else 0
+    gradient = rows * classes * operand.itemsize if result != operand and any(want) else 0
     # the head as the product's operand, where it is another dtype
     head = weight_VH.numel() * operand.itemsize if weight_VH.dtype != operand else 0
     return logits + gradient + head + 2 * rows * hidden_TH.shape[1] * result.itemsize

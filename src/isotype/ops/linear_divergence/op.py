@@ -15,16 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError
-from ..autocast import autocast_off, product_dtype, wide
-from ..backend import applied, reference_runs, refuse_second_derivative
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.eager import blocks, widen_, work_buffer
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rule import LossRule
 from ..debug import checked_in_debug
 from ..library import library_op
-from ..linear_cross_entropy.chunked import Chunks, HeadGradient, check_head, gradients_wanted, largest, scaled, stored_gradient_dtype
-from ..linear_cross_entropy.products import extent, gradient_factors, operand_dtype, result_dtype
+from ..linear_cross_entropy.chunked import (
+    Chunks,
+    HeadGradient,
+    check_head,
+    extent,
+    gradient_factors,
+    gradients_wanted,
+    largest,
+    operand_dtype,
+    result_dtype,
+    scaled,
+    stored_gradient_dtype,
+)
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UsageError
-from ..autocast import autocast_off, product_dtype, wide
-from ..backend import applied, reference_runs, refuse_second_derivative
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
-from ..cross_entropy.op import row_paths, rule_logits
+from ..cross_entropy.op import rule_logits
+from ..cross_entropy.rows import row_paths
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -23,18 +23,16 @@ from ..linear_cross_entropy.chunked import (
     Chunks,
     by_vocabulary,
     check_head,
+    extent,
+    gradient_factors,
     gradients_wanted,
     largest,
     like_gradients,
+    operand_dtype,
+    result_dtype,
     rows_to_compute,
     scaled,
     stored_gradient_dtype,
-)
-from ..linear_cross_entropy.products import (
-    extent,
-    gradient_factors,
-    operand_dtype,
-    result_dtype,
 )
 
 LINEAR_LOG_PROBS = OpContract(

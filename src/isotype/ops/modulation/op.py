@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..autocast import narrowed, wide
-from ..backend import Path, call_op, differentiated_again, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, narrowed, path_for, reference_gradients, wide
 from ..contract import OpContract
 from ..debug import checked_in_debug
 from ..remade import remember

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..autocast import narrowed, wide
-from ..backend import Path, call_op, differentiated_again, path_for, reference_gradients
+from ..backend import Path, call_op, differentiated_again, narrowed, path_for, reference_gradients, wide
 from ..contract import OpContract
+from ..cpp import CppKernels
 from ..debug import checked_in_debug
-from . import cpu
+from ..library import library_op
 
 # the output has x's dtype, for a weight of any dtype, unless the caller names another
 RMS_NORM = OpContract("x: X[*n H], weight: W[H] -> X[*n H]", inside="fp32", grads={"x": "X", "weight": "W"}, autocast="ignored")
@@ -41,6 +41,76 @@ def _reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out_dty
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype)
 
 
+# --- the C++ kernels of cpu.cpp
+
+KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
+# most partial sums of the weight's gradient, and the fewest rows that are worth a partial sum
+_PARTIAL_SUMS, _ROWS = 64, 16
+
+
+def _like_forward(
+    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    return torch.empty(x.shape, dtype=out_dtype, device=x.device), scale, total
+
+
+@library_op(
+    "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset, ScalarType out_dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    fake=_like_forward,
+)
+def _cpp_forward(
+    x: Tensor, residual: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, 1 / rms of each row, x + residual, empty where there is none)"""
+    y, scale, total = _like_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+    # rows of adjacent values; the weight in fp32
+    x_TH, w_H = x.reshape(-1, x.shape[-1]), weight_H.to(torch.float32).contiguous()
+    x_TH, w_H = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), w_H + 1.0 if unit_offset else w_H
+    other_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if other_TH is not None and other_TH.stride(1) != 1:
+        other_TH = other_TH.contiguous()
+    KERNELS(
+        "forward", x.dtype, out_dtype, x_TH, other_TH, w_H, y, scale, total,
+        *x_TH.shape, x_TH.stride(0), 0 if other_TH is None else other_TH.stride(0), eps,
+    )  # fmt: skip
+    return y, scale, total
+
+
+def _like_backward(
+    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), weight_H.new_empty(weight_H.shape if want_dweight else (0,))
+
+
+@library_op(
+    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? more, bool unit_offset, bool want_dweight) "
+    "-> (Tensor, Tensor)",
+    fake=_like_backward,
+)
+def _cpp_backward(
+    x: Tensor, weight_H: Tensor, scale: Tensor, dy: Tensor, more: Tensor | None, unit_offset: bool, want_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    columns, w_H = x.shape[-1], weight_H.to(torch.float32).contiguous()
+    x_TH, dy_TH, w_H = x.reshape(-1, columns), dy.reshape(-1, columns), w_H + 1.0 if unit_offset else w_H
+    x_TH, dy_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous(), dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
+    more_TH = None if more is None else more.reshape(-1, columns)
+    if more_TH is not None and more_TH.stride(1) != 1:
+        more_TH = more_TH.contiguous()
+    rows = x_TH.shape[0]
+    block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
+    partial_BH = torch.empty((-(-rows // block), columns), dtype=torch.float32) if want_dweight else None
+    KERNELS(
+        "backward", x.dtype, dy.dtype, x_TH, w_H, scale.contiguous(), dy_TH, more_TH, dx, partial_BH,
+        rows, columns, x_TH.stride(0), dy_TH.stride(0), 0 if more_TH is None else more_TH.stride(0), block,
+    )  # fmt: skip
+    # summed in fp32, and narrowed once
+    return dx, weight_H.new_empty(0) if partial_BH is None else partial_BH.sum(0).to(weight_H.dtype)
+
+
 # --- the op
 
 
@@ -49,7 +119,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, 1 / rms of each row, x + residual or None)"""
     if path == "cpp":
-        y, scale, made = cpu.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+        y, scale, made = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
         return y, scale, None if residual is None else made
     if path == "triton":
         from . import triton
@@ -69,7 +139,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and weight; `more` is added to that of x."""
     if path == "cpp":
-        dx, dweight_H = cpu.rms_norm_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
+        dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, more, unit_offset, want_dweight)
         return dx, dweight_H if want_dweight else None
     if path == "triton":
         from . import triton
@@ -119,7 +189,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = path_for(cpu.KERNELS, x, weight, out_dtype=out_dtype)
+    path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
     y: Tensor = call_op(RmsNorm, _reference, path, x, weight, eps, unit_offset, out_dtype)
     return y
 
@@ -192,6 +262,6 @@ def add_rms_norm(
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = path_for(cpu.KERNELS, x, weight, out_dtype=out_dtype)
+    path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
     y, total = call_op(AddRmsNorm, _add_reference, path, x, residual, weight, eps, unit_offset, out_dtype)
     return y, total

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..autocast import autocast_off, wide
-from ..backend import Path, call_op, differentiated_again, fused_runs, path_for
+from ..backend import Path, autocast_off, call_op, differentiated_again, empty_rows_like, fused_runs, path_for, wide
 from ..contract import OpContract
+from ..cpp import CppKernels
 from ..debug import checked_in_debug
 from ..library import library_op
-from . import cpu
 
 # q and k keep their dtypes; the tables may be wider
 ROPE = OpContract(
@@ -52,11 +51,35 @@ def _reference(q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
     return rotate_reference(q, cos_BSR, sin_BSR, interleaved), rotate_reference(k, cos_BSR, sin_BSR, interleaved)
 
 
+# --- the C++ kernels of cpu.cpp
+
+KERNELS = CppKernels(__file__, rotate="d" + "p" * 4 + "i" * 14)
+
+
+@library_op(
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)",
+    fake=lambda q, k, cos, sin, interleaved, back: (empty_rows_like(q), empty_rows_like(k)),
+)
+def rotate(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    cos_BSR, sin_BSR = cos_BSR.to(torch.float32).contiguous(), sin_BSR.to(torch.float32).contiguous()
+    made: list[Tensor] = []
+    for x in (q_BNSD, k_BMSD):
+        y = torch.empty_like(x)
+        y = y if y.stride(-1) == 1 else empty_rows_like(x)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        KERNELS(
+            "rotate", x.dtype, x, y, cos_BSR, sin_BSR, *x.shape, cos_BSR.shape[-1], *x.stride()[:3], *y.stride()[:3], cos_BSR.shape[0],
+            interleaved, back,
+        )  # fmt: skip
+        made.append(y)
+    return made[0], made[1]
+
+
 # --- the op
 
 
 def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return cpu.like(q), cpu.like(k)
+    return empty_rows_like(q), empty_rows_like(k)
 
 
 @library_op("rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
@@ -70,7 +93,7 @@ def _rotated(
     q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool, path: Path
 ) -> tuple[Tensor, Tensor]:
     if path == "cpp":
-        return cpu.rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        return rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
     if path == "triton" and q_BNSD.dtype == k_BMSD.dtype:
         return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
     if path == "triton":
@@ -122,7 +145,7 @@ def rope(
             raise ShapeError(f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S R] or [S R]", code="SH001")
         if 2 * cos.shape[-1] > x.shape[-1]:
             raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
-    path = path_for(cpu.KERNELS, q, k)
+    path = path_for(KERNELS, q, k)
     if not q.is_cpu and path in ("plain", "cpp") and fused_runs(q):
         # a plan for a GPU: the pair is one library op with its own fake results
         path = "triton"

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backend import empty_rows_like
 from ..launch import on_its_device
-from .cpu import like
 
 # Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for each half
 TILE = 2048
@@ -84,7 +84,7 @@ def rotate_pair(
     q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotates both in one launch; the tables are read in place, with any strides."""
-    q_out, k_out = like(q_BNSD), like(k_BMSD)
+    q_out, k_out = empty_rows_like(q_BNSD), empty_rows_like(k_BMSD)
     q_BNSD, k_BMSD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSD, k_BMSD))
     batch, q_heads, positions, size = q_BNSD.shape
     k_heads, pairs = k_BMSD.shape[1], cos_BSR.shape[-1]

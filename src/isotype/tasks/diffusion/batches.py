@@ -49,6 +49,7 @@ class Batch:
     text            tensors of the family, [N ...] each
     mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
     weights         F[N]         of each picture's loss; None: 1
+    lengths                      tokens of each caption, where they differ
     """
 
     latents: Tensor
@@ -57,6 +58,7 @@ class Batch:
     text: dict[str, Tensor]
     mask: Tensor | None = None
     weights: Tensor | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -77,7 +79,7 @@ class Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
         latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
         mask, weights = (None if t is None else t.to(device, non_blocking=True) for t in (self.mask, self.weights))
-        return Batch(latents, noise, sigma, move, mask, weights)
+        return Batch(latents, noise, sigma, move, mask, weights, self.lengths)
 
 
 def one_size_each(rows: Sequence[Placed]) -> list[list[Placed]]:
@@ -145,6 +147,7 @@ def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool =
         _padded([row.text["text"] for row in rows]) if own_lengths else _side_by_side([row.text for row in rows]),
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
+        tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
     )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from ...config.schema import DiffusionSection
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...training.eval_mode import eval_mode
-from ...training.task import Evaluation
+from ...training.task import Evaluation, eval_mode
 from .batches import Batch, Row
 from .families import Asked, Family
 from .pixels import Size

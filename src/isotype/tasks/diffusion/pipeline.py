@@ -23,7 +23,7 @@ from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...model.load import loading_error
 from ...runs.checkpoint.atomic_folder import fault, write_folder
-from .families import FAMILIES, Family
+from .families import FAMILIES, REFUSED, Family
 
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
@@ -57,6 +57,8 @@ class PipelineFolder:
         except (OSError, ValueError) as error:
             raise UsageError(f"model.name: {path / PIPELINE_FILE}: {error}", fix=_AGAIN) from None
         kind = index.get("_class_name") if isinstance(index, dict) else None
+        if kind in REFUSED:
+            raise UsageError(f"model.name: {path}: {kind} is not trained: {REFUSED[kind]}")
         if kind not in FAMILIES:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
@@ -173,6 +175,7 @@ class PipelineFolder:
         import diffusers
 
         self._fetch(*(part for part in self.family.encoders if part not in parts))
+        parts = {**dict.fromkeys(name for name in self.family.not_needed if name in self.index), **parts}
         with self._explained("pipeline"):
             made = getattr(diffusers, self.family.pipeline).from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         made.set_progress_bar_config(disable=True)
@@ -220,7 +223,7 @@ def require_diffusers() -> None:
     diffusers.utils.logging.disable_progress_bar()
 
 
-SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model"]
+SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]  # the same weights in another dtype or form, beside the main file
 
 

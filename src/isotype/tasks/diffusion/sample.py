@@ -15,7 +15,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
-from ...training.eval_mode import eval_mode, random_state_restored
+from ...training.task import eval_mode, random_state_restored
 from .batches import generator_of
 from .encode import release
 from .pipeline import PipelineFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
-from ...training.eval_mode import eval_mode
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
-from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .comfyui import refuse_unread
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
@@ -232,7 +231,7 @@ class DiffusionTask:
             rows=rows,
             length=self.tokens,
             batch=lambda device: self.empty_batch(rows, device),
-            loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
+            loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
         )
 
@@ -245,7 +244,8 @@ class DiffusionTask:
         latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
         shapes = self.folder.family.text_shapes(config, length)
         words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
-        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words)
+        lengths = (length,) * rows if self.folder.family.own_lengths else ()
+        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
@@ -287,11 +287,11 @@ class DiffusionTask:
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        asked = Asked(self.config.diffusion.guidance, self.downscale)
+        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths)
         return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return self.losses(model, batch, dtype=dtype).sum()
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return self.losses(model, batch, dtype=dtype).sum() / divisor
 
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return batches

@@ -1,4 +1,4 @@
-"""Batches for a causal language model: rows of tokens as tensors, padded or packed."""
+"""Batches for a causal language model: rows of tokens as tensors, padded or packed, with what its forward and its loss are given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...data.rows import IGNORED, LoadedData, Row, row_lengths
+from ...environment.planned import stands_for
 from ...ops.attention import Documents
+from ...optimize.attention import DocumentMask, mask_needs
+from ...optimize.head import Targets
 from ...training.feed import RowStream
 from ...training.task import Feed
 from ...wording import counted
@@ -119,6 +122,50 @@ def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Ba
     counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     documents = Documents.of(lengths) if packed else None
     return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents)
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What the model's forward is given: the smallest mask with which every supervised token sees what it should.
+
+    Right padding needs none under causal attention: no real token attends to what comes after it, and nothing is counted of padding. A mask
+    costs the fast kernels, so that models keep one only where they read it otherwise. On a GPU packed documents are told apart by their
+    bounds, which also let windows and softcaps run in kernels.
+    """
+    inputs = batch.inputs
+    if batch.position_ids is not None and reads_grids(model):
+        # the first row keeps documents apart, the others are time, height and width: of text they are equal
+        inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
+    if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
+        documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
+        return inputs | {"attention_mask": DocumentMask(documents)}
+    if batch.attention_mask is not None and not mask_needs(model).why_read:
+        return inputs | {"attention_mask": None}
+    return inputs
+
+
+def reads_grids(model: nn.Module) -> bool:
+    """Whether the model's positions have rows for time, height and width, as those of Qwen's vision-language models do. Given one row of
+    packed positions, Qwen2.5-VL would see one document."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+
+
+def takes_one_row(model: nn.Module) -> bool:
+    """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks at positions of a single row only."""
+    return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+
+
+def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
+    """What a causal loss predicts: the label at t is predicted at t - 1, and -100 is no label.
+
+    every_row  rows without a label are given too, and skipped by the loss; else the rows of `batch.counted`
+    """
+    # the labels move, not the hidden states, which would be copied
+    targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    if every_row or batch.counted is None:
+        return Targets(targets_N)
+    return Targets(targets_N.index_select(0, batch.counted), batch.counted)
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:

@@ -19,8 +19,7 @@ from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.preflight.subject import CheckedTask, Subject
 from ...training.task import Check
 from ...wording import counted
-from .batches import Batch, collate
-from .loss import model_inputs, takes_one_row
+from .batches import Batch, collate, model_inputs, takes_one_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,30 +5,32 @@ loss of a token  (1 - cross_entropy) D + cross_entropy (-ln p(token)), D as `ops
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from ...config.schema import RunConfig
+from ...config.schema import DistilSection, RunConfig
 from ...data.rows import IGNORED
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.architecture import auto_class
 from ...model.load import Source, explained, load_base
+from ...ops import linear_cross_entropy, linear_divergence
+from ...ops.cross_entropy.op import rule_logits
+from ...ops.cross_entropy.rule import LossRule
 from ...ops.linear_divergence.op import divergence
-from ...optimize import deferring, optimize
-from ...optimize.deferred import DeferredLogits
+from ...optimize import optimize
+from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
 from ...training.memory.device import shown
 from ...training.task import Words
-from .batches import Batch
-from .loss import model_inputs, takes_one_row
+from .batches import Batch, model_inputs, next_tokens, takes_one_row
 from .objective import Beside, NextToken
 
 
@@ -77,32 +79,99 @@ class Distil(NextToken):
         size = elements * to_torch(dtype).itemsize
         return Beside(size, [f"distil.teacher: {name}, {elements:,} parameters, frozen in {dtype}, {shown(size)}", *notes])
 
-    def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """float[], or float[3] with a share of cross-entropy. Where there is no teacher yet, in a plan, the student is its own."""
-        share, beta, temperature = self.settings.cross_entropy, self.settings.beta, self.settings.temperature
-        if batch.position_ids is not None and any(takes_one_row(one) for one in (model, self.teacher) if one is not None):
+        teacher = model if self.teacher is None else self.teacher
+        if batch.position_ids is not None and (takes_one_row(model) or takes_one_row(teacher)):
             batch = batch.as_one_row()
-        student = _learnt_logits(model, batch, dtype)
+        asked = replace(next_tokens(batch, every_row=False), dtype=dtype)
+        found = TeacherHead(asked.classes, asked.rows, dtype=dtype)
         with torch.no_grad():
-            taught = student.detach() if self.teacher is None else _learnt_logits(self.teacher, batch, dtype)
-        if isinstance(student, DeferredLogits) and isinstance(taught, DeferredLogits):
-            found = student.recipe.divergence(taught.recipe, beta=beta, temperature=temperature).sum()
-        else:
-            classes = min(student.shape[-1], taught.shape[-1])
-            s, t = ((z[..., :classes].to(to_torch(dtype)) / temperature).log_softmax(-1) for z in (student, taught))
-            found = divergence(s, t, beta).sum()
-        if not share:
-            return found
-        assert batch.counted is not None
-        targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten().index_select(0, batch.counted)
-        nll = F.cross_entropy(student.to(to_torch(dtype)), targets_N, reduction="none").sum()
-        return torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])
+            loss_of(teacher, model_inputs(teacher, batch), found)
+        (taught,) = found.made
+        return (
+            loss_of(model, model_inputs(model, batch), Taught(asked.classes, asked.rows, dtype=dtype, head=taught, settings=self.settings))
+            / divisor
+        )
 
 
-def _learnt_logits(model: nn.Module, batch: Batch, dtype: str) -> Tensor:
-    """[N V] at the positions whose next token is learnt; deferred where an op has the head and the loss is fp32."""
-    assert batch.counted is not None
-    with deferring() if dtype == "fp32" else nullcontext():
-        logits_BTV = model(**model_inputs(model, batch)).logits
-        learnt_NV: Tensor = logits_BTV.reshape(-1, logits_BTV.shape[-1]).index_select(0, batch.counted)
-        return learnt_NV
+class Head(NamedTuple):
+    """What a head made its logits of: softcap tanh(scale z / softcap) of z = hidden @ weight^T + bias, or scale z; or the logits."""
+
+    hidden: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    def logits(self, classes: int, dtype: str) -> Tensor:
+        """[N classes] in `dtype`: the first ones."""
+        if self.weight is None:
+            return self.hidden[:, :classes].to(to_torch(dtype))
+        z = F.linear(self.hidden, self.weight, self.bias)[:, :classes].to(to_torch(dtype))
+        return rule_logits(z, LossRule.of(ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap))
+
+    @property
+    def classes(self) -> int:
+        return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHead(Targets):
+    """Keeps what the teacher's head was given, in place of a loss."""
+
+    made: list[Head] = field(default_factory=list)
+
+    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        self.made.append(Head(self._rows(hidden), head.weight, head.bias, scale, softcap))
+        return hidden.new_zeros(())
+
+    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+        self.made.append(Head(self._rows(logits_BTV)))
+        return logits_BTV.new_zeros(())
+
+    def _rows(self, x_BTH: Tensor) -> Tensor:
+        x_NH = x_BTH.reshape(-1, x_BTH.shape[-1])
+        return x_NH if self.rows is None else x_NH.index_select(0, self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught(Targets):
+    """The loss of a student beside this teacher. Heads that are padded differently are compared over the classes that both have."""
+
+    head: Head
+    settings: DistilSection
+
+    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        teacher, beta, temperature = self.head, self.settings.beta, self.settings.temperature
+        x_NH = hidden.reshape(-1, hidden.shape[-1])
+        x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
+        classes = min(head.weight.shape[0], teacher.classes)
+        if teacher.weight is None:
+            return self._of_rows(Head(x_NH, head.weight, head.bias, scale, softcap).logits(head.weight.shape[0], self.dtype))
+        found = linear_divergence(
+            x_NH, head.weight[:classes], teacher.hidden, teacher.weight[:classes], bias=None if head.bias is None else head.bias[:classes],
+            teacher_bias=None if teacher.bias is None else teacher.bias[:classes], beta=beta, temperature=temperature, logit_scale=scale,
+            softcap=softcap, teacher_logit_scale=teacher.scale, teacher_softcap=teacher.softcap,
+        )  # fmt: skip
+        nll = None
+        if self.settings.cross_entropy:
+            nll = linear_cross_entropy(
+                x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED, reduction="sum"
+            )
+        return self._loss(found, nll)
+
+    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+        logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
+        return self._of_rows((logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(to_torch(self.dtype)))
+
+    def _of_rows(self, logits_NV: Tensor) -> Tensor:
+        classes = min(logits_NV.shape[-1], self.head.classes)
+        both = (logits_NV[:, :classes], self.head.logits(classes, self.dtype))
+        s, t = ((z / self.settings.temperature).log_softmax(-1) for z in both)
+        nll = F.cross_entropy(logits_NV, self.classes, reduction="sum") if self.settings.cross_entropy else None
+        return self._loss(divergence(s, t, self.settings.beta), nll)
+
+    def _loss(self, divergences_N: Tensor, nll: Tensor | None) -> Tensor:
+        found, share = divergences_N.sum(), self.settings.cross_entropy
+        return found if nll is None else torch.stack([(1 - share) * found + share * nll, found.detach(), nll.detach()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,11 +14,13 @@ from ...config.schema import RunConfig
 from ...data.formats import FormatName
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
+from ...environment.planned import stands_for
+from ...optimize.head import loss_of
 from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, Words
-from .batches import collate, row_feed
+from .batches import Batch as TokenBatch
+from .batches import collate, model_inputs, next_tokens, row_feed, takes_one_row
 from .checks import CHECKS
-from .loss import batch_loss_sum
 
 Header = list[tuple[str, str]]  # rows of a label and a text
 
@@ -71,7 +73,7 @@ class Objective(Protocol):
     def outlined(self, batch: Any) -> Any:
         """The batch of a memory plan, from one of tokens without data."""
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor: ...
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor: ...
 
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         """As `Task.before_step`, of a step or of all batches of an evaluation."""
@@ -119,8 +121,8 @@ class NextToken:
     def outlined(self, batch: Any) -> Any:
         return batch
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return batch_loss_sum(model, batch, dtype=dtype)
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return batch_loss_sum(model, batch, divisor, dtype=dtype)
 
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return batches
@@ -130,3 +132,15 @@ class NextToken:
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header:
         return []
+
+
+def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32") -> Tensor:
+    """The cross-entropy of a batch, summed over its supervised tokens, over `divisor`: float[] in `dtype`, `precision.loss`.
+
+    An optimized head computes an fp32 loss by an op, without storing the logits.
+    """
+    if batch.position_ids is not None and takes_one_row(model):
+        batch = batch.as_one_row()
+    # on a CPU the loss finds the rows that count itself
+    targets = next_tokens(batch, every_row=stands_for(batch.labels.device) == "cpu")
+    return loss_of(model, model_inputs(model, batch), replace(targets, divisor=divisor, dtype=dtype))

@@ -21,10 +21,9 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ...training.eval_mode import eval_mode
 from ...training.memory.outline import quantise_outline
 from ...training.quiet import without_warnings
-from ...training.task import Outline, StepOutline, micro_batch
+from ...training.task import Outline, StepOutline, eval_mode, micro_batch
 from .batches import Batch, padded_length
 from .objective import NextToken, Objective
 
@@ -122,8 +121,8 @@ def step_outline(
     learnt = objective or NextToken(config)
     packing, rows, length = config.data.packing, config.train.batch_size * learnt.each, padded_length(length, device_type)
 
-    def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return learnt.loss_sum(model, learnt.outlined(batch), dtype=precision.loss)
+    def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
+        return learnt.loss_sum(model, learnt.outlined(batch), divisor, dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with eval_mode(model):

@@ -21,8 +21,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
-from ...training.eval_mode import eval_mode
-from ...training.task import Evaluation, Idle
+from ...training.task import Evaluation, Idle, eval_mode
 from .objective import NextToken, Objective
 
 

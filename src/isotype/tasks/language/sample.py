@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...data.rows import SamplePrompt
 from ...distributed.world import ALONE, World
 from ...precision.apply import generating
-from ...training.eval_mode import eval_mode, random_state_restored
+from ...training.task import eval_mode, random_state_restored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -168,8 +168,8 @@ class LanguageTask:
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return self.objective.before_step(model, batches, world, dtype=dtype)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        return self.objective.loss_sum(model, batch, dtype=dtype)
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
+        return self.objective.loss_sum(model, batch, divisor, dtype=dtype)
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         counted = step_flops(model, model.config)

@@ -1,19 +1,15 @@
-"""AC008 to AC011: memory that belongs to someone else, written to; AC021: memory that was never written.
+"""AC008 to AC011: memory that belongs to someone else, written to. AC012: gradients that depend on which other inputs are frozen.
 
 All on one setting that runs, against the same function's own gradients; nothing here depends on a tolerance for dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...finding import Place, Severity
-from .attempt import BACKWARD, FORWARD, Fault, Outcome, attempt, fault, incoming_gradient, method_at_fault
+from .attempt import BACKWARD, Fault, Outcome, attempt, fault, incoming_gradient, method_at_fault
 from .dtype_rules import first_line
 from .locate import failure_of
 from .numerics import Numerics
@@ -21,13 +17,14 @@ from .samples import Setting
 from .subjects import Subject
 
 
-def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """`baseline` is an undisturbed run under the same setting, with its inputs watched."""
+def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool) -> list[Fault]:
+    """`baseline` is an undisturbed run under the same setting, with its inputs watched; `stable`: two runs of it agree."""
     subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
-        faults += _strange_gradients(numerics, setting, baseline)
+        faults += _expanded_gradient(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
+        faults += _frozen_inputs(numerics, setting, baseline) if stable else []
     return faults
 
 
@@ -76,8 +73,8 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     ]
 
 
-def _strange_gradients(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """`f(x).sum().backward()` hands over one number seen as a whole tensor; a transpose after f, a transposed gradient."""
+def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """`f(x).sum().backward()` hands over one number seen as a whole tensor."""
     subject, sample = numerics.subject, numerics.sample
     if all(t.dim() == 0 for t in baseline.outputs):
         return []
@@ -88,33 +85,19 @@ def _strange_gradients(numerics: Numerics, setting: Setting, baseline: Outcome) 
     def expanded(t: Tensor, _: int) -> Tensor:
         return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
 
-    def transposed(t: Tensor, i: int) -> Tensor:
-        dense = incoming_gradient(t, i)
-        return dense.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else dense
-
-    faults = []
-    for gradient, right, kind in (
-        (expanded, attempt(subject, sample, setting, gradient=ones), "expanded"),
-        (transposed, baseline, "transposed"),
-    ):
-        given = attempt(subject, sample, setting, gradient=gradient)
-        if right.ran:
-            faults += _strange_gradient(given, right, kind, _differing(given, right, setting, numerics, baseline), subject)
-    return faults
-
-
-def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, subject: Subject) -> list[Fault]:
+    right = attempt(subject, sample, setting, gradient=ones)
+    given = attempt(subject, sample, setting, gradient=expanded)
+    if not right.ran:
+        return []
     place = method_at_fault(subject, right, "backward")
-    severity = Severity.ERROR
     if given.error is not None:
         failure = failure_of(given.error)
         if failure is not None and failure.raised_by_hand:
             return []
         place = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
-        message = f"{place.symbol} raises on an {kind} gradient: {first_line(given.error)}".replace("an tr", "a tr")
-        severity = Severity.ERROR if kind == "expanded" else Severity.NOTE  # at least it is loud
-    elif wrong:
-        message = f"{place.symbol} gives a wrong gradient of {wrong} for an {kind} incoming gradient".replace("an tr", "a tr")
+        message = f"{place.symbol} raises on an expanded gradient: {first_line(given.error)}"
+    elif wrong := _differing(given, right, setting, numerics, baseline):
+        message = f"{place.symbol} gives a wrong gradient of {wrong} for an expanded incoming gradient"
     else:
         return []
     return [
@@ -122,11 +105,9 @@ def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, sub
             "AC009",
             message,
             place,
-            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0), and a "
-            "transpose after f a "
-            "transposed gradient; code that assumes a dense layout, or writes into it, reads or writes the wrong memory",
+            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0); code that assumes a "
+            "dense layout, or writes into it, reads or writes the wrong memory",
             "call `d = d.contiguous()` first, use .reshape instead of .view, and pass strides to kernels",
-            severity,
         )
     ]
 
@@ -164,6 +145,41 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
     ]
 
 
+def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    subject, sample = numerics.subject, numerics.sample
+    faults: list[Fault] = []
+    trainable = [n for n, g in baseline.grads.items() if g is not None]
+    if not 1 < len(trainable) <= 8:
+        return []
+    for frozen in trainable:
+        outcome = attempt(subject, sample, setting, frozen=frozen)
+        place = method_at_fault(subject, baseline, "backward")
+        if outcome.error is not None:
+            failure = failure_of(outcome.error)
+            if failure is None or failure.raised_by_hand:
+                continue
+            place = Place(file=failure.place.file, line=failure.place.line, symbol=failure.function or place.symbol)
+            message = f"{place.symbol} raises when {frozen} is frozen: {first_line(outcome.error)}"
+        else:
+            others = [n for n in trainable if n != frozen]
+            wrong = [n for n in others if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
+            if not wrong:
+                continue
+            missing = [n for n in wrong if outcome.grads.get(n) is None]
+            what = f"no gradient for {', '.join(missing)}" if missing else f"another gradient for {', '.join(wrong)}"
+            message = f"{place.symbol} gives {what} when {frozen} is frozen"
+        faults.append(
+            fault(
+                "AC012",
+                message,
+                place,
+                f"with {frozen}.requires_grad = False (LoRA, a frozen head) the other gradients must stay what they were",
+                "ask ctx.needs_input_grad for each input by itself, and leave what the others need independent of it",
+            )
+        )
+    return faults
+
+
 def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
     sizes = usual.grads if usual is not None else {}
@@ -180,47 +196,3 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Within this block fresh memory (`torch.empty` and the like) holds NaN, and integers their largest value."""
-    on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # a module whose one setting is a property, which its annotations do not show
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(on, warn_only=warns)
-        memory.fill_uninitialized_memory = filled
-
-
-def unwritten_memory(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """AC021. Checked first, since this fault would look like many others."""
-    if not (baseline.functions or numerics.plain is not None):
-        return []
-    given = attempt(numerics.subject, numerics.sample, setting, around=poisoned)
-    if not given.ran:
-        return []
-    right = baseline.results()
-    wrong = [n for n, t in given.results().items() if n in right and bool((torch.isfinite(right[n]) & ~torch.isfinite(t)).any())]
-    if not wrong:
-        return []
-    spot = method_at_fault(numerics.subject, baseline, _stage(wrong))
-    return [
-        fault(
-            "AC021",
-            f"{spot.symbol} returns memory it never wrote in its {', '.join(wrong)}",
-            spot,
-            "with fresh memory filled with NaN, NaN is in the result: an element was left as `torch.empty` handed it out. It is usually "
-            "zero or a value of the last step, so that nobody notices",
-            "write every element, masked rows and the tail of the last block too, or allocate with torch.zeros",
-        )
-    ]
-
-
-def _stage(results: list[str]) -> str:
-    return BACKWARD if all(n.startswith("gradient") for n in results) else FORWARD

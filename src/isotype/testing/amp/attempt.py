@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from ...finding import Finding, Place, Severity
 from .samples import Sample, Setting
@@ -120,7 +119,6 @@ class Outcome:
     passed name -> the tensor handed to the function, and a copy of what it held then (kept when `watch_inputs`)
     values  copies of the outputs as they were when forward returned
     functions  the hand-written Functions above the outputs
-    states what surrounds a call (autocast, grad mode, default dtype) and was not put back, as `what: before -> after`
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -128,7 +126,6 @@ class Outcome:
     functions: list[type] = field(default_factory=list)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     calls: list[BackwardCall] = field(default_factory=list)
-    states: list[tuple[str, str]] = field(default_factory=list)
     stage: str | None = None
     error: BaseException | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -153,13 +150,11 @@ def attempt(
     setting: Setting,
     *,
     exact: torch.dtype | None = None,
-    grad_scale: float = 1.0,
     frozen: str | None = None,
     seed: int = 0,
     around: Callable[[], Any] = nullcontext,
     relative_noise: float = 0.0,
     noise_seed: int = 0,
-    arrange: Callable[[Tensor], Tensor] | None = None,
     watch_inputs: bool = False,
     gradient: Callable[[Tensor, int], Tensor] | None = None,
     passes: int = 1,
@@ -168,9 +163,7 @@ def attempt(
     """Runs forward and backward once.
 
     exact           widen everything to this dtype after rounding it to the setting's dtypes; autocast is then off
-    grad_scale      factor on the incoming gradient
     relative_noise  perturb the floating inputs by this much, to see how much results depend on them
-    arrange         another memory layout for each floating input (same values)
     gradient        another incoming gradient than `incoming_gradient`
     passes          backward runs this often over one graph
     forward_only    stop after forward
@@ -188,28 +181,18 @@ def attempt(
             generator = torch.Generator().manual_seed(noise_seed + 1)
             for t in outcome.tensors.values():
                 t.mul_(1 + relative_noise * torch.randn(t.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(t))
-    if arrange is not None:
-        for slot in sample.slots:
-            wanted = tensors[slot.name].requires_grad
-            tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
-            leaves[slot.index] = arrange(tensors[slot.name]) if sample.behind_clone else tensors[slot.name]
-        outcome.tensors |= tensors
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
         outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
         outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
         outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
     _seed(seed)
-    before = _surroundings(sample.device)
     with warnings.catch_warnings(), around():
         warnings.simplefilter("ignore")
         try:
             with _autocast(sample.device, autocast):
-                within = _surroundings(sample.device)
-                result = _call(call, args, kwargs, setting.wrap)
-                outcome.states += _changed(within, _surroundings(sample.device), FORWARD)
+                result = call(*args, **kwargs)
         except Exception as error:  # the exceptions of the function are what is examined
-            _restore(before, sample.device)
             outcome.stage, outcome.error = FORWARD, error
             return outcome
         outcome.outputs = floating(result)
@@ -219,20 +202,15 @@ def attempt(
         differentiable = [t for t in outcome.outputs if t.requires_grad]
         # numbered among all outputs: freezing an input must not hand another output's gradient to the rest
         outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(outcome.outputs) if t.requires_grad]
-        outcome.grad_outputs = [g * grad_scale if grad_scale != 1.0 else g for g in outcome.grad_outputs]
         wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
         if forward_only or not differentiable or not wanted_grads:
             return outcome
         try:
             with _autocast(sample.device, autocast if setting.inside else None), watching_backwards() as calls:
                 outcome.calls = calls
-                within = _surroundings(sample.device)
-                # .backward() and not autograd.grad: reentrant checkpointing refuses the latter
                 for left in reversed(range(passes)):
                     torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=left > 0)
-                outcome.states += _changed(within, _surroundings(sample.device), BACKWARD)
         except Exception as error:
-            _restore(before, sample.device)
             outcome.stage, outcome.error = BACKWARD, error
             return outcome
     outcome.grads = {n: t.grad for n, t in wanted_grads.items()}
@@ -261,41 +239,10 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
     return (eighths.to(torch.float64) / 8).to(output.device, output.dtype)
 
 
-def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wrap: str) -> Any:
-    if wrap in ("reentrant", "non-reentrant"):
-        return checkpoint(lambda *a: tuple(floating(call(*a, **kwargs))), *args, use_reentrant=wrap == "reentrant")
-    if wrap:
-        torch._dynamo.reset()
-        return torch.compile(call, backend=wrap)(*args, **kwargs)
-    return call(*args, **kwargs)
-
-
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
         yield
-
-
-def _surroundings(device: str) -> dict[str, Any]:
-    return {
-        "autocast": torch.is_autocast_enabled(device),
-        "autocast dtype": torch.get_autocast_dtype(device),
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "grad mode": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-    }
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any], stage: str) -> list[tuple[str, str]]:
-    return [(f"{what} after {stage}", f"{was} before, {after[what]} after") for what, was in before.items() if after[what] != was]
-
-
-def _restore(before: dict[str, Any], device: str) -> None:
-    torch.set_autocast_enabled(device, before["autocast"])
-    torch.set_autocast_dtype(device, before["autocast dtype"])
-    torch.set_autocast_cache_enabled(before["autocast cache"])
-    torch._C._set_grad_enabled(before["grad mode"])
-    torch.set_default_dtype(before["default dtype"])
 
 
 Fault = tuple[tuple[object, ...], Finding]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +13,13 @@ from ...doctor.output import as_text
 from ...errors import UsageError
 from ...finding import Finding, Severity, worst_first
 from ...ops.contract import OpContract
-from .aliasing import aliasing_faults, unwritten_memory
+from .aliasing import aliasing_faults
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .dtype_rules import contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
 from .inexact import COLUMNS, ROWS, inexact, long_sums
 from .locate import failure_of
 from .numerics import Numerics
-from .relations import relation_faults, state_faults, wrapped_faults
-from .rounding import not_finite, rounded_weights, scalar_losses
+from .rounding import rounded_weights
 from .samples import LOW, Sample, Setting, read_samples, settings
 from .subjects import Subject
 
@@ -83,24 +80,10 @@ def merged(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Fi
         places = list(dict.fromkeys(where for where in seen[key] if where))
         if places:
             shown = "; ".join(places[:3]) + (f"; and {len(places) - 3} more" if len(places) > 3 else "")
-            out.append(_with_detail(finding, ("seen with", shown)))
+            out.append(replace(finding, details=(*finding.details, ("seen with", shown))))
         else:
             out.append(finding)
     return out
-
-
-def _with_detail(finding: Finding, detail: tuple[str, str]) -> Finding:
-    return Finding(
-        code=finding.code,
-        severity=finding.severity,
-        message=finding.message,
-        place=finding.place,
-        cause=finding.cause,
-        declared=finding.declared,
-        observed=finding.observed,
-        fix=finding.fix,
-        details=(*finding.details, detail),
-    )
 
 
 def ampcheck(
@@ -110,7 +93,6 @@ def ampcheck(
     reference: Any = None,
     params: Sequence[Any] = (),
     contract: OpContract | None = None,
-    compile: str | None = None,
     raises: bool = True,
     fail_on: Severity = Severity.WARNING,
 ) -> Report:
@@ -124,7 +106,6 @@ def ampcheck(
     params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights). Without them, and without a contract,
                tensors that do not share the first one's leading size count as weights
     contract   an OpContract: which arguments share a dtype, and what outputs and gradients must be
-    compile    also run under torch.compile with this backend ("aot_eager" shows dtype faults in a second or two; off by default)
     raises     raise ConformanceError when there is a finding at or above `fail_on`
     ->         the Report
     Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the function runs under no combination
@@ -137,8 +118,8 @@ def ampcheck(
     names = list(contract.inputs) if contract else subject.argument_names or (plain.argument_names if plain else [])
     samples = read_samples(inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups))
     samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
-    checks = [_Check(subject, plain, sample, contract, (compile,) if compile else ()) for sample in samples]
-    with torch.enable_grad(), _as_many_recompilations_as_it_takes():
+    checks = [_Check(subject, plain, sample, contract) for sample in samples]
+    with torch.enable_grad():
         for check in checks:
             check.run()
     found = merged([item for check in checks for item in check.seen])
@@ -159,23 +140,6 @@ _OWN_WEIGHTS = (
     "reference: it holds the module's own weights, which are cast with the module and not in it; "
     "give a module with the same parameters and a plain forward"
 )
-_UNWATCHED = "torch.compile with fullgraph=True found no compiled frames"
-
-
-@contextmanager
-def _as_many_recompilations_as_it_takes() -> Iterator[None]:
-    """A function that compiles itself meets two dozen combinations here; Dynamo gives up, or raises, after eight."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    dynamo = sys.modules["torch._dynamo"].config
-    limits = [
-        n
-        for n in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit", "accumulated_cache_size_limit")
-        if hasattr(dynamo, n)
-    ]
-    with dynamo.patch({n: max(4096, getattr(dynamo, n)) for n in limits}):
-        yield
 
 
 @dataclass
@@ -186,7 +150,6 @@ class _Check:
     plain: Subject | None
     sample: Sample
     contract: OpContract | None
-    compilers: tuple[str, ...]
     seen: list[tuple[tuple[object, ...], Finding, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -215,10 +178,6 @@ class _Check:
         for setting, outcome in failures:
             self._judge_failure(setting, outcome)
         base = next(iter(ran))
-        unwritten = unwritten_memory(self.numerics, base, ran[base])
-        self._note(unwritten, base)
-        if unwritten:
-            return  # further differences follow from this one
         if not self._stable(base):
             self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
         else:
@@ -229,14 +188,9 @@ class _Check:
         return tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
 
     def _note(self, faults: Sequence[Fault], setting: Setting) -> None:
-        for key, finding in faults:
-            if _UNWATCHED in finding.message:  # what compiles itself in full does not run under a mode that watches
-                self.skipped.append(f"{finding.code}: {_UNWATCHED}")
-            else:
-                self.seen.append((key, finding, setting.describe()))
+        self.seen += [(key, finding, setting.describe()) for key, finding in faults]
 
     def _judge(self, setting: Setting, outcome: Outcome) -> None:
-        self._note(state_faults(outcome, self.subject), setting)
         self._note(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
             self._note(contract_faults(outcome, setting, self.sample, self.subject, self.contract), setting)
@@ -263,32 +217,26 @@ class _Check:
         return all(n in other and _near(other[n], t) for n, t in one.items())
 
     def _numerics(self, ran: dict[Setting, Outcome]) -> None:
-        hand_written = any(o.functions for o in ran.values())
+        """Plain code without a reference is its own yardstick: of it only weights that are rounded before their use are told."""
         judged = [s for s in ran if not s.inside and s.produced]
-        if self.plain is not None or hand_written:
+        measured = self.plain is not None or any(o.functions for o in ran.values())
+        if measured:
             for setting in sorted(judged, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps):
                 self._note(inexact(ran[setting], setting, self.numerics), setting)
-        else:
-            # fp16 has not the range that plain code written for another dtype may need
-            for setting in [s for s in judged if s.dtypes is None or (s.autocast is None and s.lowest(self.sample) == torch.bfloat16)]:
-                self._note(not_finite(ran[setting], self.numerics, setting), setting)
-                if not self.subject.groups:  # a deep network's roundings grow with its layers
-                    self._note(inexact(ran[setting], setting, self.numerics, severity=Severity.WARNING), setting)
-        for setting in [s for s in judged if s.autocast is None and self.sample.met(s.by_group) <= set(LOW)][:2]:
-            self._note(scalar_losses(self.numerics, setting), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.seen):
             return  # the longer run would say the same again
         for setting in [s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None][:3]:
             if faults := rounded_weights(self.numerics, setting):
                 self._note(faults, setting)
                 break
+        if not measured:
+            return
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
         lowest = [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]
-        # plain code's own sums over columns are PyTorch's, which keep fp32
-        for axis in (ROWS, COLUMNS) if self.plain is not None or hand_written else (ROWS,):
+        for axis in (ROWS, COLUMNS):
             for setting in lowest:
-                faults, why = long_sums(self.numerics, setting, axis, hand_written=hand_written)
+                faults, why = long_sums(self.numerics, setting, axis)
                 self._note(faults, setting)
                 self.skipped += [why] if why else []
                 if faults:
@@ -297,13 +245,7 @@ class _Check:
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
         # rounding differences between two orders of addition are smallest in fp32
         base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
-        self._note(aliasing_faults(self.numerics, base, ran[base]), base)
-        stable = self._stable(base)
-        self._note(relation_faults(self.numerics, base, ran[base], stable=stable), base)
-        amp = next((s for s in ran if s.autocast is not None and not s.inside), None)
-        for setting in [base, *([amp] if amp is not None else [])]:
-            wraps = ("non-reentrant", "reentrant", *self.compilers)
-            self._note(wrapped_faults(self.numerics, setting, ran[setting], wraps), setting)
+        self._note(aliasing_faults(self.numerics, base, ran[base], stable=self._stable(base)), base)
 
 
 def _needs_own_copy(outcome: Outcome) -> bool:

@@ -78,7 +78,6 @@ STABLE = (
 SOME, LONG = 512, 4096  # rows tried first, and at most
 # what the long runs of one setting may cost, in seconds of a nominal machine, and how many exact runs they are worth
 BUDGET, RUNS = 3.0, 6
-PLAIN = 4.0  # times what is excused without a yardstick, that a plain function may be off: its roundings add up
 ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
 MANY = 16  # additions into one low-precision tensor
 
@@ -104,33 +103,23 @@ def _columns(sample: Sample) -> int:
 ROWS, COLUMNS = Axis("rows", lengthened, _rows, 8_000_000), Axis("columns", widened, _columns, 1_000_000)
 
 
-def inexact(outcome: Outcome, setting: Setting, numerics: Numerics, *, severity: Severity = Severity.ERROR) -> list[Fault]:
-    """AC006 for the worst excess of one run. As a warning, of a plain function without a reference, only an output that no rounding
-    comes near: gradients may be zero by right (a bias before a batch norm)."""
-    excesses = numerics.measure(outcome, setting, blind=severity is not Severity.ERROR).excesses
-    if severity is not Severity.ERROR:
-        excesses = tuple(e for e in excesses if e.result.startswith("output") and PLAIN * e.excused < e.error < float("inf"))
+def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
+    """AC006 for the worst excess of one run."""
+    excesses = numerics.measure(outcome, setting).excesses
     if not excesses:
         return []
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
     if worst.error < ORDER and setting.lowest(numerics.sample) == torch.float32:
         return []  # the order of addition does not matter here, only that the sum is fp32
-    key, finding = _finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)
-    return [(key, replace(finding, severity=severity))]
+    return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
-def long_sums(numerics: Numerics, setting: Setting, axis: Axis, *, hand_written: bool) -> tuple[list[Fault], str | None]:
-    """AC007: what only shows at thousands of rows or columns; and why it could not be looked at, if so.
-
-    Plain code without a reference is its own yardstick: of it, only running sums that can be seen at work are reported.
-    """
+def long_sums(numerics: Numerics, setting: Setting, axis: Axis) -> tuple[list[Fault], str | None]:
+    """AC007: what only shows at thousands of rows or columns; and why it could not be looked at, if so."""
     subject, sample = numerics.subject, numerics.sample
-    judged = hand_written or numerics.plain is not None
     short = attempt(subject, sample, setting)
     some = axis.grow(sample, SOME)
     if not short.ran or some is None or (axis is COLUMNS and _numbers(some) > axis.largest):
-        return [], None
-    if not judged and not _sums_grow(subject, sample, axis.grow(sample, SOME // 4) or some, setting):
         return [], None
     longer = attempt(subject, some, setting)
     if not longer.ran:
@@ -146,7 +135,7 @@ def long_sums(numerics: Numerics, setting: Setting, axis: Axis, *, hand_written:
     # wider rows make larger products, whose own rounding plain PyTorch shares: only what is worse than that is a sum's
     before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32 and axis is ROWS)
     measured = long.measure(outcome, setting)
-    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}] if judged else []
+    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}]
     unit = torch.finfo(setting.lowest(sample)).eps / 2
     if not numerics.sighted:
         excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
@@ -266,6 +255,3 @@ def _fix(code: str, culprit: Culprit | None) -> str:
     if code == "AC007" or (culprit and culprit.accumulates and culprit.repeats >= 4):
         return "accumulate in fp32 (`torch.zeros(..., dtype=torch.float32)`) and cast once at the end, or let one matrix product do the sum"
     return "widen once to fp32, finish the arithmetic there (subtract before rounding), and narrow once, in a single store at the end"
-
-
-__all__ = ["COLUMNS", "ROWS", "inexact", "long_sums"]

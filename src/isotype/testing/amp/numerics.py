@@ -1,4 +1,4 @@
-"""AC006, AC007: results with larger errors than their dtypes explain, at the given length and at thousands of rows.
+"""The errors behind AC006 and AC007: results that are further from the truth than their dtypes explain.
 
 The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. The allowed error is `SLACK` times
 that of the yardstick at the same dtypes: the reference, else the function's plain twin, which is its own forward as ordinary differentiable
@@ -6,7 +6,7 @@ PyTorch. Where there is neither, what a rounding of the inputs does to the resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
-from ...dtypes import name
 from ...observe.operators import Operator
 from ...observe.tape import Tape
-from .attempt import Outcome, attempt, incoming_gradient
+from .attempt import Outcome, attempt
 from .samples import Sample, Setting
 from .subjects import Subject
 
@@ -166,29 +165,20 @@ class Numerics:
     @cached_property
     def twin_agrees(self) -> bool:
         """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
-        twin, own = self._twin_and_own(incoming_gradient)
-        return twin is not None and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
-
-    def is_derivative(self, result: str) -> bool | None:
-        """Whether the gradient is the derivative of forward for an incoming gradient of one; None where autograd cannot say."""
-        twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
-        return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
-
-    def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
         wide, setting = torch.float64, Setting(None)
-        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact, gradient=gradient)
-        twin = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin, gradient=gradient)
-        return (twin.results() if twin.ran and not twin.functions else None), own.results()
+        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact).results()
+        run = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin)
+        twin = run.results()
+        return run.ran and not run.functions and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
 
     @property
     def sighted(self) -> bool:
         """Whether there is a yardstick: a reference, or a twin."""
         return self.plain is not None or self.twin_agrees
 
-    def measure(self, outcome: Outcome, setting: Setting, *, blind: bool = False) -> Measured:
-        """Without one, plain code cannot be judged."""
+    def measure(self, outcome: Outcome, setting: Setting) -> Measured:
         truth = self.truth(setting)
-        yardstick, label = (None, _BLIND) if blind else self._yardstick(setting)
+        yardstick, label = self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
         errors, excesses = {}, []
         for result, given in outcome.results().items():
@@ -319,7 +309,3 @@ def _worst_row(given: Tensor, exactly: Tensor, plain: Tensor, rounding: float) -
 
 def percent(value: float) -> str:
     return "not finite" if value == float("inf") else f"{value:.2g}"
-
-
-def words(dtype: torch.dtype) -> str:
-    return name(str(dtype))

@@ -70,12 +70,6 @@ class Sample:
             return set(dtypes.values())
         return {self.tensor(slot).dtype for slot in self.slots} | self.owned
 
-    def differentiates_positionally(self) -> bool:
-        """Whether an argument passed by position is a tensor that wants a gradient (reentrant checkpointing sees no others)."""
-        asking = {slot.index for slot in self.slots if slot.wants_grad}
-        args, _ = self.call_arguments([i in asking for i in range(len(self.leaves))])
-        return any(a is True for a in args)
-
     def fresh(
         self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
     ) -> tuple[list[Any], dict[str, Tensor]]:
@@ -257,14 +251,12 @@ class Setting:
     dtypes   group -> dtype; None: as built
     inside   backward runs inside the autocast region (trainers run it outside)
     produced whether a trainer is sure to produce it; a combination resting on guessed groups is only worth a note
-    wrap     "", "reentrant" or "non-reentrant" gradient checkpointing, or a backend of torch.compile
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] | None
     autocast: torch.dtype | None = None
     inside: bool = False
     produced: bool = True
-    wrap: str = ""
 
     @property
     def by_group(self) -> dict[str, torch.dtype] | None:
@@ -292,8 +284,6 @@ class Setting:
         parts = [dtypes, f"autocast {name(str(self.autocast)) if self.autocast else 'off'}"]
         if self.autocast:
             parts.append("backward inside" if self.inside else "backward outside")
-        if self.wrap:
-            parts.append(f"checkpoint {self.wrap}" if self.wrap in ("reentrant", "non-reentrant") else f"compile {self.wrap}")
         return ", ".join(parts)
 
 
@@ -348,6 +338,3 @@ def _product(groups: tuple[str, ...]) -> Iterator[Setting]:
     for dtypes in combinations:
         for autocast in (None, *LOW):
             yield Setting(dtypes, autocast, produced=False)
-
-
-__all__ = ["INPUT", "LOW", "PARAM", "Setting", "settings", "uniform"]

@@ -1,26 +1,18 @@
-"""How much memory the device has, and the peak memory of this process."""
+"""How much memory the device has, and how much of it this process may use."""
 
 from __future__ import annotations
 
 import ctypes
-import resource
-import sys
 
 import torch
 from torch import nn
+
+from ..step import peak_memory
 
 GiB, MiB = 1 << 30, 1 << 20
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 _RETURNED = 128 << 10  # glibc's own threshold before it grows; setting it keeps it from growing
 _returning = False
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, the process's peak resident size on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def return_freed_blocks() -> bool:

@@ -30,7 +30,7 @@ from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
 from ...precision.parts import local_part
 from ...wording import counted
-from ..eval_mode import random_state_restored
+from ..task import random_state_restored
 from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it

@@ -22,10 +22,12 @@ class Asked:
 
     guidance   the guidance scale of a guidance-distilled model
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels
+    lengths    tokens of each caption, of a family with `own_lengths`
     """
 
     guidance: float = 1.0
     downscale: int = 8
+    lengths: tuple[int, ...] = ()
 
 
 class Family:
@@ -40,6 +42,7 @@ class Family:
     max_text_length  longest caption by default, in tokens of the text encoder; None where every caption has the length of CLIP's
     own_lengths      a caption keeps its own length; those of a batch are padded to the longest, with a `mask`
     encoders         the names of text encoders and tokenizers in the folder
+    not_needed       parts of the pipeline that are never loaded
     latents          what stands between the VAE and the denoiser
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
@@ -53,6 +56,7 @@ class Family:
     downscale: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
     encoders: ClassVar[tuple[str, ...]]
+    not_needed: ClassVar[tuple[str, ...]] = ()
     latents: ClassVar[Latents] = Latents()
     own_lengths: ClassVar[bool] = False
     loads_lora: ClassVar[bool] = True

@@ -102,8 +102,13 @@ class Patched(Latents):
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         found = vae.encode(x_N3HW).latent_dist
+        _, deviation = _running(vae)
+        return self.normalised(vae, patched(found.mean.float())), patched(found.std.float()) / deviation
+
+    def normalised(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
+        """fp32[N C H W]: the VAE's latents, patched, as the denoiser sees them."""
         offset, deviation = _running(vae)
-        return (patched(found.mean.float()) - offset) / deviation, patched(found.std.float()) / deviation
+        return (patched_NCHW - offset) / deviation
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         offset, deviation = _running(vae)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....data.pairs import Pair
-from ....data.rows import IGNORED
-from ....dtypes import to_torch
-from ....optimize import deferring
+from ....optimize.head import loss_of
 from ....wording import counted
-from ..batches import Batch, collate
-from ..loss import model_inputs
+from ..batches import Batch, collate, model_inputs, next_tokens
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,9 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
 
     inside  `dtype` for a token, fp32 for the sum
     """
+    targets = next_tokens(batch, every_row=False)
+    log_probs_N = loss_of(model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype))
     assert batch.counted is not None
-    with deferring() if dtype == "fp32" else nullcontext():
-        logits_BTV = model(**model_inputs(model, batch)).logits
-        targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten().index_select(0, batch.counted)
-        logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1]).index_select(0, batch.counted).to(to_torch(dtype))
-        log_probs_N = F.log_softmax(logits_NV, -1).gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
     by_place = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(0, batch.counted, log_probs_N.float())
     return row_sums(by_place.view(batch.labels.shape))
 

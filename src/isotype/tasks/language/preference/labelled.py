@@ -20,8 +20,7 @@ from ....data.rows import LoadedData
 from ....data.tokens import TokenRows
 from ....distributed.world import World
 from ....errors import UsageError
-from ....training.eval_mode import eval_mode
-from ....training.task import Idle, Words
+from ....training.task import Idle, Words, eval_mode
 from ....wording import counted
 from ..batches import Batch, collate
 from .batch import answer_log_probs
@@ -150,7 +149,7 @@ class FromLabels(Preference):
 
         return [placed(batch) for batch in held]
 
-    def loss_sum(self, model: nn.Module, batch: AnswerBatch, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str) -> Tensor:
         """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""
         logps, section = answer_log_probs(model, batch.answers, dtype=dtype), self.config.preference
         gain = logps - (logps.detach() if batch.reference is None else batch.reference[::2])
@@ -161,4 +160,4 @@ class FromLabels(Preference):
         yes, rewards, said = batch.wanted.float(), section.beta * gain.detach(), logps.detach()
         no = 1.0 - yes
         measures = (yes, rewards * yes, rewards * no, said * yes, said * no, (h.detach() > 0).float(), point.expand_as(yes))
-        return torch.stack([losses.sum(), *(values.sum() for values in measures)])
+        return torch.stack([losses.sum(), *(values.sum() for values in measures)]) / divisor

@@ -98,7 +98,7 @@ class Preference:
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
-    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
@@ -108,7 +108,7 @@ class Preference:
         made = judged(self.name, self.config.preference, Answers(*(values[side::2] for values in both for side in (0, 1))))
         chosen, rejected = made.chosen_rewards, made.rejected_rewards
         measures = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, made.chosen_logps, made.rejected_logps)
-        return torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)])
+        return torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
 
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         """fp32[2 B]: two values a row of the data."""

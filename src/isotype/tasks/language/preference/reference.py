@@ -25,7 +25,7 @@ from ....distributed.agree import fingerprint_of_weights
 from ....distributed.world import World
 from ....errors import UsageError
 from ....precision.parts import local_part
-from ....training.eval_mode import eval_mode
+from ....training.task import eval_mode
 from ....wording import counted
 
 FILE = "reference.safetensors"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ....errors import UsageError
 from ....training.task import Check, Words
+from ..batches import model_inputs
 from ..checks import CHECKS, end_never_learnt
-from ..loss import model_inputs
 from .batch import PairBatch
 from .objective import Preference
 
@@ -38,7 +38,7 @@ class Reward(Preference):
         if config.model.add_tokens:
             raise UsageError("model.add_tokens with train.objective: reward is not offered: the tokens were never trained")
 
-    def loss_sum(self, model: nn.Module, batch: PairBatch, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str) -> Tensor:
         scores = model(**model_inputs(model, batch.answers)).logits.squeeze(-1).float()
         chosen, rejected = scores[::2], scores[1::2]
         margin = chosen - rejected
@@ -46,7 +46,7 @@ class Reward(Preference):
         if coefficient := self.config.preference.center_rewards_coefficient:
             losses = losses + coefficient * (chosen + rejected).square()
         measures = ((margin > 0).float(), margin, (chosen + rejected) / 2)
-        return torch.stack([losses.sum(), *(values.detach().sum() for values in measures)])
+        return torch.stack([losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         """Those of rows and tokens; nothing is generated, and the trials of packing and padding read logits of every position."""

@@ -1,0 +1,174 @@
+"""What computes on rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch elsewhere. T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...environment.planned import is_planned, stands_for
+from ..backend import cpp_runs, triton_runs
+from ..cpp import CppKernels
+from ..library import library_op
+from . import eager
+from .eager import RowValues, Upstream, Wanted, room
+from .rule import LossRule
+
+KERNELS = CppKernels(
+    __file__,
+    losses_and_gradients="dpiiipppiffffpif",
+    gradients_from_lse="dpiiipppiffffpiii",
+    row_values="dpiiipffpppppp",
+    row_value_gradients="dpiiippppppffpii",
+)
+
+
+def _rows(logits_TV: Tensor) -> Tensor:
+    return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
+
+
+def _losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None, dloss: float) -> tuple[Tensor, Tensor]:
+    logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
+    tokens, classes = logits_TV.shape
+    loss_T = torch.empty(tokens, dtype=torch.float32)
+    lse_T = torch.empty_like(loss_T)
+    stride = 0 if out_TV is None else out_TV.stride(0)
+    KERNELS(
+        "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
+        *rule.values, out_TV, stride, dloss,
+    )  # fmt: skip
+    return loss_T, lse_T
+
+
+class Cpp:
+    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride."""
+
+    @staticmethod
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+        """(loss, logsumexp), each fp32[T]; 0 for an ignored row."""
+        return _losses(logits_TV, targets_T, rule, None, 0.0)
+
+    @staticmethod
+    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
+
+        out_TV   may be `logits_TV` itself when the caller owns it
+        """
+        assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
+        return _losses(logits_TV, targets_T, rule, out_TV, float(dloss))
+
+    @staticmethod
+    def cross_entropy_backward(
+        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    ) -> Tensor:
+        """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
+        assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
+        logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
+        dloss_T = dloss_T.to(torch.float32).contiguous()
+        tokens, columns = logits_TV.shape
+        KERNELS(
+            "gradients_from_lse", logits_TV.dtype, logits_TV, tokens, columns, logits_TV.stride(0), targets_T, lse_T.contiguous(), dloss_T,
+            *rule.values, out_TV, out_TV.stride(0), classes, first,
+        )  # fmt: skip
+        return out_TV
+
+    @staticmethod
+    def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+        """The values of each row; no target is ignored."""
+        logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
+        values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
+        KERNELS(
+            "row_values", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, rule.logit_scale, rule.softcap,
+            *(t if t.numel() else None for t in (*values[:5], values.top1)),
+        )  # fmt: skip
+        return values
+
+    @staticmethod
+    def row_value_gradients(
+        logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    ) -> Tensor:
+        """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
+        assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
+        logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
+        held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
+        KERNELS(
+            "row_value_gradients", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, lse_N.contiguous(), *held,
+            rule.logit_scale, rule.softcap, out_NV, out_NV.stride(0), first,
+        )  # fmt: skip
+        return out_NV
+
+
+def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
+def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
+
+
+@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
+def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
+
+
+class Planned:
+    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
+
+    @staticmethod
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+        return _kernel_forward(logits_TV, targets_T)
+
+    @staticmethod
+    def cross_entropy_backward(
+        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    ) -> Tensor:
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return out_TV
+
+    @staticmethod
+    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return loss_T, lse_T
+
+
+class Paths(Protocol):
+    """What the modules `triton` and `eager` and the class `Cpp` offer."""
+
+    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
+    def cross_entropy_backward(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
+    ) -> Tensor: ...
+    def loss_and_gradient(
+        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+    def row_values(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
+    def row_value_gradients(
+        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
+    ) -> Tensor: ...
+
+
+def row_paths(x: Tensor) -> Paths | type[Cpp]:
+    """What computes on rows of logits: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
+    if triton_runs(x):
+        from . import triton
+
+        return triton
+    return Cpp if cpp_runs(KERNELS, x) else eager
+
+
+def loss_paths(x: Tensor) -> Paths | type[Cpp] | type[Planned]:
+    """`row_paths`, or for a plan of a GPU its kernels as operators."""
+    planned = is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
+    return Planned if planned and not triton_runs(x) else row_paths(x)

@@ -1,0 +1,163 @@
+"""TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)` gives the same fields.
+
+SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs the backbone, projects the labelled
+positions and returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without the flag TRL's
+runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..instance_method import put, settings_of
+from ..ops import linear_log_probs
+from ..ops.backend import autocast_off
+
+IGNORED = -100
+# TRL's name of a field -> the op's
+FIELDS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logits", "is_top1": "top1"}
+_NEEDED = {
+    "temperature", "cast_lm_head_to_fp32", "outputs", "logit_scale", "final_logit_softcapping", "text_config", "backbone_attr",
+    "original_forward",
+}  # fmt: skip
+
+
+@dataclass
+class FusedHead:
+    """What TRL's forward was made with, and what has run.
+
+    before  TRL's bound forward
+    calls   how often the op answered, and why TRL's own code did
+    """
+
+    before: Any
+    options: dict[str, Any]
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+def trls_forward(model: nn.Module) -> Any | None:
+    """TRL's bound forward on this instance, or None."""
+    bound = model.__dict__.get("forward")
+    function = getattr(bound, "__func__", None)
+    written = getattr(function, "__globals__", {}).get("__name__")
+    # functools.wraps renames it: its code keeps its name
+    code = getattr(function, "__code__", None)
+    return bound if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward" else None
+
+
+def fused_head_of(model: nn.Module) -> FusedHead | None:
+    """What answers on this instance, or None."""
+    found = settings_of(model)
+    return found if isinstance(found, FusedHead) else None
+
+
+def why_no_fused_head(model: nn.Module) -> str | None:
+    """Why the op cannot answer for TRL's forward on this instance, or None."""
+    options = _closure(trls_forward(model))
+    missing = _NEEDED - set(options)
+    if missing:
+        return f"TRL's fused head has another form here (no {', '.join(sorted(missing))})"
+    unknown = set(options["outputs"]) - {"log_probs", *FIELDS}
+    return f"TRL's fused head has fields that the op has not: {', '.join(sorted(unknown))}" if unknown else None
+
+
+def place_fused_head(model: nn.Module) -> None:
+    """Puts the op in the place of TRL's forward."""
+    bound = trls_forward(model)
+    put(model, fused_head_forward, FusedHead(bound, _closure(bound)))
+
+
+def _closure(bound: Any) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(bound.__func__).nonlocals)
+
+
+def fused_head_forward(
+    self: Any,
+    *args: Any,
+    fused_lm_head: bool = False,
+    labels: Any = None,
+    shift_labels: Any = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> Any:
+    head: FusedHead = settings_of(self)
+    why_not = _why_trls_code(self, labels, shift_labels) if fused_lm_head else None
+    if not fused_lm_head or why_not:
+        if why_not:
+            head.calls[why_not] += 1
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        # by the function, so that a deep copy's calls its own model
+        return head.before.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+    options, text_config = head.options, head.options["text_config"]
+    kwargs["use_cache"] = False
+    if getattr(text_config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    made = getattr(self, options["backbone_attr"])(*args, **kwargs)
+    hidden = made.last_hidden_state if shift_labels is not None else made.last_hidden_state[:, :-1]
+    labels = shift_labels if shift_labels is not None else labels[:, 1:]
+    head.calls["linear_log_probs"] += 1
+    return _output(self, head, hidden, labels, num_items_in_batch, made, kwargs)
+
+
+def _why_trls_code(model: Any, labels: Any, shift_labels: Any) -> str | None:
+    """Why TRL's own code answers this call, or None."""
+    if not isinstance(shift_labels if shift_labels is not None else labels, Tensor):
+        return "no labels"
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if hasattr(weight, "ds_id"):
+        return "the head is sharded by DeepSpeed, which gathers it for TRL's code"
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return f"the head is a {type(head).__name__}"
+    return None
+
+
+def _output(
+    model: Any, head: FusedHead, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, made: Any, kwargs: dict[str, Any]
+) -> Any:  # fmt: skip
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    options = head.options
+    projection = model.get_output_embeddings()
+    weight, bias = projection.weight, projection.bias
+    if hasattr(weight, "full_tensor"):  # sharded by FSDP2
+        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+    hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+    if options["cast_lm_head_to_fp32"]:
+        with autocast_off(hidden):
+            values = _values(options, hidden.float(), weight, bias, labels)
+    else:
+        values = _values(options, hidden, weight, bias, labels)
+    mask = labels != IGNORED
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -values.log_probs.sum() / count
+    aux_loss = _router_loss(options["text_config"], made, kwargs) if kwargs.get("output_router_logits") else None
+    if aux_loss is not None:
+        loss = loss + getattr(options["text_config"], "router_aux_loss_coef", 0.0) * aux_loss
+    fields = {name: getattr(values, ours) for name, ours in FIELDS.items()}
+    fields["is_top1"] = None if values.top1 is None else values.top1 == labels
+    if fields["is_top1"] is not None:
+        fields["is_top1"] = fields["is_top1"] & mask
+    return FusedCausalLMOutput(loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields)
+
+
+def _values(options: dict[str, Any], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Any:
+    return linear_log_probs(
+        hidden, weight, labels, bias=bias, outputs=("log_probs", *(ours for name, ours in FIELDS.items() if name in options["outputs"])),
+        logit_scale=options["logit_scale"], softcap=options["final_logit_softcapping"], temperature=options["temperature"],
+    )  # fmt: skip
+
+
+def _router_loss(text_config: Any, made: Any, kwargs: dict[str, Any]) -> Any:
+    """The mixture's load-balancing loss, as transformers' own forward adds it."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(
+        made.router_logits, text_config.num_experts, text_config.num_experts_per_tok, kwargs.get("attention_mask")
+    )

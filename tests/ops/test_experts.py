@@ -1,0 +1,127 @@
+"""The op of stacked experts in each of its forms beside plain PyTorch, and the gradient of a routing weight."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.errors import DtypeError, ShapeError
+from isotype.ops import cpp
+from isotype.ops.backend import using
+from isotype.ops.experts import Adapter, Clamped, experts, groups
+from isotype.ops.experts.op import experts_reference
+from tests.ops.trials import FACTOR, error
+
+TOKENS, PLACES, EXPERTS, HIDDEN, INNER, RANK = 37, 2, 5, 24, 19, 3
+GATES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "clamped": Clamped(1.7, 0.8), "relu": torch.relu}
+COMPILED = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
+BACKENDS = ["eager", pytest.param("cpp", marks=COMPILED)]
+
+
+def normed(weight, o):
+    return F.rms_norm(o, (o.shape[-1],), weight.to(o.dtype))
+
+
+class Call:
+    """One call and its gradients. Values are drawn in fp64 and rounded to `dtype`; adapters are `adapter`."""
+
+    def __init__(self, *, gate="silu", biased=False, transposed=False, lora=False, norm=False, dtype=torch.float64, adapter=None):
+        generator = torch.Generator().manual_seed(0)
+
+        def made(*shape, dtype=dtype):
+            return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5).to(dtype).requires_grad_()
+
+        width = INNER if gate == "relu" else 2 * INNER
+        self.x, self.w = made(TOKENS, HIDDEN), made(TOKENS, PLACES)
+        # the last expert has no row
+        self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:PLACES] for _ in range(TOKENS)])
+        self.up = made(*((EXPERTS, HIDDEN, width) if transposed else (EXPERTS, width, HIDDEN)))
+        self.down = made(*((EXPERTS, INNER, HIDDEN) if transposed else (EXPERTS, HIDDEN, INNER)))
+        self.leaves = {"x": self.x, "w": self.w, "up": self.up, "down": self.down}
+        self.options = {"activation": GATES[gate], "transposed": transposed}
+        adapter = adapter or dtype
+        for name, rows, columns in (("up", width, HIDDEN), ("down", HIDDEN, INNER)):
+            if biased:
+                self.leaves[f"{name}_bias"] = self.options[f"{name}_bias"] = made(EXPERTS, rows)
+            if lora:
+                # B as PEFT keeps it: the expert is its fast index
+                a, b = made(EXPERTS, RANK, columns, dtype=adapter), made(rows, RANK, EXPERTS, dtype=adapter)
+                self.leaves |= {f"{name}_a": a, f"{name}_b": b}
+                self.options[f"{name}_adapter"] = Adapter(a, b.permute(2, 0, 1), 2.0)
+        self.norms = ()
+        if norm:
+            weight = self.leaves["norm"] = made(HIDDEN)
+            self.options["norm"], self.norms = partial(normed, weight), (weight,)
+        self.dy = made(TOKENS, HIDDEN).detach()
+
+    def run(self, op, **more):
+        y = op(self.x, self.index, self.w, self.up, self.down, **self.options, **more)
+        grads = torch.autograd.grad(y, tuple(self.leaves.values()), self.dy.to(y.dtype))
+        return {"y": y.detach(), **dict(zip(self.leaves, grads))}
+
+
+FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), pytest.param("cpp", torch.float32, marks=COMPILED)])
+def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, monkeypatch):
+    monkeypatch.setattr(groups, "ROWS", 30)
+    for gate, biased, transposed, lora, norm in FORMS:
+        call = Call(gate=gate, biased=biased, transposed=transposed, lora=lora, norm=norm, dtype=dtype)
+        with using(backend):
+            got = call.run(experts, norms=call.norms)
+        for name, want in call.run(experts_reference).items():
+            assert got[name].dtype == want.dtype
+            assert error(got[name], want) < (1e-12 if dtype == torch.float64 else 5e-6), (name, gate, biased, transposed, lora, norm)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", [("silu", False, False), ("clamped", True, True)], ids=["silu", "clamped-bias-transposed"])
+def test_bf16_is_as_exact_as_plain_pytorch_and_adapter_gradients_are_fp32(form, backend, monkeypatch):
+    monkeypatch.setattr(groups, "ROWS", 30)
+    gate, biased, transposed = form
+    options = {"gate": gate, "biased": biased, "transposed": transposed, "lora": True}
+    call = Call(**options, dtype=torch.bfloat16, adapter=torch.float32)
+    with using(backend):
+        got = call.run(experts)
+    # the same values in fp64
+    exact = Call(**options)
+    for name, leaf in exact.leaves.items():
+        leaf.data.copy_(call.leaves[name].data)
+    exact.dy.copy_(call.dy)
+    truth, plain = exact.run(experts_reference), call.run(experts_reference)
+    for name, want in truth.items():
+        assert got[name].dtype == (torch.float32 if name[-2:] in ("_a", "_b") else torch.bfloat16)
+        assert error(got[name], want) <= FACTOR * error(plain[name], want), name
+
+
+def test_the_gradient_of_a_routing_weight_of_zero_is_exact():
+    call = Call(dtype=torch.float64)
+    with torch.no_grad():
+        call.w.zero_()
+    got, want = call.run(experts), call.run(experts_reference)
+    assert want["w"].abs().min() > 0
+    assert error(got["w"], want["w"]) < 1e-12
+
+
+def test_no_expert_output_is_kept():
+    """x, the first layer's output, products with A, and the order of the rows: nothing of rows times hidden features besides x."""
+    call, kept = Call(lora=True, dtype=torch.float32), []
+    weights = {t.untyped_storage().data_ptr() for name, t in call.leaves.items() if name != "x"}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        experts(call.x, call.index, call.w, call.up, call.down, **call.options)
+    rows = TOKENS * PLACES
+    of_rows = {tuple(t.shape) for t in kept if t.untyped_storage().data_ptr() not in weights and t.shape[:1] == (rows,)}
+    assert of_rows == {(rows, 2 * INNER), (rows, RANK), (rows,)}
+
+
+def test_wrong_shapes_are_refused():
+    call = Call()
+    with pytest.raises(ShapeError, match=r"up is |up \["):
+        experts(call.x, call.index, call.w, call.up.transpose(1, 2), call.down)
+    with pytest.raises(DtypeError, match="index is"):
+        experts(call.x, call.w, call.w, call.up, call.down)

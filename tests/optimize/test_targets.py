@@ -1,0 +1,104 @@
+"""A causal LM that is given targets: its head computes the loss, the same as that of its logits, and no logits exist."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from isotype import optimize, restore
+from isotype.optimize.head import Targets, loss_of, takes_targets
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
+from isotype.tasks.language.batches import collate, next_tokens
+from tests.models import lora, rows, tiny
+
+BATCH = collate(rows(4), pad_id=0)
+INPUTS = BATCH.inputs
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Shifted(LlamaForCausalLM):
+    """Adds to its logits, which is no scale and no softcap."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + 0.5
+        return output
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "cohere", "granite"])
+def test_the_heads_loss_is_that_of_the_logits(family, each, monkeypatch):
+    model = tiny(family, **({"logits_scaling": 3.0} if family == "granite" else {}))
+    targets = next_tokens(BATCH, every_row=not each)
+    targets = Targets(targets.classes, targets.rows, divisor=None if each else 7, each=each)
+    wanted = targets.of_logits(model(**INPUTS).logits)
+    theirs = gradients(model, wanted)
+    optimize(model)
+    assert takes_targets(model)
+    monkeypatch.setattr(F, "cross_entropy", None)  # of logits
+    output = model(**INPUTS, targets=targets)
+    torch.testing.assert_close(output.loss, wanted)
+    assert output.logits.numel() == 0
+    for name, gradient in gradients(model, output.loss).items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert restore(model)
+    assert not takes_targets(model)
+
+
+def test_the_divisor_is_inside_the_op():
+    """A gradient that is divided after it was rounded to bf16 is rounded twice."""
+    model = tiny("llama").bfloat16()
+    targets, exact = next_tokens(BATCH, every_row=True), copy.deepcopy(model).double()
+    divided = Targets(targets.classes, divisor=7)
+    theirs = gradients(exact, divided.of_logits(exact(**INPUTS).logits.float()))["lm_head.weight"]
+    optimize(model)
+
+    def error(loss):
+        return float((gradients(model, loss)["lm_head.weight"].double() - theirs).norm() / theirs.norm())
+
+    assert error(loss_of(model, INPUTS, divided)) < error(loss_of(model, INPUTS, targets) / 7)
+
+
+def test_another_forward_gets_logits_and_the_manifest_says_why():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = Shifted(LlamaConfig(**sizes, pad_token_id=0))
+    targets = next_tokens(BATCH, every_row=True)
+    wanted = loss_of(model, INPUTS, targets)
+    (entry,) = [entry for entry in optimize(model).entries if entry.part == "head"]
+    assert not takes_targets(model)
+    assert entry.reason == "deferred logits; takes no targets: its forward does more to the logits than a scale and a softcap"
+    torch.testing.assert_close(loss_of(model, INPUTS, targets), wanted)
+
+
+def test_a_backward_hook_of_the_head_gets_the_gradient_of_logits():
+    model, targets, seen = tiny("llama"), next_tokens(BATCH, every_row=True), []
+    wanted = float(targets.of_logits(model(**INPUTS).logits).detach())
+    optimize(model)
+    model.lm_head.register_full_backward_hook(lambda module, into, out: seen.append(out[0].shape))
+    loss = loss_of(model, INPUTS, targets)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(wanted)
+    assert seen == [(*BATCH.input_ids.shape, model.config.vocab_size)]
+
+
+def test_wrappers_of_adapter_and_precision_hand_targets_on():
+    model = lora(tiny("gemma2", dtype=torch.bfloat16))
+    optimize(model, PRESETS["bf16-lora"])
+    apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
+    targets = Targets(next_tokens(BATCH, every_row=True).classes, divisor=5)
+    loss = loss_of(model, INPUTS, targets)
+    assert (loss.dtype, takes_targets(model)) == (torch.float32, True)
+    found = copy.deepcopy(model)
+    assert torch.equal(loss_of(found, INPUTS, targets), loss)
+    torch.testing.assert_close(targets.of_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0)

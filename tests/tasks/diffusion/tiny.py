@@ -1,0 +1,152 @@
+"""Tiny pipelines of the families beside those in models.py; random weights. Each function saves one as a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from benchmarks.diffusion_matrix import qwen_image as qwen_transformer
+from benchmarks.diffusion_matrix import sana as sana_transformer
+from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
+    AutoencoderDC,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    QwenImagePipeline,
+    SanaPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from .models import WIDTH, WORDS, clip, t5, tokenizer, vae
+
+TEMPLATE = "{% for m in messages %}a {{ m.content }} on{% endfor %}"
+TEXT = {
+    "vocab_size": len(WORDS), "hidden_size": 2 * WIDTH, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def chatting(length: int):
+    made = tokenizer(length)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def dynamic() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+
+
+def qwen(folder: Path) -> None:
+    text = {**TEXT, "num_hidden_layers": 1, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4}
+    QwenImagePipeline(
+        transformer=qwen_transformer(), scheduler=dynamic(), tokenizer=tokenizer(256),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
+        vae=AutoencoderKLQwenImage(
+            base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
+        ),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def z_image(folder: Path) -> None:
+    ZImagePipeline(
+        transformer=ZImageTransformer2DModel(
+            in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=2 * WIDTH, axes_dims=[4, 6, 6],
+            axes_lens=[64, 32, 32],
+        ),
+        vae=vae(4), text_encoder=Qwen3ForCausalLM(Qwen3Config(**TEXT, num_hidden_layers=2)), tokenizer=chatting(64),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def flux2_vae() -> AutoencoderKLFlux2:
+    made = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1, latent_channels=4, norm_num_groups=4, use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
+    made.bn.running_mean.normal_(std=0.2)
+    made.bn.running_var.uniform_(0.5, 2.0)
+    return made
+
+
+def klein(folder: Path) -> None:
+    Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=3 * 2 * WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False, timestep_guidance_channels=32,
+        ),
+        vae=flux2_vae(), text_encoder=Qwen3ForCausalLM(Qwen3Config(**TEXT, num_hidden_layers=27)), tokenizer=chatting(64),
+        scheduler=dynamic(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def chroma(folder: Path) -> None:
+    ChromaPipeline(
+        transformer=ChromaTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=2 * WIDTH,
+            axes_dims_rope=(4, 6, 6), approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1,
+        ),
+        vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8), scheduler=dynamic(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def sd1(folder: Path) -> None:
+    StableDiffusionPipeline(
+        unet=UNet2DConditionModel(
+            block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4, norm_num_groups=4,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            attention_head_dim=4, cross_attention_dim=WIDTH,
+        ),
+        vae=vae(4), text_encoder=clip(projection=False), tokenizer=tokenizer(8), safety_checker=None, feature_extractor=None,
+        scheduler=DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"), requires_safety_checker=False,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def sana(folder: Path) -> None:
+    SanaPipeline(
+        transformer=sana_transformer(), text_encoder=Gemma2Model(Gemma2Config(**TEXT, num_hidden_layers=1)), tokenizer=tokenizer(400),
+        vae=AutoencoderDC(
+            latent_channels=4, attention_head_dim=4, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
+            encoder_layers_per_block=(1, 1, 1), decoder_layers_per_block=(1, 1, 1), encoder_qkv_multiscales=((), (), ()),
+            decoder_qkv_multiscales=((), (), ()), scaling_factor=0.41,
+        ),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", flow_shift=3.0, use_flow_sigmas=True),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def auraflow(folder: Path) -> None:
+    AuraFlowPipeline(
+        transformer=AuraFlowTransformer2DModel(
+            sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
+            num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=2 * WIDTH, pos_embed_max_size=64,
+        ),
+        vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8), scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+MAKES = {make.__name__: make for make in (qwen, z_image, klein, chroma, sd1, sana, auraflow)}
+
+
+def make(name: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    MAKES[name](folder)
