@@ -119,7 +119,7 @@ def forward(
     for rows, x_NH, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
         targets_N = targets_T[rows].masked_fill(ignored, 0)
-        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
+        more: dict[str, Any] = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
         values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
         for whole, part in zip(out.values, values):
             if whole.numel():
@@ -134,15 +134,8 @@ def forward(
             continue
         one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
         upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
-        compute.row_value_gradients(
-            z_NV,
-            targets_N,
-            values.logsumexp.masked_fill(ignored, torch.inf),
-            upstream,
-            rule,
-            g_NV,
-            **({"again": source.again} if source else {}),
-        )
+        lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
+        compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
         chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
     return out
 
