@@ -13,7 +13,7 @@ PICTURE, PATCH = 56, 14  # 4 x 4 patches, which become 2 x 2 tokens where a fami
 TOKENS = (
     "<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>", "<IMG_CONTEXT>", "<img>", "</img>", "<fake_token_around_image>", "<global-img>", "<|image|>",
-    "<|begin|>", *(f"<row_{i}_col_{j}>" for i in (1, 2, 3) for j in (1, 2, 3)),
+    "<end_of_utterance>", "<|begin|>", *(f"<row_{i}_col_{j}>" for i in (1, 2, 3) for j in (1, 2, 3)),
 )  # fmt: skip
 _TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -116,4 +116,72 @@ def saved(family: str, folder: Path) -> Path:
     """The folder of such a model with its tokenizer."""
     tiny_vlm(family).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+# what a chat template writes: parts in their order, a picture as `{mark}`
+_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_QWEN = {
+    "processor_class": "Qwen2_5_VLProcessor", "mark": "<|vision_start|><|image_pad|><|vision_end|>",
+    "images": {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}},
+}  # fmt: skip
+_IDEFICS3 = {
+    "processor_class": "Idefics3Processor", "mark": "<image>", "processor": {"image_seq_len": 4},
+    "names": {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>", "global_image_token": "<global-img>"},
+    "images": {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}},
+}  # fmt: skip
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "processor_class": "Gemma3Processor", "mark": "<start_of_image>", "processor": {"image_seq_length": 4},
+        "names": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "images": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": PICTURE, "width": PICTURE}},
+    },
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": {**_QWEN, "processor_class": "Qwen3VLProcessor"},
+    "qwen3_5": {**_QWEN, "processor_class": "Qwen3VLProcessor"},
+    "smolvlm": _IDEFICS3,
+    "idefics3": _IDEFICS3,
+    "llava": {
+        "processor_class": "LlavaProcessor", "mark": "<image>",
+        "processor": {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "images": {
+            "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": PICTURE},
+            "crop_size": {"height": PICTURE, "width": PICTURE},
+        },
+    },
+    "internvl": {
+        "processor_class": "InternVLProcessor", "mark": "<IMG_CONTEXT>", "processor": {"image_seq_length": 4},
+        "names": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+                  "video_token": "<|video_pad|>"},
+        "images": {
+            "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": PICTURE, "width": PICTURE}, "crop_to_patches": False,
+        },
+    },
+    "mllama": {
+        "processor_class": "MllamaProcessor", "mark": "<|image|>",
+        "images": {"image_processor_type": "MllamaImageProcessor", "size": {"height": PICTURE, "width": PICTURE}, "max_image_tiles": 4},
+    },
+}  # fmt: skip
+
+
+def saved_with_processor(family: str, folder: Path, **text: Any) -> Path:
+    """The same with the files of a processor, written by hand as repositories have them: processors of some families need torchvision."""
+    import json
+
+    made = PROCESSORS[family]
+    tiny_vlm(family, **text).save_pretrained(folder)
+    tokens = tokenizer()
+    # Llama 3.2's processor adds a beginning where a text has none
+    tokens.chat_template = ("{{ bos_token }}" if family == "mllama" else "") + _CHAT.replace("MARK", made["mark"])
+    tokens.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["extra_special_tokens"] = {**made.get("names", {})} or config.get("extra_special_tokens", {})
+    file.write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**made["images"], "processor_class": made["processor_class"]}))
+    (folder / "processor_config.json").write_text(json.dumps({**made.get("processor", {}), "processor_class": made["processor_class"]}))
     return folder

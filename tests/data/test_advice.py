@@ -155,15 +155,6 @@ def test_the_columns_advised_read_all_that_a_row_has(
     assert not [note for note in found.facts["notes"] if "is not read" in note]
 
 
-def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:
-    said = error_of(tmp_path, families, "x.jsonl", lines({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}))
-    assert "contents is a list of turns: write it as messages" in said
-    turns = lines({"text": "q", "role": "prompter", "parent_id": None}, {"text": "a", "role": "assistant", "parent_id": "1"})
-    assert "put the turns of each conversation together" in error_of(tmp_path, families, "y.jsonl", turns)
-    found = load_data(DataSection(train=str(tmp_path / "y.jsonl"), format="text", eval_split=0), families.of("chatml"), seed=0)
-    assert len(found.train) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -60,6 +61,16 @@ def test_a_second_run_finds_the_rows_of_the_first(load: Any, monkeypatch: pytest
         assert (loaded.train, loaded.eval, loaded.prompts) == (plain.train, plain.eval, plain.prompts)
         assert without_cache(loaded.facts) == without_cache(plain.facts)
     assert load(packing=True, eval_split=0.2).facts["packing"], "packing and split come after the cache"
+
+
+def test_an_entry_is_a_safetensors_file(load: Any) -> None:
+    from safetensors.numpy import load_file
+
+    load()
+    (path,) = Path("kept").iterdir()
+    columns = load_file(path)
+    assert int(columns["ends"][-1]) == len(columns["ids"]) == len(columns["learnt"])
+    assert np.array_equal(read_entry(path).ids, columns["ids"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """JSON arrays are read through a window: what is read does not depend on where blocks end, and neither does an error's place."""
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,21 @@ def test_a_row_without_end_is_refused_before_memory_is(tmp_path, monkeypatch):
     monkeypatch.setattr(json_rows, "MOST", 1000)
     with pytest.raises(UsageError, match=r"a row of more than .* characters: a bracket or a quote is not closed"):
         rows_of(tmp_path, '["' + "a" * 5000, 100, monkeypatch)
+
+
+@pytest.mark.full
+def test_an_array_in_one_line_takes_the_memory_of_a_row(tmp_path):
+    file = tmp_path / "a.json"
+    row = {"text": "word " * 100}
+    file.write_text("[" + ", ".join([json.dumps(row)] * 20_000) + "]")
+    tracemalloc.start()
+    try:
+        assert sum(record.value == row for record in read_json(file, "a.json")) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert file.stat().st_size > 10_000_000
+    assert peak < 6 * read.BLOCK
 
 
 @pytest.mark.parametrize(

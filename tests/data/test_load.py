@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +208,28 @@ def test_a_limit_of_all_sources_says_what_it_leaves_of_each(write: Any, load: An
     assert "limit: N" in str(raised.value)
 
 
+def test_the_limit_of_plain_texts_counts_over_all_files_and_says_how_many_windows_there_are(write: Any, load: Any) -> None:
+    Path("books").mkdir()
+    for name in ("one", "two"):
+        write(f"books/{name}.txt", "The quick brown fox jumps over the lazy dog. " * 500)
+    whole = load(train="books", max_length=32, eval_split=0.0).facts["train"]["files"][0]
+    assert "of_about" not in whole
+    for data in ([{"name": "books", "limit": 20}], "books"):
+        facts = load(train=data, max_length=32, eval_split=0.0, limit=None if data != "books" else 20).facts
+        (file,) = facts["train"]["files"]
+        assert (facts["train"]["rows"], file["rows"]) == (20, 20)
+        assert abs(file["of_about"] - whole["rows"]) <= 0.02 * whole["rows"]
+        assert source_lines(facts)[0].startswith(f"books (training): 2 files, 20 rows of about {file['of_about']:,} (limit), text: ")
+
+
+def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
+    rows = [chat("hi", "yes " * 90), chat("word " * 90, "yes"), chat("a", "b")]
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
+    assert loaded.facts["train"]["truncated"] == 1
+    assert loaded.facts["train"]["dropped"] == [{"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}]
+    assert len(loaded.facts["notes"]) == 2
+
+
 def test_prompts_of_the_user_are_rendered_and_empty_ones_refused(families: SimpleNamespace) -> None:
     tokenizer = families.of("mistral")
     (chat_prompt,) = prompts_from(["why?"], tokenizer, chat_template=tokenizer.chat_template)
@@ -382,31 +403,6 @@ def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any)
     seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
     assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
     assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "counted"),
-    [
-        ("rows.jsonl", [{"text": "a lamp"}, {"text": "a lamp{end} a boat"}, {"text": "{begin}a boat{end}"}], "1 row has"),
-        ("pairs.jsonl", [{"prompt": "a{end}b", "completion": "c"}, {"prompt": "a", "completion": "c{begin}d"}], "2 rows have"),
-        ("book.txt", "a lamp{end}a boat{end}", "1 row has"),
-        ("plain.txt", "a lamp and a boat", None),
-    ],
-)
-def test_the_text_of_a_special_token_in_plain_text_is_told(
-    write: Any, families: SimpleNamespace, name: str, rows: Any, counted: str | None
-) -> None:
-    tokenizer = deepcopy(families.of("mistral"))
-    tokenizer.chat_template = None
-    begin, end = tokenizer.bos_token, tokenizer.eos_token
-
-    def written(value: Any) -> Any:
-        return {k: written(v) for k, v in value.items()} if isinstance(value, dict) else value.format(begin=begin, end=end)
-
-    path = write(name, [written(row) for row in rows] if isinstance(rows, list) else written(rows))
-    notes = load_data(DataSection(train=path, eval_split=0.0), tokenizer, seed=0).facts["notes"]
-    told = [note for note in notes if "the text of a special token" in note]
-    assert told == ([f"{counted} the text of a special token in their content; the tokenizer reads it as that token"] if counted else [])
 
 
 def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: Any) -> None:

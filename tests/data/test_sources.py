@@ -125,17 +125,21 @@ def test_files_named_as_other_splits_beside_train_are_told(
         assert told is None or told.replace("set:", f"{name}:") in said[0]
 
 
-def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
-    (folder / "elsewhere.jsonl").write_bytes(lines(ROWS[:1]))
-    (folder / "set/deep/b.jsonl").symlink_to(folder / "elsewhere.jsonl")
-    (folder / "set/deep/again").symlink_to(folder / "set")
-    one = found("set/**/[abc].*")
-    assert asked(one) == [row["prompt"] for row in (*ROWS[:8], ROWS[0], *ROWS[8:])]
-    assert [note for note in one.notes if "each is read once" in note]
-    (folder / "set/part.jsonl").symlink_to(folder / "gone.jsonl")
-    for name in ("set", "set/*.jsonl"):
-        with pytest.raises(UsageError, match=r"set/part\.jsonl: a link to .*gone\.jsonl, which does not exist"):
-            found(name)
+def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS[:1]).slice(0, 0), folder / "set/d.parquet")
+    (folder / "set/e.jsonl").write_bytes(b"")
+    (folder / "set/f.csv").write_bytes(b"prompt,completion\n")
+    (folder / "set/g.csv").write_bytes(b"\n")
+    one = found("set")
+    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert one.facts()["files"] == 3
+    assert "set: 4 of 7 files hold no rows (d.parquet, e.jsonl, f.csv, ...)" in one.notes
+    with pytest.raises(UsageError, match="none of its 2 files holds a row"):
+        found("set/[ef].*")
+    with pytest.raises(UsageError, match=r"set/d\.parquet: the file holds no rows"):
+        found("set/d.parquet")
+    with pytest.raises(UsageError, match=r"set/e\.jsonl: the file is empty"):
+        found("set/e.jsonl")
 
 
 def test_the_limit_counts_over_all_files(folder: Path) -> None:

@@ -113,24 +113,6 @@ def test_a_refusal_before_anything_is_started(toy, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_from_two_to_four_to_one(configured, tmp_path):
-    whole = configured("whole", **LORA)
-    assert train_language(whole) == 0
-    configured("moved", **(LORA | {"run": {"save_every": 2, "keep": 9}}))
-    folder = tmp_path / "moved"
-    assert run(2, tmp_path / "moved.yaml")[0] == 0
-    for step in (4, 6):
-        shutil.rmtree(folder / f"checkpoints/step_{step}")
-    status, said = run(4, resume=folder)
-    assert status == 0, said
-    assert "saved by 2 processes, goes on with 4 processes: the same rows; dropout, where the model has any, draws differently" in said
-    shutil.rmtree(folder / "checkpoints/step_6")
-    assert train_language(load(folder / "resolved.yaml", [], {}, resolved=True), resume=folder) == 0
-    close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
-
-
-@pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]
 )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.config.load import load
 from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit, rows_of_each, units_of, whole_tensors
@@ -135,6 +136,32 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
     parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
     whole = weights_of(tmp_path / "two")["model.norm.weight"]
     assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=in_full)])
+def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
+    """On a CPU the setting is refused; here the copies are made all the same, on the spot."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers = 5  # the last two calls keep what they have on the device
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    sections = {"model": {"name": str(base)}}
+    sections["train"] = STEPS | {"gradient_checkpointing": "layers"}
+    assert train(configured("one", **sections)) == 0
+    sections["train"] = STEPS | {"gradient_checkpointing": "layers+offload"}
+    configured("two", **sections, parallel={"kind": kind})
+    status, said = run(2, tmp_path / "two.yaml", offload=tmp_path / "fetched")
+    assert status == 0, said
+    assert "recompute layers+offload: all of 5" in said
+    for rank in (0, 1):  # two steps' two passes at least, and the inputs of three layers
+        assert int((tmp_path / f"fetched.{rank}").read_text()) >= 2 * 2 * 3, said
+    found = drift(tmp_path / "one", tmp_path / "two")
+    assert found["loss"] <= 2e-6
+    assert found["weight"] <= 2e-5
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ counted         prints the bytes that the last step sent
 sums            a file's name: FILE.RANK gets, of each step, the dtype and the elements of every tensor of floats that was summed over the
                 processes, without the observer: {step: [[dtype, elements], ...]}
 narrow          gradients are summed in bf16, whatever is declared
+offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
+                tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
                 sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`) or has a target that is
                 not a number (`nan`, of the toy task), or an element of its part of a weight is none (`weight`). `refuse`, at step 0: its
@@ -88,6 +90,24 @@ def with_fault(rank: int, step: int, what: str) -> None:
         return samples(loop)
 
     Loop._step, Loop._sample, loop_module.batches_of_rank = one_step, sample, batches
+
+
+def with_offload(file: str) -> None:
+    """Moves what recomputed layers keep, however small, and counts what is fetched."""
+    from isotype.training import setup
+    from isotype.training.memory import offload
+
+    setup.check_settings = lambda *_, **__: None
+    offload.SMALLEST = 1
+    fetch, fetched = offload.HostMemory._fetch, 0
+
+    def counted(memory, away):
+        nonlocal fetched
+        fetched += away.here is None
+        fetch(memory, away)
+
+    offload.HostMemory._fetch = counted
+    atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(str(fetched)))
 
 
 # name -> (place and name of the tensor that all processes together have, how many times a ring sends it); torch renamed two of them
@@ -177,6 +197,8 @@ def main() -> int:
         with_narrow_sums()
     if given.get("counted"):
         with_counted_bytes()
+    if given.get("offload"):
+        with_offload(given["offload"])
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         with_fault(*given["fault"])
     if given.get("command"):

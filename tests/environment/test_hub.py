@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from isotype.errors import UsageError
 from isotype.model import load as model
 from isotype.model.load import load_architecture, load_tokenizer
 from isotype.training.quiet import quiet_libraries
-from tests.hub import COMMIT
+from tests.hub import COMMIT, hub
 
 
 @pytest.fixture
@@ -153,6 +154,17 @@ def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd
     assert [record.message for record in caplog.records] == ["another thing"]
 
 
+@pytest.fixture
+def filled(workshop, tmp_path):
+    """The folder of a hub that has the model org/tiny and the dataset org/chats, and an environment in which nothing is cached."""
+    shutil.copytree(workshop.base, tmp_path / "hub/models/org/tiny")
+    (tmp_path / "hub/datasets/org/chats").mkdir(parents=True)
+    shutil.copy(workshop.chats, tmp_path / "hub/datasets/org/chats/train.jsonl")
+    unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    return tmp_path / "hub", environment | {"HF_HOME": str(tmp_path / "home")}
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
@@ -168,3 +180,18 @@ def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path,
     assert ended.returncode == 0, ended.stderr
     (said,) = ended.stderr.splitlines()
     assert "does not answer" in said
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
+    folder, environment = filled
+    command = [sys.executable, "-c", "from isotype.data.sources import *; print(len(list(source(SourceSpec(name='hf:org/chats'), "
+               "needs_answer=True).examples())))"]  # fmt: skip
+    with hub(folder) as served:
+        environment |= {"HF_ENDPOINT": served.url}
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert first.stdout == again.stdout == "48\n", first.stderr + again.stderr
+    assert "does not answer" in again.stderr
+    assert "does not answer" not in first.stderr

@@ -5,14 +5,12 @@ import json
 import os
 import pickle
 import random
-import time
 from collections import OrderedDict
 
 import pytest
 
 from isotype.errors import UsageError
 from tests.faults import fuzz
-from tests.faults.hostile import TARGETS
 from tests.faults.material import Material
 from tests.faults.mutate import mutated_bytes, mutated_json
 from tests.faults.workshop import Workshop
@@ -33,15 +31,6 @@ def chunk(tmp_path):
 def refuses(material, folder, draw):
     (folder / "inside").write_text("x")
     raise UsageError("no")
-
-
-def accepts(material, folder, draw):
-    os.rename((folder / "a").mkdir() or folder / "a", folder / "b")
-
-
-def test_answers_and_acceptance_are_no_faults(chunk):
-    assert chunk(refuses) == (3, 3, [])
-    assert chunk(accepts) == (3, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -69,19 +58,6 @@ def test_an_input_that_kills_its_process_is_named_and_the_next_begins_behind_it(
     assert chunk(dies) == (1, 0, [(10, "the process died with 3")])
 
 
-def computes_forever(material, folder, draw):
-    while True:
-        draw.random()
-
-
-def test_slow_and_hanging_inputs_are_seen(chunk, monkeypatch):
-    monkeypatch.setattr(fuzz, "SLOW", 0.2)
-    assert chunk(computes_forever, 1)[2] == [(10, "took more than 0.2 s of computing")]
-    monkeypatch.setattr(fuzz, "SLOW", 60)
-    monkeypatch.setattr(fuzz, "HUNG", 0.3)
-    assert chunk(lambda m, folder, draw: time.sleep(30), 1) == (1, 0, [(10, "hung for 0.3 s")])
-
-
 def test_inputs_are_functions_of_their_number():
     value = {"a": [1, {"b": "c"}], "d": None}
     one, other = (mutated_json(value, random.Random("x")) for _ in range(2))
@@ -89,7 +65,3 @@ def test_inputs_are_functions_of_their_number():
     assert value == {"a": [1, {"b": "c"}], "d": None}
     assert mutated_bytes(b"abc" * 50, random.Random(1)) == mutated_bytes(b"abc" * 50, random.Random(1))
     assert len({json.dumps(mutated_json(value, random.Random(i))) for i in range(200)}) > 140
-
-
-def test_the_shares_are_a_whole():
-    assert sum(share for _, share in TARGETS.values()) == pytest.approx(1)

@@ -122,22 +122,6 @@ def test_ls_of_a_run_whose_loss_was_lost_is_valid_json(tmp_path):
     assert "no runs here" in ask("ls", tmp_path / "empty")
 
 
-def test_a_run_leaves_what_its_report_shows_also_when_it_fails(configured, tmp_path):
-    from isotype.errors import RunError
-    from isotype.report.record import read_run
-
-    with pytest.raises(RunError, match="NF001"):
-        train(configured(train={"learning_rate": 1e30, "clip": 0.0}, run={"report": True}), skips={"PF003": "meant"})
-    record = read_run(tmp_path / "run")
-    assert record.status == "failed"
-    assert record.plan["total"] == 6
-    assert len(record.examples) >= 2
-    assert any(part["learnt"] for part in record.examples[0]["parts"])
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "The run failed." in page
-    assert "How much is" in page
-
-
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     shutil.rmtree(run / "adapter")
     assert load_run(run).taken == "checkpoint step_6"

@@ -15,6 +15,7 @@ from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
 from isotype.optimize.trl_head import fused_head_of
+from isotype.precision import Precision
 from isotype.precision.apply import precision_of
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 
@@ -195,6 +196,15 @@ def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, preci
     same_state(before, untouched_state(trainer))
 
 
+def test_the_environment_may_not_contradict_either(models, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = trainer_of("Trainer", models)
+    if trainer.accelerator.mixed_precision != "bf16":
+        pytest.skip("accelerate's state was made before the variable was set")
+    with pytest.raises(UsageError, match=r"ACCELERATE_MIXED_PRECISION=bf16 asks for bf16.*computes in fp32"):
+        attach(trainer, "fp32")
+
+
 def test_what_is_no_trainer_is_refused(models):
 
     for given, words in ((nn.Linear(2, 2), "Linear is no transformers.Trainer"), (Trainer, "is a class"), (None, "NoneType is no")):
@@ -309,6 +319,11 @@ def test_the_checkpoint_is_an_ordinary_one_and_resumes_both_ways(models, tmp_pat
         resumed.train(resume_from_checkpoint=str(tmp_path / f"{first}" / "checkpoint-2"))
         got = [row[key] for row in resumed.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
         assert got == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_precision_may_be_given_as_an_object(models):
+    attached = attach(trainer_of("SFT", models, bf16=True), Precision.preset("bf16-lora", generate="bf16"), quiet=True)
+    assert attached.precision == Precision.preset("bf16-lora")
 
 
 @pytest.mark.parametrize(("optim", "states"), [("adamw_bnb_8bit", "int8"), ("lion_8bit", "int8"), ("adamw_torch", "fp32")])

@@ -103,7 +103,16 @@ def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
 @pytest.mark.full
 def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(models):
     """Labels of tokens do not say what a model's own loss is a mean of."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Trainer,
+        TrainingArguments,
+        Wav2Vec2Config,
+        Wav2Vec2ForCTC,
+    )
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -124,12 +133,24 @@ def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(model
             MixtralConfig(vocab_size=96, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes)
         )
 
-    rows = Encoded(6)
-    for make in (lambda: RowMean(LlamaConfig(vocab_size=96, **sizes)), own_function, routed):
+    def spoken():
+        options = {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+        sound = {"conv_dim": (32, 32), "conv_stride": (2, 2), "conv_kernel": (2, 2), **options}
+        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=96, **sound, **sizes))
+
+    heard = [{"input_values": torch.randn(80), "labels": torch.arange(1, 9).masked_fill(torch.arange(8) > n, -100)} for n in range(2, 5)]
+    for make, rows in (
+        (lambda: RowMean(LlamaConfig(vocab_size=96, **sizes)), Encoded(6)),
+        (own_function, Encoded(6)),
+        (routed, Encoded(6)),
+        (spoken, heard),
+    ):
         got = []
         for attached in (False, True):
             torch.manual_seed(0)
-            arguments = TrainingArguments(str(models / "out"), per_device_eval_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True)
+            arguments = TrainingArguments(
+                str(models / "out"), per_device_eval_batch_size=4 if rows is not heard else 2, report_to=[], use_cpu=True, disable_tqdm=True
+            )
             trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows)
             if attached:
                 attach(trainer, "fp32", quiet=True, preflight=False)

@@ -51,6 +51,21 @@ def test_the_folder_records_declared_replaced_and_observed(name, head, times, mo
     assert read("env")["packages"]["trl"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "precision", "more"),
+    [("DPO", "bf16-mixed", {}), ("DPO", "fp32", {"precompute_ref_log_probs": True}), ("GKD", "fp32", {})],
+)
+def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, models, tmp_path):
+    more = {"output_dir": str(tmp_path), "max_steps": 2, **more}
+    trainer = TRAINERS[name](Setting(models, form="full", bf16=precision != "fp32", more=more))
+    attach(trainer, precision, quiet=True, preflight=False)
+    trainer.train()
+    seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
+    assert seen["violations"] == []
+    assert [what for what in seen["unobserved"] if "outside" in what] == []
+
+
 @pytest.mark.parametrize(("form", "precision"), [("lora", "bf16-lora"), pytest.param("full", "bf16-mixed", marks=pytest.mark.full)])
 def test_every_declared_role_is_observed_or_has_the_reason(form, precision, models, tmp_path):
     trainer = TRAINERS["DPO"](Setting(models, form=form, more={"output_dir": str(tmp_path), "max_steps": 2}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype import optimize, restore
 from isotype.lora import fuse_lora
+from isotype.lora import quantised as quantised_layers
 from isotype.lora.quantised import dequantised, forward_4bit
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -205,3 +207,26 @@ def test_a_layer_without_adapter_is_not_repacked_by_an_evaluation():
     assert torch.equal(layer.weight.data, before)
     restore(model)
     assert "forward" not in vars(layer)
+
+
+def test_a_recomputes_copies_are_gone_after_their_layer(monkeypatch):
+    """Of three recomputed layers, one has widened weights at any time: not all of them until backward ends."""
+    alive, most = weakref.WeakSet(), []
+    original = quantised_layers.WideCopy
+
+    class Counted(original):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+            most.append(len(alive))
+
+    monkeypatch.setattr(quantised_layers, "WideCopy", Counted)
+    model = lora(quantised(tiny("llama", hidden_size=64, head_dim=16, num_hidden_layers=3))).train()
+    optimize(model, PRESETS["nf4-lora"])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    ids = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(most) >= 3 * 6
+    assert max(most) <= 7, f"{max(most)} widened weights at one time"
+    assert not alive

@@ -42,8 +42,7 @@ class Widened(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("length", [256, 4096], ids=["one tile", "tiles"])
-@pytest.mark.parametrize("kind", ["none", "layers"])
+@pytest.mark.parametrize(("length", "kind"), [(256, "none"), (4096, "layers")])
 def test_widened_weights_of_one_function_are_alive_at_a_time(kind, length):
     pytest.importorskip("bitsandbytes")
     config = load(None, ["precision.preset=nf4-lora", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]).config

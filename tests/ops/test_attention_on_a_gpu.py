@@ -63,6 +63,15 @@ def test_the_back_end_follows_from_shapes_and_device(pretend, asked, hopper, amp
     assert [pretend(capability, **asked) for capability in (HOPPER, AMPERE, TURING)] == [hopper, ampere, turing]
 
 
+@pytest.mark.parametrize("depth", [192, 200, 224, 232])
+def test_a_head_size_without_a_backward_on_small_gpus_is_left_to_pytorch(pretend, depth):
+    # PyTorch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    small = "sdpa" if 192 < depth <= 224 else "flash"
+    assert [pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))] == [small] * 4
+    assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == ["flash"] * 3
+    assert pretend((13, 0), depth, packed=True) == "sdpa"
+
+
 def test_cudnn_runs_where_pytorch_would_run_it(pretend, monkeypatch):
     assert [pretend(c) for c in (HOPPER, BLACKWELL, ADA, CONSUMER_BLACKWELL)] == ["cudnn", "cudnn", "flash", "flash"]
     with monkeypatch.context() as m:

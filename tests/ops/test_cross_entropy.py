@@ -207,23 +207,6 @@ def test_compiles_without_a_graph_break(cast):
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_poisoned_outputs_are_overwritten(monkeypatch):
-    """Every element of an output is written: memory that torch.empty hands out holds NaN here."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(t):
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    logits, targets = make()
-    x = logits.requires_grad_()
-    loss = cross_entropy(x, targets, reduction="none")
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    assert x.grad.isfinite().all()
-
-
 # --- weights of classes and tokens
 
 

@@ -22,10 +22,8 @@ from isotype.ops import (
 )
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
-from isotype.ops.cross_entropy.eager import Wanted
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
-from isotype.ops.linear_log_probs import op as log_probs
 from tests.host_reads import HostReadError, NoHostReads
 
 V, H = 1000, 64
@@ -80,19 +78,6 @@ def test_the_heads_chunks_read_nothing_on_the_host(head):
         chunked.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
     # five chunks of rows, then one block of the vocabulary
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
-
-
-@pytest.mark.parametrize("head", [False, True], ids=["frozen", "trained"])
-def test_the_chunks_of_log_probabilities_read_nothing_on_the_host(head):
-    """With every output asked for, and gradients through three of them."""
-    hidden, weight, labels, rule = of(300, H, grad=False), of(V, H, grad=False), targets(300), LossRule(softcap=8.0)
-    with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        values, _ = log_probs.forward(hidden, weight, None, labels, rule, 64, Wanted(True, True, True, True), not head)
-        each = (of(300, dtype=torch.float32, grad=False),) * 3
-        log_probs.backward(hidden, weight, None, labels, values.logsumexp, values.entropy, each, rule, True, head)
-    # five chunks of rows, whose frozen head's gradients are made at once, then one block of the vocabulary
-    products = sum(name.startswith(("aten.mm", "aten.addmm")) for name in mode.seen)
-    assert products == (5 + 3 if head else 10 + 2)
 
 
 def test_the_mode_raises_for_operators_that_wait_for_the_device():

@@ -27,6 +27,8 @@ from isotype.ops.backend import using
 from isotype.ops.cross_entropy import triton as loss_kernels
 from isotype.ops.cross_entropy.eager import Upstream, Wanted
 from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.experts import Adapter, Clamped, experts
+from isotype.ops.experts import triton as expert_kernels
 from isotype.ops.gated import gated_gradients, gated_product
 from isotype.ops.linear_log_probs import OUTPUTS
 from isotype.ops.rms_norm import triton as norm_kernels
@@ -113,7 +115,21 @@ def again(kind):
     return lambda gate, up: Again.apply(kind, gate, up)
 
 
+def mixture(activation):
+    """Three experts of which one has no token, with adapters of rank 8."""
+    index = torch.tensor([[0, 2], [2, 0], [2, 0]]).repeat(4, 1)
+
+    def run(x, w, up, down, up_a, up_b, down_a, down_b):
+        adapters = {"up_adapter": Adapter(up_a, up_b, 0.5), "down_adapter": Adapter(down_a, down_b, 2.0)}
+        return experts(x, index[: len(x)].to(x.device), w, up, down, activation=activation, **adapters)
+
+    return run
+
+
+MIXTURE = [(12, 16), (12, 2), (3, 48, 16), (3, 16, 24), (3, 8, 16), (3, 48, 8), (3, 8, 24), (3, 16, 8)]
 CASES = {
+    "experts": (mixture("silu"), MIXTURE),
+    "experts-clamped": (mixture(Clamped(1.7, 0.9)), MIXTURE),
     "cross_entropy": (loss(cross_entropy, {}, labels(5, 300)), [(5, 300)]),
     "cross_entropy-all": (loss(cross_entropy, {**ALL, "reduction": "none"}, labels(5, 300)), [(5, 300)]),
     "cross_entropy-many-blocks": (loss(cross_entropy, {}, labels(2, 40001)), [(2, 40001)]),
@@ -239,6 +255,18 @@ def on_the_log_prob_kernels(every, narrower=None):
     return run
 
 
+def on_the_expert_kernels(kind, again):
+    def run(g, dh):
+        rows, inner = dh.shape
+        w, rows_of, ends = (torch.ones(rows), torch.arange(rows), torch.tensor([2, rows], dtype=torch.int32))
+        expert_kernels.backward(g, dh, w.to(g.device), kind, 1.7, 0.9, again)
+        expert_kernels.combine_(torch.zeros(rows // 2, inner), dh, rows_of, w if again else None)
+        expert_kernels.gradient_(dh, g, ends, torch.zeros(2, inner, 2 * inner), 0.5)
+        return expert_kernels.activate(g, kind, 1.7, 0.9)
+
+    return run
+
+
 def on_kernels(op):
     def run(*inputs):
         with using("triton"):
@@ -253,6 +281,8 @@ COMPILED = {
     "loss-all-many-blocks": (on_the_loss_kernels(ALL), [(3, 40001)]),
     "log-probs": (on_the_log_prob_kernels(False), [(3, 300)]),
     "log-probs-all-many-blocks": (on_the_log_prob_kernels(True, torch.bfloat16), [(3, 40001)]),
+    "experts": (on_the_expert_kernels("silu", True), [(6, 2080), (6, 1040)]),
+    "experts-clamped": (on_the_expert_kernels("clamped", False), [(6, 48), (6, 24)]),
     "loss-narrowed": (on_the_loss_kernels({**ALL, "logit_scale": 1.0}, torch.bfloat16), [(3, 300)]),
 } | {
     name: (on_kernels(CASES[name][0]), CASES[name][1])
@@ -279,7 +309,7 @@ COMPILED = {
 
 
 # one of each file of kernels, for one target; the whole matrix is left to `make test-full`
-SLICE = ("loss", "log-probs", "rms_norm", "gelu_mul-tanh-again", "gated_residual", "rope")
+SLICE = ("loss", "log-probs", "rms_norm", "gelu_mul-tanh-again", "gated_residual", "rope", "experts-clamped")
 
 
 @pytest.mark.slow

@@ -131,18 +131,6 @@ def test_anything_else_gets_the_real_tensor_with_its_graph(use):
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_metadata_of_deferred_logits_computes_nothing():
-    hidden, weight, _ = make()
-    x = defer(hidden, weight, None)
-    assert (x.shape, x.dtype, x.device, x.dim(), x.ndim, len(x), x.numel(), x.size(-1)) == (
-        torch.Size([2, 5, 7]), torch.float64, hidden.device, 3, 3, 2, 70, 7,
-    )  # fmt: skip
-    assert x.requires_grad
-    assert not x.detach().requires_grad
-    assert isinstance(x, torch.Tensor)
-    assert x.computed is None
-
-
 def test_a_materialisation_in_a_training_step_is_counted_with_its_line():
     deferred.materialised.clear()
     hidden, weight, _ = make()
@@ -263,6 +251,31 @@ def test_a_loss_has_plain_pytorchs_dtype_and_is_no_worse(cast, dtype, reduction,
         assert error(mine, truth) <= FACTOR * max(error(theirs, truth), narrowest)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_backward_hooks_of_the_head_see_what_they_see_in_the_plain_model(everywhere):
+    seen = []
+    model = tiny("llama")
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    for each in (model, mine):
+        gradients = []
+
+        def keep(module, *grads, head=each.lm_head, gradients=gradients):
+            if module is head:
+                gradients.extend(g for pair in grads for g in pair if g is not None)
+
+        register = torch.nn.modules.module.register_module_full_backward_hook if everywhere else each.lm_head.register_full_backward_hook
+        handle = register(keep)
+        try:
+            each(**batch()).loss.backward()
+        finally:
+            handle.remove()
+        seen.append([*gradients, each.lm_head.weight.grad])
+    assert len(seen[0]) > 1
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
+    assert isinstance(mine(**batch()).logits, DeferredLogits), "without hooks they are deferred again"
+
+
 @pytest.mark.parametrize("asks", ["retain_grad", "register_hook"])
 def test_the_gradient_of_logits_that_a_models_own_loss_passed_by_is_refused(asks):
     """The loss is computed of the logits in fp32, which a model in bf16 has nowhere else."""
@@ -289,6 +302,14 @@ def test_a_models_logits_are_the_models(family):
     assert isinstance(got.logits, DeferredLogits)
     torch.testing.assert_close(got.logits + 0, want.logits)
     assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
+
+
+def test_a_head_whose_memory_was_freed_is_told_in_words():
+    hidden, weight, _ = make()
+    logits = defer(hidden, weight, None)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(IsotypeError, match="its memory was freed before the logits were computed"):
+        F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7)
 
 
 class Reversed(torch.autograd.Function):

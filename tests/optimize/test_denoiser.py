@@ -130,22 +130,6 @@ def test_what_the_form_does_not_know_runs_the_classes_own_code():
     torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
 
 
-def test_what_attention_is_told_besides_reaches_the_class():
-    plain, ours, *_ = pair("Flux")
-    optimize(ours)
-    torch.manual_seed(0)
-    x, text, emb = torch.randn(1, 4, 32), torch.randn(1, 3, 32), torch.randn(1, 32)
-    allowed = torch.rand(1, 1, 7, 7) > 0.3
-    allowed[..., 0] = True
-    made = [
-        model.transformer_blocks[0](x, text, emb, joint_attention_kwargs={"attention_mask": allowed})
-        for model in (plain, ours)
-    ]  # fmt: skip
-    torch.testing.assert_close(made[0], made[1])
-    without = ours.transformer_blocks[0](x, text, emb)
-    assert not torch.allclose(without[1], made[1][1])
-
-
 def test_a_model_in_fp16_is_clipped_as_its_class_does():
     torch.manual_seed(0)
     model: FluxTransformer2DModel = CLASSES["Flux"][0]().half()

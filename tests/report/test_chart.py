@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -49,15 +48,6 @@ def test_a_chart_has_a_text_description() -> None:
         Series("loss", [(1.0, 5.0), (2.0, 3.0), (3.0, 4.0)]), guides=[Guide(1.0, "clip 1")], trouble="1 value is not finite."
     ).described()
     assert words == "X: loss from 5 at step 1 to 4 at step 3, lowest 3 at step 2; a line at clip 1; 1 value is not finite."
-
-
-def test_it_falls_where_the_values_fall() -> None:
-    lines = terminal_chart([(float(i), 2 + 5 * math.exp(-i / 80)) for i in range(1, 500)]).splitlines()
-    assert len(lines) == 7
-    widths = [len(line.rstrip()) for line in lines[:-1]]
-    assert widths == sorted(widths)
-    assert lines[-2].split()[0] == "2.01"
-    assert lines[-1].split() == ["1", "499"]
 
 
 def test_a_terminal_without_blocks_gets_ascii() -> None:

@@ -10,7 +10,7 @@ import pytest
 from isotype.report.page import differences, page, progress, status, tiles
 from isotype.report.plots import loss_plot
 from isotype.report.record import read_run
-from isotype.report.verdicts import precision, preflight
+from isotype.report.verdicts import preflight
 from isotype.report.words import plain
 from isotype.report.write import render
 
@@ -66,12 +66,6 @@ def test_sources_have_their_rows_and_weights(tmp_path: Path) -> None:
     assert found[1]["counts"].startswith("5 rows")
 
 
-def test_places_that_cannot_be_observed_are_listed(tmp_path: Path) -> None:
-    unobserved = {"reduce": "one process", "operator mine::op in layers.0": "its arithmetic is inside its own kernel"}
-    made = record(tmp_path, precision={"declared": {}, "observed": {"loss": {"fp32": 1}}, "unobserved": unobserved})
-    assert [p["place"] for p in precision(made)["places"]] == ["operator mine::op in layers.0"]
-
-
 def test_unobserved_roles_have_a_reason(tmp_path: Path) -> None:
     declared = {"reduce": {"value": "fp32"}, "loss": {"value": "fp32"}}
     made = record(tmp_path, precision={"declared": declared, "observed": {"loss": {"fp32": 1}}, "unobserved": {"reduce": "one process"}})
@@ -97,10 +91,3 @@ def test_the_training_loss_on_top_is_the_one_that_its_curve_ends_at(tmp_path: Pa
     line = next(series for series in loss_plot(made).series if series.look == "line")
     assert line.name.startswith(tile.label)
     assert (tile.value, tile.note) == (plain(line.points[-1][1]), f"from {plain(line.points[0][1])} at step 1")
-
-
-def test_a_quantised_base_is_shown_with_the_dtype_of_the_rest(tmp_path):
-    declared = {"base": {"value": "nf4", "reason": "preset nf4-lora", "rest": "bf16"}}
-    made = record(tmp_path, precision={"declared": declared, "observed": {"base": {"nf4": 35, "bf16": 12}}})
-    row = precision(made)["rows"][0]
-    assert (row["declared"], row["observed"]) == ("nf4 (rest bf16)", "35 nf4, 12 bf16")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
-from tests.distributed.processes import run
+from tests.distributed.processes import ended, run
+from tests.distributed.test_launchers import TORCHRUN, launched
 from tests.long import in_full
 from transformers import AutoModelForCausalLM
 
@@ -86,3 +88,26 @@ def test_planned_bytes_are_those_sent(case, configured, workshop, tmp_path):
     print(case, made.sent, sent)
     assert abs(made.sent - sent) <= 0.02 * sent
     assert made.between == between == 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_planned_bytes_of_hybrid_are_those_sent(configured, workshop, tmp_path):
+    loaded = configured(
+        "run", parallel={"kind": "hybrid"}, train=STEPS, precision={"preset": "bf16-pure"}, run={"sample_every": 0, "samples": []}, **FULL
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    both = [launched(TORCHRUN, *where, given={"config": str(tmp_path / "run.yaml"), "counted": True}) for _ in range(2)]
+    ends = [ended(process) for process in both]
+    said = "".join(text for _, text in ends)
+    assert [status for status, _ in ends] == [0, 0], said
+    sent, between = counted(said)
+    units = planned(workshop, loaded.config, "bf16-pure", parts=2)
+    made = exchange.hybrid_exchange(units, PRESETS["bf16-pure"], processes=4, nodes=2, micro_batches=1)
+    print(made, sent, between)
+    assert abs(made.sent - sent) <= 0.02 * sent
+    assert abs(made.between - 2 * between) <= 0.02 * made.between  # two processes of a machine

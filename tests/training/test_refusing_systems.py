@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -104,4 +106,23 @@ def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeyp
     monkeypatch.setattr(report, "write_report", lambda *a, **k: (_ for _ in ()).throw(Refused("")))
     assert train(configured(run={"report": True})) == 0
     assert "no report: report.html: cannot be written; isotype report" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
+
+
+@pytest.mark.full
+def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop, tmp_path):
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    try:
+        shutil.copy(workshop.chats, tmp_path / name)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    settings = ["--model", str(workshop.base), "--data", name, "--out", "run", "--steps", "1", "run.samples=[é]"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "isotype", "train", *settings], cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert rb"> \xe9" in ended.stdout
+    assert rb"caf\udce9.jsonl" in ended.stdout
+    assert rb"caf\udce9.jsonl" in (tmp_path / "run/report.html").read_bytes()
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
-from isotype.training import step as step_module
 from isotype.training.console import RunConsole
-from isotype.training.step import LossScale, Stepper
+from isotype.training.step import Stepper
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
@@ -136,24 +134,6 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     same_result(tmp_path / "whole", tmp_path / "disturbed")
     assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
     assert not (tmp_path / "whole/resumes.json").exists()
-
-
-@pytest.mark.full
-def test_an_fp16_run_tells_the_scale_of_each_step(configured, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(step_module, "LossScale", partial(LossScale, 2.0**24))
-    assert train(configured(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"}, run={"report": True})) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
-    expected = 2.0**24
-    for row in rows:  # the row of a step has the scale by which its own loss was multiplied
-        assert row["loss_scale"] == expected
-        expected /= 2 if row.get("overflow") else 1
-    skipped = sum(row.get("overflow", False) for row in rows)
-    assert 0 < skipped < len(rows)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line and line.startswith("step ")]
-    assert len(lines) == skipped
-    assert "overflow at loss scale 16,777,216: step skipped, scale halved" in lines[0]
-    assert f"{skipped} of 6 logged steps overflowed and were skipped." in (tmp_path / "run/report.html").read_text()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
@@ -394,24 +374,6 @@ def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured,
     seal(newest)
     with pytest.raises(RunError, match=r"CK002(.|\n)*step_6"):
         train(configured(), resume=tmp_path / "run")
-
-
-@pytest.mark.full
-def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_checkpoint(configured, tmp_path, workshop):
-    """A stream meets it only when it gets there; mended, the run goes on."""
-    good = workshop.chats.read_text().splitlines(keepends=True)
-    file = tmp_path / "stream.jsonl"
-    file.write_text("".join([*good[:44], '{"messages": [}\n', *good[44:]]))
-    sections = {
-        "data": {"train": str(file), "stream": True, "shuffle_buffer": 8, "eval_split": 0.0},
-        "train": {"steps": 14},
-        "run": {"save_every": 2},
-    }
-    with pytest.raises(RunError, match=r"stream\.jsonl:45(.|\n)*saved .*last good checkpoint: .*step_\d+"):
-        train(configured(**sections))
-    sections["data"]["on_bad_row"] = "skip"
-    assert train(configured(**sections), resume=tmp_path / "run") == 0
-    assert json.loads((tmp_path / "run" / "bad_rows.jsonl").read_text())["place"].endswith("stream.jsonl:45")
 
 
 @pytest.mark.full

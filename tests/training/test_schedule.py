@@ -84,18 +84,6 @@ def test_eta_counts_evaluations_samples_and_checkpoints():
     assert pace.eta(SimpleNamespace(total=10, eval_every=0, save_every=0, sample_every=0), 2) == 16.0
 
 
-def test_a_step_in_which_the_process_stood_still_is_not_what_is_left():
-    """20 s in a laptop's sleep, in steps of 0.25 s, made an ETA of 1:13 of 0:13."""
-    clock = Clock()
-    pace = Pace(clock)
-    times = SimpleNamespace(total=60, eval_every=10, save_every=0, sample_every=0)
-    paused(clock, pace, "evaluation", 0.5)
-    for seconds in [1.0] + [0.25] * 13 + [20.0]:
-        timed(clock, pace, seconds)
-    assert pace.eta(times, 15) == 45 * 0.25 + 5 * 0.5
-    assert pace.steps_seconds(4) == 1.0
-
-
 def test_samples_may_take_a_tenth_of_the_steps():
     assert sample_seconds(1000.0) == 100.0
     assert sample_seconds(5.0) == FREE_SAMPLE_SECONDS

@@ -35,7 +35,7 @@ INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trac
 _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
-_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing"}
+_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
 LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report")) | {
     f"doctor {verb}" for verb in ("trace", "conform", "kernels")

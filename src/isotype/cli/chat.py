@@ -26,6 +26,7 @@ def chat(
     top_p: Annotated[
         float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this share of probability (top-p).")
     ] = 0.9,
+    image: Annotated[list[str] | None, typer.Option("--image", help="A picture that the first question is about; may be repeated.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed.")] = False,
 ) -> None:
     """Talk with a run, under its own precision and template.
@@ -37,6 +38,8 @@ def chat(
         isotype chat runs/qwen
 
         echo "What does os.path.join do?" | isotype chat quickstart/tune --temperature 0
+
+        isotype chat runs/gemma --image photo.jpg
     """
     from ..runs.folder import require_run, without_run
 
@@ -49,6 +52,7 @@ def chat(
 
     loaded = load_run(run)
     conversation = Conversation(loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output)
+    conversation.show(image or [])
     prompt = "> " if sys.stdin.isatty() and not json_output else ""
     if prompt:
         print(f"{run} ({loaded.taken}). /reset forgets, /quit ends, Ctrl-C stops an answer.")

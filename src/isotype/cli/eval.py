@@ -77,6 +77,8 @@ def evaluate(
     from ..data.bad_rows import FIX
     from ..data.load import load_data
     from ..inference.loaded import load_run
+    from ..model.processor import pictures_of
+    from ..tasks.language.objective import NextToken
     from ..tasks.language.result import evaluate as measure
 
     loaded = load_run(run)
@@ -93,7 +95,8 @@ def evaluate(
         other["on_bad_row"] = on_bad_row
     section = DataSection(**{**loaded.config.data.model_dump(), **other})
     try:
-        read = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed)
+        pictures = pictures_of(loaded.config.model, section, loaded.tokenizer)
+        read = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures)
     except UsageError as error:
         if error.fix != FIX:
             raise
@@ -105,8 +108,9 @@ def evaluate(
     left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
     found = measure(
-        loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss
-    )
+        loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss,
+        objective=NextToken(loaded.config, read.pictures),
+    )  # fmt: skip
     perplexity = math.exp(min(found.loss, 700.0))
     answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "left_out": left_out, "tokens": found.weight}
     answer["loss"] = found.loss

@@ -68,24 +68,28 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..model.processor import pictures_of
     from ..runs.folder import without_run
     from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
-    texts = texts or list(loaded.config.run.samples)
+    own: list[Any] = texts or list(loaded.config.run.samples)
     alone = without_run(run) is not None
     # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
-    if not texts and alone:
+    if not own and alone:
         raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
-    if texts:
-        asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
+    pictures = None
+    if own:
+        asked = prompts_from(own, loaded.tokenizer, chat_template=template)
     else:
-        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed).prompts)
+        pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
+        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures).prompts)
     torch.manual_seed(seed)
     answers = answer(
-        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p
-    )
+        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p,
+        pictures=pictures,
+    )  # fmt: skip
     if json_output:
         print(json.dumps({"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}))
         return

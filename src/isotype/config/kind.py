@@ -23,9 +23,10 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "distil.", "train.objective",
+        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
-        "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "run.sample_tokens",
+        "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
+        "run.sample_tokens",
     ),
 }  # fmt: skip
 # objectives -> their keys of `preference`, and those beside the model as the run starts

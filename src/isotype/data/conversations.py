@@ -150,9 +150,11 @@ def _check_learn_keys(turn: Message, at: str) -> None:
             )
 
 
-def _content(content: Any, at: str, *, may_be_empty: bool) -> str:
-    """The text of a message: as it is, or its text parts joined."""
+def _content(content: Any, at: str, *, may_be_empty: bool) -> Any:
+    """The text of a message: as it is, or its text parts joined; the parts themselves where there are pictures among them."""
     if isinstance(content, list):
+        if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
+            return content
         for i, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 what = f"a part of type {part['type']!r}" if isinstance(part, dict) and part.get("type", "text") != "text" else kind(part)
@@ -163,6 +165,59 @@ def _content(content: Any, at: str, *, may_be_empty: bool) -> str:
     if not isinstance(content, str):
         raise RowError(f"{at}.content must be text, got {kind(content)}")
     return content
+
+
+IN_TEXT = "<image>"  # LLaVA's and ShareGPT's mark of a picture
+_PICTURE = ("image", "path", "url", "bytes")
+
+
+def take_pictures(messages: tuple[Message, ...], row: Mapping[str, Any], place: str) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
+    """(the turns, with parts where there are pictures; the pictures as the row gives them, in their order).
+
+    A part `{type: image}` brings its picture, or takes the next of the row's `images` (or `image`). Text has its marks `<image>`, or else
+    the pictures stand before the first question, as TRL puts them.
+    """
+    beside = _beside(row, place)
+    waiting = list(beside)
+    found: list[Any] = []
+    turns: list[Message] = []
+    marked = any(IN_TEXT in m["content"] for m in messages if isinstance(m["content"], str)) if beside else False
+    for i, message in enumerate(messages):
+        parts = message["content"]
+        if isinstance(parts, str) and beside and message["role"] != "assistant":
+            if marked:
+                texts = parts.split(IN_TEXT)
+                parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+                parts = [part for part in parts if part.get("text") != ""] if len(texts) > 1 else message["content"]
+            elif message["role"] == "user" and waiting and len(waiting) == len(beside):
+                parts = [{"type": "image"}] * len(waiting) + [{"type": "text", "text": parts}]
+        if not isinstance(parts, str) or (beside and message["role"] == "assistant" and IN_TEXT in parts):
+            if message["role"] == "assistant":
+                raise RowError(f"{place}: messages[{i}] (assistant) has a picture: answers are text")
+            parts = [_part(part, f"{place}: messages[{i}].content[{j}]", waiting, found) for j, part in enumerate(parts)]
+        turns.append({**message, "content": parts})
+    if waiting:
+        raise RowError(f"{place}: {len(beside)} pictures and {len(found)} marks ({{type: image}}, or {IN_TEXT} in the text): one each")
+    return tuple(turns), tuple(found)
+
+
+def _beside(row: Mapping[str, Any], place: str) -> list[Any]:
+    """The pictures that a row has beside its turns."""
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    given = parsed_json(given, f"{place}: images")
+    return [] if given is None or given == "" else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _part(part: Any, at: str, waiting: list[Any], found: list[Any]) -> Message:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if not isinstance(part, dict) or part.get("type") != "image":
+        raise RowError(f"{at} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {kind(part)}")
+    own = next((part[key] for key in _PICTURE if part.get(key) is not None), None)
+    if own is None and not waiting:
+        raise RowError(f"{at} is a picture without one: give its image, path, url or bytes, or one more in the row's images")
+    found.append(waiting.pop(0) if own is None else own)
+    return {"type": "image"}
 
 
 def _calls(calls: Any, at: str) -> list[Any]:

@@ -8,17 +8,20 @@ separately.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .bad_rows import EMPTY, BadRow, BadRows
+from .bad_rows import EMPTY, BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
 from .conversations import LEARN_KEYS
 from .formats import Example, Message
+from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
 from .written_turns import WrittenTurns
 
@@ -111,6 +114,10 @@ class Rendered:
     spans: Sequence[Span]
     literal: bool
     """Not from a template: gets the tokenizer's own beginning, and the end-of-text token."""
+    pictures: tuple[str, ...] = ()
+    """References of its pictures."""
+    shown: int = 0
+    """Where the text of its last picture ends."""
     shortened: bool = False
     """The text was cut before it was tokenised: it has more than max_length tokens all the same."""
 
@@ -118,7 +125,11 @@ class Rendered:
 class Encoder:
     """Turns examples into rows with one tokenizer, one template and one length."""
 
-    def __init__(self, tokenizer: Any, *, max_length: int, loss_on: str, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, max_length: int, loss_on: str, template: ChatTemplate | None, pictures: Pictures | None = None
+    ) -> None:  # fmt: skip
+        self.pictures = pictures
+        self.no_pictures = "the model has no vision tower"
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
@@ -174,6 +185,8 @@ class Encoder:
         if messages is not None:
             assert self.template is not None
             chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
+            if example.pictures and self.pictures is None:
+                raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
@@ -185,7 +198,8 @@ class Encoder:
                 tally.reasoning_unseen += left_out.reasoning
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
-            return Rendered(example.place, text, spans, literal=False)
+            found = Rendered(example.place, text, spans, literal=False)
+            return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
         if example.messages is not None:
             raise UsageError(
                 f"{example.place}: messages need a chat template, and the tokenizer has none", fix="data.chat_template: chatml"
@@ -195,6 +209,46 @@ class Encoder:
         text = example.prompt + (example.completion or "")
         start = 0 if self.loss_on == "all" else len(example.prompt)
         return Rendered(example.place, text, [Span(start, len(text), closed=True)], literal=True)
+
+    def with_pictures(self, r: Rendered, given: Sequence[Any], folder: str) -> Rendered:
+        """The text as the processor writes it, each mark as the tokens of its picture, which are not learnt.
+
+        Raises  RowError for a picture that cannot be used, and where marks and pictures differ in number
+        """
+        pictures = self.pictures
+        assert pictures is not None
+        places = [found.start() for found in re.finditer(re.escape(pictures.mark), r.text)]
+        if len(places) != len(given):
+            raise RowError(f"{r.place}: the text has {len(places)} times {pictures.mark}, and the row {len(given)} pictures")
+        if not places:
+            return r
+        references: list[str] = []
+        for i, one in enumerate(given):
+            try:
+                references.append(pictures.reference(one, Path(folder)))
+            except (BadPicture, OSError) as error:
+                raise RowError(f"{r.place}: picture {i + 1}: {error}") from None
+        try:
+            written = pictures.written(references)
+        except BadPicture as error:
+            raise RowError(f"{r.place}: {error}") from None
+        text, spans, begin = "", [], 0
+        shifts = [0]  # of what stands before each picture, and after the last
+        for place, tokens in zip(places, written):
+            text += r.text[begin:place] + tokens
+            begin = place + len(pictures.mark)
+            shifts.append(len(text) - begin)
+        shown = len(text)
+        text += r.text[begin:]
+        for span in r.spans:
+            within = [k for k, place in enumerate(places) if span.start <= place < span.end]
+            first = sum(place < span.start for place in places)
+            edges = [span.start + shifts[first]]
+            for k in within:
+                edges += [places[k] + shifts[k], places[k] + len(pictures.mark) + shifts[k + 1]]
+            edges.append(span.end + shifts[first + len(within)])
+            spans += [Span(a, b, span.closed) for a, b in zip(edges[::2], edges[1::2]) if b > a]
+        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown)
 
     def _reads(self, key: str) -> bool:
         """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""
@@ -206,6 +260,8 @@ class Encoder:
 
     def _shortened(self, r: Rendered) -> Rendered:
         """A text much longer than max_length tokens is cut to a beginning that still has more tokens than that, to save time."""
+        if r.pictures:
+            return r
         characters = _CHARACTERS_A_TOKEN * (self.max_length + _MARGIN)
         while len(r.text) > characters:
             text = r.text[:characters]
@@ -296,13 +352,18 @@ class Encoder:
             learnt = [whole] * len(before) + learnt + [True] * len(after)
             ids = before + ids + after
         cut = len(ids) > self.max_length
+        if cut and r.pictures and offsets[self.max_length - 1][1] < r.shown:
+            seen = sum(start < r.shown for start, _ in offsets)
+            reason = f"{len(ids)} tokens, its last picture ends at {seen}, and data.max_length is {self.max_length}"
+            tally.bad.add(BadRow(r.place, f"{reason}: a row is not cut inside a picture", "data.max_pixels makes pictures smaller"))
+            return None
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
         cut = cut or r.shortened
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
         labels = tuple(i if on else IGNORED for i, on in zip(ids, learnt))
-        return Row(tuple(ids), labels, learnt.index(True)), cut
+        return Row(tuple(ids), labels, learnt.index(True), pictures=r.pictures), cut
 
     def _tokens(self, r: Rendered, ids: list[int], offsets: Offsets, span: Span, tally: Tally, *, whole: bool) -> tuple[int, int]:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""

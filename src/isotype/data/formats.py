@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ..errors import UsageError
 from ..wording import counted
 from .bad_rows import EmptyAnswer, RowError
-from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
+from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, take_pictures, tool_list, with_system
 from .other_shapes import refuse_data_frame, refuse_turn
 from .read import Record, column_name
 
@@ -34,10 +35,10 @@ class Format:
 
 
 FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), ("tools", "functions", "system")),
-    "sharegpt": Format(("conversations",), ("tools", "system")),
+    "messages": Format(("messages",), ("tools", "functions", "system", "images", "image")),
+    "sharegpt": Format(("conversations",), ("tools", "system", "images", "image")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
-    "prompt_completion": Format(("prompt", "completion"), ("tools",)),
+    "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
     "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
     "labelled": Format(("prompt", "completion", "label"), ("tools",)),
     "text": Format(("text",)),
@@ -77,6 +78,10 @@ class Example:
     text: str | None = None
     learn_from: int = 0
     """Of `messages`: answers before this one are a prompt."""
+    pictures: tuple[Any, ...] = ()
+    """Of `messages`, in the order of their parts: paths, bytes, or what else a row names a picture by."""
+    folder: str = "."
+    """Where the paths of pictures begin."""
     rejected: Example | None = None
     """Of a preference pair, whose chosen answer this is: the same prompt with the rejected one."""
     wanted: bool = True
@@ -174,7 +179,7 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
     row = renamed(record, columns)
     try:
-        return _checked(row, name, record.place, needs_answer=needs_answer)
+        return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
     except RowError as error:
         reason = error.message.removeprefix(record.place)
         said = [_as_read(ours, key) for ours, key in (columns or {}).items() if ours != key and re.search(rf"\b{ours}\b", reason)]
@@ -203,6 +208,20 @@ def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answ
         key = "messages" if name == "messages" else "conversations"
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
     return Example(place, messages=messages, tools=tool_list(row, place))
+
+
+def _with_pictures(found: Example, row: Mapping[str, Any], name: FormatName, record: Record) -> Example:
+    """The example with the pictures of its row."""
+    place = record.place
+    if found.rejected is not None or found.messages is None or name == "alpaca":
+        sides = [*(found.messages or ()), *((found.rejected.messages or ()) if found.rejected is not None else ())]
+        beside = any(row.get(key) not in (None, "", []) for key in ("images", "image")) and "images" in FORMATS[name].beside
+        if beside or any(not isinstance(m["content"], str) for m in sides):
+            what = "a preference pair" if name == "preference" else "a row of this format"
+            raise RowError(f"{place}: pictures in {what} are not offered", fix="write the row as messages")
+        return found
+    messages, pictures = take_pictures(found.messages, row, place)
+    return replace(found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)) if pictures else found
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:

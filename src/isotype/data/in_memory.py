@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .cache_folder import cache_folder
+from .pictures import as_json
 
 
 def as_source(given: Any) -> Any:
@@ -72,5 +73,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and their numbers as Python has them; times as text."""
+    """Arrays and their numbers as Python has them; pictures and times as text."""
+    if (picture := as_json(value)) is not None:
+        return picture
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -37,6 +37,7 @@ from .formats import Example, FormatName
 from .hub import note_unread_splits
 from .labels import label_note
 from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
+from .pictures import Pictures
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
@@ -48,12 +49,15 @@ _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
-def load_data(data: DataSection, tokenizer: Any, *, seed: int, only: FormatName | None = None) -> LoadedData:
+def load_data(
+    data: DataSection, tokenizer: Any, *, seed: int, only: FormatName | None = None, pictures: Pictures | None = None
+) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
     data       the data section
     tokenizer  the model's
     seed       of the held-out share
+    pictures   of a vision-language model: its processor reads those of the rows
     only       the one format of which the objective learns. A preference pair becomes two rows, which stay together; a limit counts pairs
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
@@ -66,9 +70,12 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, only: FormatName 
     read_once(sources)
     read_once(eval_sources)
     note_unread_splits(sources + eval_sources)
-    encoder = encoder_for(data, tokenizer, sources + eval_sources)
+    encoder = encoder_for(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
+
+        if pictures is not None:
+            encoder.pictures, encoder.no_pictures = None, "data.stream reads none: leave it out"
 
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
@@ -103,6 +110,9 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, only: FormatName 
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
     }
+    shows = bool(train.has_pictures.any() or evaluation.has_pictures.any())
+    if shows and pictures is not None:
+        facts["pictures"] = pictures.settings() | {"rows": int(train.has_pictures.sum()), "eval_rows": int(evaluation.has_pictures.sum())}
     for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
         facts[side] |= pair_facts(rows_of_side)
     said = [note for s in sources + eval_sources for note in s.notes] + (pair_notes(facts["train"]) if pairs else [])
@@ -116,11 +126,12 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, only: FormatName 
     template = encoder.template.text if encoder.template else None
     prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
     return LoadedData(
-        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation)
-    )
+        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation),
+        pictures=pictures if shows else None,
+    )  # fmt: skip
 
 
-def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
+def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None) -> Encoder:
     """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
     with this template when the model is used."""
     formats = {form for s in sources for form in s.formats}
@@ -131,7 +142,7 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) ->
     if data.chat_template is not None and not wanted:
         raise UsageError("data.chat_template has no effect: no row is a chat")
     template = chat_template(tokenizer, data.chat_template) if wanted else None
-    return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template)
+    return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template, pictures=pictures)
 
 
 def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
@@ -158,6 +169,7 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
             "content": one.identity(), "formats": one.forms and [form for form, _ in one.forms], "columns": dict(spec.columns or {}),
             "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and template.text,
             "max_length": encoder.max_length, "loss_on": encoder.loss_on, "needs_answer": one.needs_answer,
+            "pictures": encoder.pictures and encoder.pictures.settings(),
         }
     )  # fmt: skip
 
@@ -166,6 +178,9 @@ def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock
     block, wrong = cache.load(key)
     if wrong:
         one.notes.append(f"a damaged cache entry was made again: {wrong}")
+    if block is not None and (gone := block.pictures_gone()):
+        one.notes.append(f"a cache entry was made again: {gone} changed, or is gone")
+        block = None
     if block is not None:
         block.facts["cache"] = f"from {cache.path(key)}"
         return block

@@ -8,7 +8,7 @@ from typing import Any
 from ..config.schema import RunSection
 from ..errors import UsageError
 from .chat import ChatTemplate
-from .encode import Encoder, as_messages
+from .encode import Encoder, Rendered, as_messages
 from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
@@ -16,12 +16,14 @@ SAMPLES = 4  # prompts taken from the data
 _TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
 
 
-def prompts_from(texts: Iterable[str], tokenizer: Any, *, chat_template: str | None = None) -> list[SamplePrompt]:
+def prompts_from(texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None) -> list[SamplePrompt]:
     """The user's own prompts (`run.samples`): a question to the template's assistant, or, without a template, the beginning of a text."""
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
     template = ChatTemplate(tokenizer, chat_template, "tokenizer") if chat_template else None
     found = []
     for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UsageError(f"run.samples[{i}]: a mapping: only a prompt of a picture has settings of its own", fix="give the text")
         if not text.strip():
             raise UsageError(f"run.samples[{i}]: the prompt is empty")
         if template is None:
@@ -55,7 +57,15 @@ def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SampleProm
             first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
             answer = messages[first]["content"] if first < len(messages) else None
             if first:
-                found.append(_question(encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place))
+                shown = sum(
+                    part.get("type") == "image" for m in messages[:first] if not isinstance(m["content"], str) for part in m["content"]
+                )
+                found.append(
+                    _question(
+                        encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place,
+                        pictures=example.pictures[:shown], folder=example.folder,
+                    )
+                )  # fmt: skip
     return [prompt for prompt in found if prompt.input_ids]
 
 
@@ -70,8 +80,17 @@ def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
 
 
 def _question(
-    encoder: Encoder, template: ChatTemplate, messages: Sequence[Message], answer: str | None, *, tools: Any = None, place: str
-) -> SamplePrompt:
+    encoder: Encoder, template: ChatTemplate, messages: Sequence[Message], answer: str | None, *, tools: Any = None, place: str,
+    pictures: Sequence[Any] = (), folder: str = ".",
+) -> SamplePrompt:  # fmt: skip
     rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
-    asked = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
-    return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
+    asked = text_of(next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]))
+    if not pictures:
+        return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
+    found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)
+    return SamplePrompt(asked.strip(), tuple(encoder.ids(found.text)), answer, found.pictures)
+
+
+def text_of(content: Any) -> str:
+    """Of a turn, also where it has pictures."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 from .bad_rows import BadRow
@@ -23,6 +26,8 @@ class Row:
     """Tokens before the first learnt one."""
     documents: tuple[int, ...] = ()
     """Of a packed row: the tokens of each document in it, one after the other. Their first labels are never learnt."""
+    pictures: tuple[str, ...] = ()
+    """References, as `pictures.Pictures` makes them, in the order of their tokens."""
 
     @property
     def supervised(self) -> int:
@@ -40,6 +45,8 @@ class SamplePrompt:
     """The text given to the model, with the template's generation prompt."""
     reference: str | None = None
     """The answer in the data, if there is one."""
+    pictures: tuple[str, ...] = ()
+    """As a row's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class LoadedData:
     """Evaluation rows of each named set, one set after the other; none where the sets have no names."""
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
+    pictures: Any = None
+    """A `Pictures`, where a row has some."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of the training rows before packing, and one of the evaluation rows: of tokens, labels, and which are learnt."""
@@ -82,9 +91,29 @@ class LoadedData:
     def longest(self, count: int) -> list[Row]:
         """The rows of the largest batch that training could ever see."""
         lengths = row_lengths(self.train)
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]
-        found = [self.train[i] for i in order]
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        if self.pictures is not None:  # a batch has rows with pictures, or rows without
+            shown = has_pictures(self.train)
+            order = [i for i in order if shown[i]] or order
+        found = [self.train[i] for i in order[:count]]
         return [_stretched(row, self.facts["max_length"]) for row in found] if self.stream is not None else found
+
+
+def path_of(reference: str) -> Path:
+    return Path(reference.split(" ", 2)[2])
+
+
+def digest_of_picture(reference: str) -> str:
+    return reference.split(" ", 1)[0]
+
+
+def is_there(reference: str) -> bool:
+    """Whether the file is still the one that was tokenised, by its time."""
+    _, time, path = reference.split(" ", 2)
+    try:
+        return os.stat(path).st_mtime_ns == int(time)
+    except OSError:
+        return False
 
 
 def _hash_of(rows: Sequence[Row]) -> str:
@@ -111,6 +140,12 @@ def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
     return [row.supervised for row in rows] if column is None else column("supervised").tolist()
 
 
+def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
+    """Whether each row has some, as `row_lengths`."""
+    known = getattr(rows, "has_pictures", None)
+    return [bool(row.pictures) for row in rows] if known is None else known
+
+
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
     known = getattr(rows, "tokens_used", None)
@@ -133,8 +168,10 @@ LOOKED_AT = 1000  # rows among which the median and the longest are found: a run
 MOST_TOKENS = 512  # shown of a row
 
 
-def examples(rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
-    """The first row, one of median length and the longest, each cut into parts that are learnt or not.
+def examples(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
+    """The first row, one of median length, the longest and the first with a picture, each cut into parts that are learnt or not.
+
+    pictures  the run's `Pictures`: rows that have some get them as small ones, `data:` URLs
 
     A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the whole row, `left_out` what is not shown.
     """
@@ -143,13 +180,24 @@ def examples(rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
     chosen: dict[int, str] = {}
     for which, i in (("the first row", 0), ("of median length", by_length[len(seen) // 2]), ("the longest", by_length[-1])) if seen else ():
         chosen.setdefault(i, which)
-    return [{"which": which, "row": i, **_example(seen[i], tokenizer)} for i, which in chosen.items()]
+    if pictures is not None and not any(seen[i].pictures for i in chosen):
+        chosen |= dict.fromkeys([i for i, row in enumerate(seen) if row.pictures][:1], "the first with a picture")
+    return [{"which": which, "row": i, **_example(seen[i], tokenizer, pictures)} for i, which in chosen.items()]
 
 
-def _example(row: Row, tokenizer: Any) -> dict[str, Any]:
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the places of a picture
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]} x {len(found[0]) // len(found[1])} "
+
+
+def _example(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
     shown = list(zip(row.input_ids, row.labels))[:MOST_TOKENS]
     parts = []
     for learnt, pairs in groupby(shown, key=lambda pair: pair[1] != IGNORED):
         ids = [token for token, _ in pairs]
-        parts.append({"text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), "learnt": learnt})
-    return {"tokens": len(row.input_ids), "learnt": row.supervised, "left_out": len(row.input_ids) - len(shown), "parts": parts}
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parts.append({"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt})
+    seen = {"pictures": [pictures.small(one) for one in row.pictures]} if row.pictures and pictures is not None else {}
+    return seen | {"tokens": len(row.input_ids), "learnt": row.supervised, "left_out": len(row.input_ids) - len(shown), "parts": parts}

@@ -9,6 +9,8 @@ wanted      bool[R]    the label of an answer; true where rows have none
 supervised  int32[R]   tokens that give a loss
 digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40 million among a million rows)
 prompt      uint64[R]  of the tokens before the first learnt one; 0 where that is the first of all
+pictures    uint8[P]   the references of all rows' pictures as UTF-8, a line each
+pictures_end int64[R]  where those of each row end
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from typing import IO, Any, overload
 
 import numpy as np
 
-from .rows import IGNORED, Row, Share
+from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of
 
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
     "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "wanted": "bool",
-    "supervised": "int32", "digest": "uint64", "prompt": "uint64",
+    "supervised": "int32", "digest": "uint64", "prompt": "uint64", "pictures": "uint8",
+    "pictures_end": "int64",
 }  # fmt: skip
 
 
@@ -39,6 +42,7 @@ class TokenBlock:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
         self.example, self.cut, self.wanted, self.supervised = (columns[n] for n in ("example", "cut", "wanted", "supervised"))
         self.digest, self.prompt = columns["digest"], columns["prompt"]
+        self.pictures, self.pictures_end = columns["pictures"], columns["pictures_end"]
         self.facts = facts
 
     def __len__(self) -> int:
@@ -52,16 +56,27 @@ class TokenBlock:
         start, end = (int(self.ends[i - 1]) if i else 0), int(self.ends[i])
         ids, learnt = self.ids[start:end], self.learnt[start:end]
         labels = np.where(learnt, ids, IGNORED)
-        return Row(tuple(ids.tolist()), tuple(labels.tolist()), int(learnt.argmax()))
+        return Row(tuple(ids.tolist()), tuple(labels.tolist()), int(learnt.argmax()), pictures=self.references(i))
+
+    def references(self, i: int) -> tuple[str, ...]:
+        """Of a row's pictures."""
+        start, end = (int(self.pictures_end[i - 1]) if i else 0), int(self.pictures_end[i])
+        return tuple(self.pictures[start:end].tobytes().decode().splitlines()) if end > start else ()
+
+    def pictures_gone(self) -> str | None:
+        """The first picture that is no longer what was tokenised, or None."""
+        every = self.pictures.tobytes().decode().splitlines() if len(self.pictures) else []
+        return next((str(path_of(one)) for one in every if not is_there(one)), None)
 
 
 def digest_of(row: Row) -> int:
-    """A 64-bit hash of the tokens of a row."""
-    return _hash(np.asarray(row.input_ids, np.int32))
+    """A 64-bit hash of the tokens of a row, and of its pictures."""
+    return _hash(np.asarray(row.input_ids, np.int32), row.pictures)
 
 
-def _hash(ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+def _hash(ids: np.ndarray, pictures: Sequence[str] = ()) -> int:
+    seen = "".join(map(digest_of_picture, pictures)).encode()
+    return int.from_bytes(hashlib.blake2b(ids.tobytes() + seen, digest_size=8).digest(), "little")
 
 
 class TokenWriter:
@@ -69,7 +84,7 @@ class TokenWriter:
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
         self.files: Mapping[str, IO[bytes]] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
-        self.end = self.rows = 0
+        self.end = self.rows = self.pictures_end = 0
 
     def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
         ids = np.asarray(row.input_ids, np.int32)
@@ -82,9 +97,13 @@ class TokenWriter:
         }  # fmt: skip
         self.files["ids"].write(ids.tobytes())
         self.files["learnt"].write(learnt.tobytes())
-        self.files["digest"].write(_hash(ids).to_bytes(8, "little"))
+        self.files["digest"].write(_hash(ids, row.pictures).to_bytes(8, "little"))
         prompt = ids[: learnt.argmax()]
-        self.files["prompt"].write((_hash(prompt) if len(prompt) else 0).to_bytes(8, "little"))
+        self.files["prompt"].write((_hash(prompt, row.pictures) if len(prompt) else 0).to_bytes(8, "little"))
+        pictures = "".join(f"{one}\n" for one in row.pictures).encode()
+        self.pictures_end += len(pictures)
+        self.files["pictures"].write(pictures)
+        self.files["pictures_end"].write(np.int64(self.pictures_end).tobytes())
         for name, value in values.items():
             self.files[name].write(value.tobytes())
 
@@ -141,6 +160,11 @@ class TokenRows(Sequence[Row]):
     @cached_property
     def lengths(self) -> np.ndarray:
         return self.column("lengths")
+
+    @cached_property
+    def has_pictures(self) -> np.ndarray:
+        ends = [np.diff(block.pictures_end, prepend=0) > 0 for block in self.blocks]
+        return np.concatenate(ends or [np.zeros(0, bool)])[self.chosen]
 
     def of_block(self, block: int) -> np.ndarray:
         """Which of the rows, by number, come from a block."""
@@ -219,7 +243,12 @@ class PackedRows(Sequence[Row]):
     def __getitem__(self, i: int | slice) -> Row | PackedRows:
         if isinstance(i, slice):
             return PackedRows(self.rows, self.packs[i], self.capacity, ())
-        return joined([self.rows[int(k)] for k in self.packs[i]])
+        found = [self.rows[int(k)] for k in self.packs[i]]
+        return found[0] if found[0].pictures else joined(found)
+
+    @cached_property
+    def has_pictures(self) -> np.ndarray:
+        return np.array([bool(self.rows.has_pictures[pack[0]]) for pack in self.packs], bool)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -236,13 +265,15 @@ class PackedRows(Sequence[Row]):
 
 
 def pack(rows: TokenRows, capacity: int) -> PackedRows:
-    """Packs the rows of each source by themselves."""
+    """Packs the rows of each source by themselves. A row with pictures stays alone: each family has positions of its own for it."""
     packs: list[np.ndarray] = []
     of_block: list[int] = []
     for block in range(len(rows.blocks)):
         numbers = rows.of_block(block)
-        found = best_fit(rows.lengths[numbers], capacity)
-        packs += [numbers[pack] for pack in found]
+        alone = rows.has_pictures[numbers]
+        text = numbers[~alone]
+        found = [text[pack] for pack in best_fit(rows.lengths[text], capacity)] + [one[None] for one in numbers[alone]]
+        packs += found
         of_block += [block] * len(found)
     return PackedRows(rows, packs, capacity, of_block)
 

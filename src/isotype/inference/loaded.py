@@ -5,9 +5,10 @@ Also loads the folder of an adapter or a model that belongs to no run.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -17,11 +18,14 @@ from ..config.kind import DIFFUSION
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
 from ..data.chat import chat_template
+from ..data.pictures import BadPicture
+from ..data.rows import SamplePrompt
 from ..dtypes import name as name_of
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
 from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
+from ..model.processor import pictures_of
 from ..optimize import optimize
 from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
@@ -31,7 +35,7 @@ from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
 from ..tasks.language.result import load_result
-from ..tasks.language.sample import Generates, generation_config
+from ..tasks.language.sample import Generates, generation_config, prompt_inputs
 from ..wording import printable
 
 if TYPE_CHECKING:
@@ -213,24 +217,44 @@ class Conversation:
     def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float, stream: bool = True) -> None:
         self.run, self.stream = run, stream
         self.config = generation_config(run.model, run.tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.pictures = pictures_of(run.config.model, run.config.data, run.tokenizer)
+        self.shown: list[str] = []  # references of the pictures of all turns
 
     def clear(self) -> None:
         self.messages.clear()
+        self.shown.clear()
+
+    def show(self, files: Sequence[str]) -> None:
+        """The next question is about these pictures. Raises UsageError."""
+        if not files:
+            return
+        if self.pictures is None or not self.run.tokenizer.chat_template:
+            raise UsageError(f"--image: {self.run.source.name} has no vision tower, or no chat template")
+        try:
+            self.waiting = [self.pictures.reference(file, Path()) for file in files]
+        except BadPicture as error:
+            raise UsageError(f"--image: {error}") from None
+
+    waiting: Sequence[str] = ()
 
     def say(self, text: str) -> str:
         """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it was."""
         tokenizer, model = self.run.tokenizer, self.run.model
-        asked = [*self.messages, {"role": "user", "content": text}]
+        shown = [*self.shown, *self.waiting]
+        content = [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}] if self.waiting else text
+        asked = [*self.messages, {"role": "user", "content": content}]
         if tokenizer.chat_template:
             text = chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the question")
-        ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
+        if shown and self.pictures is not None:
+            text = self.pictures.within(text, self.pictures.written(shown))
+        ids = tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+        inputs = prompt_inputs(SamplePrompt(text, ids, pictures=tuple(shown)), self.pictures, self.run.device)
         streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):
-            out = cast(Generates, model).generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer
-            )
-        answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            out = cast(Generates, model).generate(**inputs, generation_config=self.config, streamer=streamer)
+        answer = str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
+            self.shown, self.waiting = shown, ()
         return answer

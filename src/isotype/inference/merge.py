@@ -16,19 +16,21 @@ from transformers import AutoConfig
 from ..config.kind import FORMATS
 from ..config.schema import DataSection
 from ..data.load import load_data
+from ..data.pictures import Pictures
 from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.architecture import auto_class
 from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..model.load import Source
-from ..model.processor import copy_files
+from ..model.processor import copy_files, pictures_of
 from ..model.tokens import align_special_tokens
 from ..ops.packed import widen
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_filled, without_run
+from ..tasks.language.objective import NextToken
 from ..tasks.language.result import evaluate, load_result
 from ..training.finish import ROWS
 from .loaded import LoadedRun
@@ -103,7 +105,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         refuse_other_loss(out, merged_loss, adapter_loss)
 
     write_folder(out, fill, check=compare, then="merge again")
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows))
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss, len(rows[0]))
 
 
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
@@ -238,13 +240,14 @@ def _plain_name(name: str) -> str | None:
     return _without_wrappers(name).replace(".modules_to_save.default.", ".")
 
 
-def _rows(run: LoadedRun) -> list:
+def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     data = run.config.data
     if data.train is None:
-        return _any_rows(run)
+        return _any_rows(run), None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
-    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective))
-    return list((loaded.eval or loaded.train)[:ROWS])
+    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective),
+                       pictures=pictures_of(run.config.model, section, run.tokenizer))  # fmt: skip
+    return list((loaded.eval or loaded.train)[:ROWS]), loaded.pictures
 
 
 def _any_rows(run: LoadedRun) -> list:
@@ -256,8 +259,12 @@ def _any_rows(run: LoadedRun) -> list:
     return [Row(tuple(ids), tuple(ids), 0) for ids in drawn]
 
 
-def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
-    return evaluate(model, rows, batch_size=4, pad_id=run.tokenizer.pad_token_id, device=run.device, loss_dtype=run.precision.loss).loss
+def _loss(model: nn.Module, run: LoadedRun, rows: tuple[list, Pictures | None]) -> float:
+    found, pictures = rows
+    return evaluate(
+        model, found, batch_size=4, pad_id=run.tokenizer.pad_token_id, device=run.device, loss_dtype=run.precision.loss,
+        objective=NextToken(run.config, pictures),
+    ).loss  # fmt: skip
 
 
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:

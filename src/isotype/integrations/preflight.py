@@ -30,6 +30,7 @@ from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.resolve import Resolved
+from ..precision.vision import vision_parts
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
 from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
@@ -41,6 +42,7 @@ from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, random_state_restored
 from ..wording import counted
 from .attachment import Attachment, Methods
+from .vision import names_that_do_not_load, places_learnt
 
 _ARGUMENTS = {
     "run.sample_every: 0 trains without samples; ": "",
@@ -298,6 +300,8 @@ _ROWS = (Check(("PF005",), nothing_to_learn),)
 _POSITIONS = (Check(("PF020",), beyond_the_positions),)
 _TOKENS = (Check(("PF007",), end_never_learnt),)
 _TABLES = (Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
+_PLACES = (Check(("PF023",), places_learnt),)
+_NAMES = (Check(("PF024",), names_that_do_not_load),)
 _STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
 _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
@@ -323,6 +327,8 @@ def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[st
         ("data", _POSITIONS, unknown or ("" if rows.tokens else rows.why_no_tokens)),
         ("data", _TOKENS, without),
         ("data", _TABLES, unknown or without),
+        ("data", _PLACES, unknown or ("" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures")),
+        ("static", _NAMES, unknown),
         ("real", _STEP, why_not),
         ("real", _EVALUATION, why_not or unplanned),
     ):

@@ -11,6 +11,7 @@ from torch import nn
 from ..config.kind import is_kept_on_host
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
+from ..errors import UsageError
 from ..optimize import Manifest, optimize
 from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
@@ -51,6 +52,10 @@ def build_model(
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
     base.config.use_cache = False
+    if pictures and part is not None:
+        raise UsageError(
+            "parallel.kind: shard: a process without a picture in its batch would not run the tower", fix="parallel.kind: replicate"
+        )
     check_vision(base, config.adapter, pictures=pictures)
     if not pictures and vision_parts(base) is not None:
         notes.append(f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run")

@@ -1,4 +1,8 @@
-"""The processor of a vision-language model, which turns pictures into pixel tensors and writes their tokens: its files."""
+"""The processor of a vision-language model, which turns pictures into pixel tensors and writes their tokens: loaded, and its files.
+
+It is loaded with its PIL image processor and without its video part. Both others need torchvision, and pixels of the two differ by a level:
+so every machine computes the same ones.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,14 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
+
+from ..config.schema import DataSection, ModelSection
+from ..data.cache_folder import cache_folder
+from ..data.pictures import Pictures
+from ..errors import UsageError
+from .architecture import is_vision_language
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _TEMPLATE = "chat_template.json"  # where repositories had the template that the processor reads and the tokenizer does not
@@ -29,9 +41,81 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
             shutil.copyfile(found, folder / file)
 
 
+def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pictures | None:
+    """Reads the pictures of a run's rows for this model; None for a model without a vision tower."""
+    architecture = _architecture(section)
+    if architecture is None or not is_vision_language(architecture):
+        return None
+    name = str(section.name)
+    token = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(architecture, key, None)) is not None), None)
+    folder = cache_folder(data.cache)
+    return Pictures(
+        lambda: load_processor(name, section.revision, architecture, tokenizer), token=token, min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels, kept=None if folder is None else folder.parent / "pictures",
+    )  # fmt: skip
+
+
+def has_vision(section: ModelSection) -> bool:
+    """Whether a run's model has a vision tower. A model that cannot be read has none: what loads it says why."""
+    if isinstance(section.config, dict):
+        return "vision_config" in section.config
+    try:
+        architecture = _architecture(section)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return architecture is not None and is_vision_language(architecture)
+
+
+def _architecture(section: ModelSection) -> Any:
+    """The configuration of the model that a run loads; None where it builds one from `model.config`."""
+    if section.name is None or section.config is not None:
+        return None
+    return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+
+
+def load_processor(name: str, revision: str | None, architecture: Any, tokenizer: Any) -> Any:
+    """transformers' processor of this model. Raises UsageError."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    where = f"model {name}: rows have pictures, and its processor"
+    if not hasattr(transformers.ProcessorMixin, "get_text_with_replacements"):
+        raise UsageError(f"{where} does not say what it writes for them: transformers {transformers.__version__} is too old for pictures")
+    said = [_content(name, file, revision) for file in FILES[:2]]
+    if not any(said):
+        raise UsageError(f"{where} is missing: no {FILES[0]} there", fix="put the files of the released model's processor beside it")
+    family = getattr(architecture, "model_type", "")
+    kind = next((one["processor_class"] for one in said if one.get("processor_class")), PROCESSOR_MAPPING_NAMES.get(family))
+    of_class = getattr(transformers, str(kind), None)
+    if of_class is None:
+        raise UsageError(f"{where} is a {kind}, which transformers {transformers.__version__} does not have")
+    try:
+        images = transformers.AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
+        without_video: Any = type(of_class.__name__, (_WithoutVideo, of_class), {})
+        parts = {"image_processor": images, "tokenizer": tokenizer}
+        given = [parts.get(part) for part in of_class.get_attributes()]
+        return without_video.from_args_and_dict(given, {**said[1], "chat_template": None})
+    except Exception as error:  # files of strangers, and libraries that a family asks for (num2words)
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{where} cannot be loaded: {line}") from error
+
+
+class _WithoutVideo:
+    """A processor whose video part is None."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        if argument is None:
+            return type(None)
+        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]  # of the class it is mixed with
+
+
+def _content(name: str, file: str, revision: str | None) -> dict[str, Any]:
+    found = _file(name, file, revision)
+    content: Any = json.loads(Path(found).read_text(encoding="utf-8")) if found is not None else {}
+    return content if isinstance(content, dict) else {}
+
+
 def template_beside(name: str, revision: str | None) -> str | None:
     """The chat template of an older repository's processor."""
-    found = _file(name, _TEMPLATE, revision)
-    content: Any = json.loads(Path(found).read_text(encoding="utf-8")) if found is not None else {}
-    template = content.get("chat_template") if isinstance(content, dict) else None
+    template = _content(name, _TEMPLATE, revision).get("chat_template")
     return template if isinstance(template, str) else None

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..dtypes import FLOATS, itemsize, name
 from ..precision.apply import declared_dtype, inner_model, is_norm, is_quantised, quantised_word
 from ..precision.precision import Precision
+from ..precision.vision import is_of_vision
 from .contract import Contract
 from .record import CHANGED, TABLES, UNSEEN, Observation
 from .tape import Running, Step, observing
@@ -152,7 +153,9 @@ class Observer:
         if is_quantised(parameter):
             observation.note("base", full, quantised_word(parameter), p.base)
         elif parameter.is_floating_point():
-            role, declared = "trainable" if parameter.requires_grad else "base", declared_dtype(self.model, full, parameter, p)
+            of_vision = p.vision and is_of_vision(inner_model(self.model), full)
+            role = "trainable" if parameter.requires_grad else "vision" if of_vision else "base"
+            declared = declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)
         elif parameter.is_complex():
             observation.unseen_thing("trainable" if parameter.requires_grad else "base", "complex numbers, which no precision declares")

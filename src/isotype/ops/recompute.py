@@ -1,7 +1,7 @@
 """What a recomputed layer leaves out: results that backward does not need, or that were kept.
 
-A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops ask
-here which run it is. A mixture's router chooses the experts of the first run in the second. Nothing is left out where a hook reads
+A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops
+ask here which run it is. A mixture's router chooses the experts of the first run in the second. Nothing is left out where a hook reads
 what a layer gives: it would read values that were never computed. Nor in a compiled graph, which is the same for both runs.
 """
 

@@ -20,6 +20,7 @@ from ..environment import planned
 from ..instance_method import MadeMethod
 from .parts import Part
 from .precision import Precision
+from .vision import is_of_vision
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
@@ -175,7 +176,8 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
     """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
-    word = precision.trainable if parameter.requires_grad else precision.unquantised
+    of_vision = precision.vision and not parameter.requires_grad and is_of_vision(inner_model(model), full)
+    word = precision.trainable if parameter.requires_grad else precision.vision if of_vision else precision.unquantised
     return "fp32" if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))) else word
 
 

@@ -14,7 +14,7 @@ from .packing import WORDS as PACKED
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
 _HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "save_model", "save_adapter")
-TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema")
+TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
 """Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "base": (*_HALVES, "nf4", *PACKED),
@@ -71,6 +71,10 @@ class Precision:
     latents       latents, noise, noise level and target, before the model
     ema           the moving average of trained weights
 
+    A role of a run of a vision-language model, empty elsewhere:
+
+    vision        frozen weights of tower and projector, and the pixels that they are given; their products have `compute`
+
     Raises  UsageError PR000 for a word a role cannot have.
     """
 
@@ -91,6 +95,7 @@ class Precision:
     timesteps: str = ""
     latents: str = ""
     ema: str = ""
+    vision: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -46,11 +47,20 @@ def _below(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
+_KNOWN: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
+
+
 def vision_parts(model: Any) -> VisionParts | None:
     """The parts of a transformers model that has a vision configuration, and a decoder of its own for the text; None for other models.
 
-    model  not PEFT's wrapper of one
+    model  not PEFT's wrapper of one. It is looked through once: later changes, as adapters are, do not move its parts
     """
+    if model not in _KNOWN:
+        _KNOWN[model] = _parts_of(model)
+    return _KNOWN[model]
+
+
+def _parts_of(model: Any) -> VisionParts | None:
     config = getattr(model, "config", None)
     if not any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config")) or not hasattr(model, "get_decoder"):
         return None
@@ -66,6 +76,12 @@ def vision_parts(model: Any) -> VisionParts | None:
 def _towers(model: Any) -> Iterator[nn.Module]:
     for modality in _MODALITIES:
         yield model.get_encoder(modality=modality)
+
+
+def is_of_vision(model: Any, full: str) -> bool:
+    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to tower or projector."""
+    parts = vision_parts(model)
+    return parts is not None and parts.of(full.removeprefix("base_model.model.")) != LANGUAGE
 
 
 def language_part(model: Any) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,13 +217,18 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     return found
 
 
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
+
+
 def examples(record: RunRecord) -> list[dict[str, Any]]:
     """Training rows as parts of text, each marked as learnt or not."""
     found = []
     for row in record.examples:
         parts = [(str(part.get("text", "")), bool(part.get("learnt"))) for part in list_of(row.get("parts")) if isinstance(part, dict)]
         if parts:
-            found.append({key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")} | {"parts": parts})
+            shown = [one for one in list_of(row.get("pictures")) if isinstance(one, str) and _PICTURE.fullmatch(one)]
+            facts = {key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")}
+            found.append(facts | {"parts": parts, "pictures": shown})
     return found
 
 

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from isotype.data.rows import IGNORED, Row, Share
 from isotype.tasks.language.batches import collate
-from isotype.training.feed import RowStream, epoch_order, mixed_order
-from tests.models import rows
+from isotype.training.feed import epoch_order, mixed_order
 
 
 @pytest.mark.full
@@ -15,16 +14,6 @@ def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
     order = epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
     assert sorted(order) == list(range(count))
     assert order == epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
-
-
-@pytest.mark.full
-@given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=12), st.integers(0, 30))
-def test_a_stream_resumes_at_its_position(count, takes, start):
-    every = rows(count)
-    whole, resumed = RowStream(every, seed=3, shuffle=True), RowStream(every, seed=3, shuffle=True, position=start)
-    whole.take(start)
-    for n in takes:
-        assert whole.take(n) == resumed.take(n)
 
 
 def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():
@@ -61,17 +50,6 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
 
 def test_without_shuffling_weighted_sources_alternate_evenly():
     assert mixed_order([Share(6, 2.0), Share(3, 1.0)], seed=0, epoch=0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
-
-
-@pytest.mark.full
-@given(st.integers(0, 60))
-def test_a_weighted_stream_resumes_at_its_position(start):
-    every, mix = rows(20), [Share(5, 2.0), Share(15, 1.0)]
-    whole = RowStream(every, seed=3, shuffle=True, shares=mix)
-    whole.take(start)
-    resumed = RowStream(every, seed=3, shuffle=True, shares=mix)
-    resumed.restore(whole.state())
-    assert resumed.take(25) == whole.take(25)
 
 
 def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:

@@ -59,8 +59,7 @@ def same(one, other):
         torch.testing.assert_close(g, other[1][name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma3_text", "eager")])
 def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     window = {"sliding_window": 16} if family == "gemma3_text" else {}
     model, batch = tiny(family, attn_implementation=attention, **window), unpacked()
@@ -88,8 +87,9 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
     assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.full), "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "padded"), pytest.param("gemma3_text", "packed", marks=pytest.mark.full), ("gemma2", "packed")]
+)
 def test_bounds_alone_keep_documents_apart_with_windows_and_softcaps(family, kind, monkeypatch):
 
     model, batch = tiny(family, **OPTIONS[family]), packed() if kind == "packed" else unpacked()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..backend import path_for, wide
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
+from ..library import library_op
 from . import cpu
 
 
@@ -45,8 +46,8 @@ def activated_reference(g: Tensor, kind: Activation) -> Tensor:
 def activated(g_TG: Tensor, kind: Activation) -> Tensor:
     """F[T I], for a caller that differentiates it itself."""
     named = _named(kind)
-    if named is not None and path_for(cpu.KERNELS, g_TG) == "cpp":
-        return cpu.activate(g_TG, *named)
+    if named is not None and (path := path_for(cpu.KERNELS, g_TG)) in ("cpp", "triton"):
+        return cpu.activate(g_TG, *named) if path == "cpp" else _activate(g_TG, *named)
     if not isinstance(kind, str):
         return activated_reference(g_TG, kind)
     return gated_forward(path_for(KERNELS, g_TG), *_halves(g_TG), kind)
@@ -71,8 +72,8 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
     w   of each row, fp32
     """
     named = _named(kind)
-    if named is not None and w_T.dtype is torch.float32 and path_for(cpu.KERNELS, g_TG) == "cpp":
-        return cpu.backward(g_TG, dh_TI, w_T, *named, needs_h)
+    if named is not None and w_T.dtype is torch.float32 and (path := path_for(cpu.KERNELS, g_TG)) in ("cpp", "triton"):
+        return cpu.backward(g_TG, dh_TI, w_T, *named, needs_h) if path == "cpp" else _backward(g_TG, dh_TI, w_T, *named, needs_h)
     if isinstance(kind, str):
         gate, up = _halves(g_TG)
         dgate, dup, h = gated_backward(path_for(KERNELS, g_TG), gate, up, weighted(dh_TI, w_T), kind, True)
@@ -86,3 +87,22 @@ def backward_of_rows(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation,
         (dg,) = torch.autograd.grad(made, leaf, weighted(dh_TI, w_T))
         h = made.detach()
     return dg, h, (h.to(w_T.dtype) * dh_TI.to(w_T.dtype)).sum(-1)
+
+
+@library_op("experts_activate(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=cpu.fake_activate)
+def _activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    from . import triton
+
+    return triton.activate(g_TG, kind, alpha, limit)
+
+
+@library_op(
+    "experts_backward(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
+    fake=cpu.fake_backward,
+)
+def _backward(
+    g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from . import triton
+
+    return triton.backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)

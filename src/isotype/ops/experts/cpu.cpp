@@ -36,12 +36,12 @@ extern "C" void multiply(const uint16_t* x, const uint16_t* w, uint16_t* out, co
 }
 
 extern "C" void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, const int64_t* ends, int64_t experts, int64_t n, int64_t ranks,
-                       int64_t x_step, int64_t a_expert_step, int64_t a_rank_step, int64_t a_step, float scale, int threads) {
+                       int64_t x_step, int64_t a_expert_step, int64_t a_rank_step, int64_t a_step, int threads) {
 #ifdef NATIVE
   for (int64_t e = 0, row = 0; e < experts; row = ends[e++])
     if (ends[e] > row)
       low_rank::shrink(x + row * x_step, a + e * a_expert_step, out + row * ranks, ends[e] - row, n, ranks, x_step, a_rank_step, a_step,
-                       ranks, scale, threads);
+                       ranks, 1.0f, threads);
 #endif
 }
 

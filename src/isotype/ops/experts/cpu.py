@@ -16,7 +16,7 @@ from ..cpp import CppKernels
 from ..library import library_op
 
 KERNELS = CppKernels(
-    __file__, native="a", multiply="pppaiiiiiiii", shrink="pppaiiiiiiif", expand="pppaiiiiiiiif", gradient="pppaiiiiiiiif",
+    __file__, native="a", multiply="pppaiiiiiiii", shrink="pppaiiiiiii", expand="pppaiiiiiiiif", gradient="pppaiiiiiiiif",
     activate="dppiiiff", backward="dppppppiiiff", scatter="dppppii",
 )  # fmt: skip
 # their numbers in cpu.cpp
@@ -51,15 +51,13 @@ def multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int
     )  # fmt: skip
 
 
-@library_op(
-    "experts_shrink_cpp(Tensor x, Tensor a, int[] ends, float scale) -> Tensor", fake=lambda x, a, *_: x.new_empty(len(x), a.shape[1])
-)
-def shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int], scale: float) -> Tensor:
-    """scale x Aᵀ of each row's expert; one of A's last two strides is 1."""
+@library_op("experts_shrink_cpp(Tensor x, Tensor a, int[] ends) -> Tensor", fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]))
+def shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
+    """x Aᵀ of each row's expert; one of A's last two strides is 1."""
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     kept, address = _address(ends)
-    KERNELS("shrink", x_SN, a_ERN, out, address, len(kept), features, ranks, x_SN.stride(0), *a_ERN.stride(), scale)
+    KERNELS("shrink", x_SN, a_ERN, out, address, len(kept), features, ranks, x_SN.stride(0), *a_ERN.stride())
     return out
 
 
@@ -89,27 +87,28 @@ def gradient_(left_SM: Tensor, right_SN: Tensor, into_EMN: Tensor, ends: list[in
     )  # fmt: skip
 
 
-@library_op(
-    "experts_activate_cpp(Tensor g, str kind, float alpha, float limit) -> Tensor",
-    fake=lambda g, *_: g.new_empty(g.shape[0], g.shape[1] // 2),
-)
+def fake_activate(g: Tensor, *_: object) -> Tensor:
+    return g.new_empty(g.shape[0], g.shape[1] // 2)
+
+
+@library_op("experts_activate_cpp(Tensor g, str kind, float alpha, float limit) -> Tensor", fake=fake_activate)
 def activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    h = g_TG.new_empty(g_TG.shape[0], g_TG.shape[1] // 2)
+    h = fake_activate(g_TG)
     KERNELS("activate", g_TG.dtype, g_TG, h, *h.shape, NUMBERS[kind], alpha, limit)
     return h
 
 
-def _fake_backward(g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def fake_backward(g: Tensor, dh: Tensor, w: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(g), torch.empty_like(dh) if again else dh.new_empty(0), torch.empty_like(w)
 
 
 @library_op(
     "experts_backward_cpp(Tensor g, Tensor dh, Tensor w, str kind, float alpha, float limit, bool again) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
+    fake=fake_backward,
 )
 def backward(g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
-    made = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
+    made = dg, h, products = fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, again)
     KERNELS("backward", g_TG.dtype, g_TG, dh_TI, w_T, dg, h if again else None, products, *dh_TI.shape, NUMBERS[kind], alpha, limit)
     return made
 

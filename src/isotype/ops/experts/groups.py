@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned import stands_for
-from ..backend import path_for, wide
+from ..backend import forced_path, path_for, triton_runs, wide
+from ..library import library_op
 from . import cpu
 
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
@@ -32,16 +33,17 @@ class Groups:
 
     order   int64[S]   position in `index` of each row
     tokens  int64[S]   the token of each row
-    ends    int32[E]   where each expert's rows end; None on a CPU
+    ends    int32[E]   where each expert's rows end; None on a CPU and for fp64, which no grouped product takes
     """
 
-    def __init__(self, index_TC: Tensor, experts: int) -> None:
+    def __init__(self, index_TC: Tensor, experts: int, dtype: torch.dtype) -> None:
         self.experts, self.places, device = experts, index_TC.shape[1], index_TC.device
+        at_once = stands_for(device) != "cpu" or forced_path() == "triton"
         ordered, self.order = index_TC.reshape(-1).sort(stable=True)
         self.tokens = self.order // self.places
         self.ends: Tensor | None = None
         self.counts: list[int] = []
-        if stands_for(device) != "cpu":
+        if at_once and dtype is not torch.float64:
             bounds = torch.arange(1, experts + 1, dtype=ordered.dtype, device=device)
             self.ends = torch.searchsorted(ordered, bounds).to(torch.int32)
         elif index_TC.is_meta or isinstance(index_TC, FakeTensor):
@@ -50,6 +52,15 @@ class Groups:
             self.counts.append(ordered.numel() - sum(self.counts))
         else:
             self.counts = torch.bincount(ordered, minlength=experts).tolist()
+
+    def narrow(self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """A and B in the products' dtype; a grouped product takes ranks of multiples of 16 bytes, which are filled with zeros."""
+        if a is None or b is None:
+            return None, None
+        more = -a.shape[1] % (16 // dtype.itemsize) if self.ends is not None else 0
+        if more:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return a.to(dtype).contiguous(), b.to(dtype).contiguous()
 
     def parts(self) -> Iterator[Part]:
         if self.ends is not None:
@@ -97,14 +108,14 @@ class Part:
             torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
         return y
 
-    def shrink(self, x_SN: Tensor, a_ERN: Tensor, scale: float) -> Tensor:
-        """[S R]: scale x Aᵀ."""
+    def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
+        """[S R]: x Aᵀ."""
         a_ERN = a_ERN[self.experts]
         if _skinny(x_SN, a_ERN.shape[1]):
-            return cpu.shrink(x_SN, a_ERN, self.ends, scale)
+            return cpu.shrink(x_SN, a_ERN, self.ends)
         made = x_SN.new_empty(x_SN.shape[0], a_ERN.shape[1])
         for i, rows in self.each:
-            torch.addmm(made[rows], x_SN[rows], a_ERN[i].t(), beta=0.0, alpha=scale, out=made[rows])
+            torch.mm(x_SN[rows], a_ERN[i].t(), out=made[rows])
         return made
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
@@ -177,9 +188,8 @@ class AllAtOnce(Part):
         made: Tensor = F.grouped_mm(x_SN, matrices_ENM, offs=self.ends)
         return made if out is None else out.copy_(made)
 
-    def shrink(self, x_SN: Tensor, a_ERN: Tensor, scale: float) -> Tensor:
-        # the scale multiplies a matrix of rank columns: a power of two in all presets, which rounds nothing
-        return self.multiply(x_SN, a_ERN.transpose(1, 2)).mul_(scale)
+    def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
+        return self.multiply(x_SN, a_ERN.transpose(1, 2))
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
         y_SM.add_(self.multiply(xa_SR, b_EMR.transpose(1, 2)), alpha=scale)
@@ -188,7 +198,11 @@ class AllAtOnce(Part):
         into_EMN.copy_(F.grouped_mm(left_SM.t(), right_SN, offs=self.ends))
 
     def gradient(self, left_SM: Tensor, right_SN: Tensor, scale: float, into_EMN: Tensor) -> None:
-        into_EMN.copy_(F.grouped_mm(left_SM.t(), right_SN, offs=self.ends)).mul_(scale)
+        if triton_runs(left_SM):
+            _gradient_(left_SM, right_SN, self.ends, into_EMN, scale)
+        else:
+            made = F.grouped_mm(left_SM.t(), right_SN, offs=self.ends)
+            into_EMN.copy_(made[:, : into_EMN.shape[1], : into_EMN.shape[2]]).mul_(scale)
 
     def add_bias_(self, y_SM: Tensor, bias_EM: Tensor) -> None:
         y_SM += bias_EM.to(y_SM.dtype)[self.owners]
@@ -203,6 +217,23 @@ class AllAtOnce(Part):
         into_EM.copy_(sums.index_add_(0, self.owners, dy if w_S is None else dy * w_S[:, None]))
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
+        if triton_runs(y_SN):
+            _combine_(total_TN, y_SN, self.rows_of, w_S)
+            return
         y = y_SN.to(total_TN.dtype) if w_S is None else y_SN.to(total_TN.dtype) * w_S[:, None]
         # without atomics: the sum of a token's rows, in one order
         total_TN += y[self.rows_of].view(-1, self.places, y.shape[1]).sum(1)
+
+
+@library_op("experts_gradient_(Tensor left, Tensor right, Tensor ends, Tensor(a!) into, float scale) -> ()", fake=lambda *_: None)
+def _gradient_(left_SM: Tensor, right_SN: Tensor, ends_E: Tensor, into_EMN: Tensor, scale: float) -> None:
+    from . import triton
+
+    triton.gradient_(left_SM, right_SN, ends_E, into_EMN, scale)
+
+
+@library_op("experts_combine_(Tensor(a!) total, Tensor y, Tensor rows_of, Tensor? w) -> ()", fake=lambda *_: None)
+def _combine_(total_TN: Tensor, y_SN: Tensor, rows_of: Tensor, w_S: Tensor | None) -> None:
+    from . import triton
+
+    triton.combine_(total_TN, y_SN, rows_of, w_S)

@@ -129,10 +129,10 @@ class Experts(torch.autograd.Function):
         given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
         keeps, unused = any(ctx.needs_input_grad), bool(layers_running) and output_is_unused(ctx)
         with autocast_off(x_TH):
-            groups = Groups(index_TC, up.shape[0])
+            groups = Groups(index_TC, up.shape[0], dtype)
             low_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
-            a1, b1, a2, b2 = (None if t is None else t.to(dtype).contiguous() for t in (up_a, up_b, down_a, down_b))
+            (a1, b1), (a2, b2) = groups.narrow(up_a, up_b, dtype), groups.narrow(down_a, down_b, dtype)
             kept = _Kept(groups, low_TH, a1, a2, width=up.shape[2 if form.transposed else 1]) if keeps else None
             total = None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
             for part in groups.parts():
@@ -145,7 +145,7 @@ class Experts(torch.autograd.Function):
                     part.scatter_add_(total, o if form.norm is None else form.norm(o), w_S[part.rows])
                 elif a2 is not None:
                     assert h is not None
-                    ha = part.shrink(h, a2, 1.0)
+                    ha = part.shrink(h, a2)
                 if kept is not None:
                     kept.keep(part.rows, xa, ha if a2 is not None else None)
         if kept is not None:
@@ -223,7 +223,7 @@ def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Ten
     y = part.multiply(x, matrices(weight, part.experts, x.dtype, transposed=form.transposed), out=out)
     xa = None
     if a is not None and b is not None:
-        xa = part.shrink(x, a, 1.0)
+        xa = part.shrink(x, a)
         part.expand_(y, xa, b, form.scales[which])
     if bias is not None:
         part.add_bias_(y, bias)
@@ -233,13 +233,13 @@ def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Ten
 def _input_gradient(
     part: Part, dy: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, form: Form, which: int, *, wanted: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with A, scaled)."""
-    dxa = None if b is None else part.shrink(dy, b.transpose(1, 2), form.scales[which])
+    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with A, not yet scaled)."""
+    dxa = None if b is None else part.shrink(dy, b.transpose(1, 2))
     if not wanted:
         return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
     dx = part.multiply(dy, matrices(weight, part.experts, dy.dtype, transposed=form.transposed).transpose(1, 2))
     if dxa is not None:
-        part.expand_(dx, dxa, a.transpose(1, 2), 1.0)  # type: ignore[union-attr]  # an adapter has both
+        part.expand_(dx, dxa, a.transpose(1, 2), form.scales[which])  # type: ignore[union-attr]  # an adapter has both
     return dx, dxa
 
 
@@ -288,7 +288,7 @@ class _Gradients:
         if self.a is not None:
             assert dxa is not None
             assert x is not None
-            part.gradient(dxa if w is None else weighted(dxa, w), x, 1.0, self.a[experts])
+            part.gradient(dxa if w is None else weighted(dxa, w), x, scale, self.a[experts])
         if self.b is not None:
             assert xa_SR is not None
             xa = xa_SR[part.rows]

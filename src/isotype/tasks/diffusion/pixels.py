@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...data.pictures import BadPicture, opened, why_bad
+
 _STEPS = 16  # a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple allows
 
 
@@ -74,39 +76,7 @@ def windows(size: Size, crop: Literal["center"] | int, *, seed: int, content: st
     return [Window(size, draw.random(), draw.random()) for _ in range(crop)]
 
 
-WHITE = (255, 255, 255)
 _ORIENTATION = 0x0112  # EXIF; from 5 on width and height are exchanged
-
-
-class BadPicture(ValueError):
-    """A file that is not a complete picture, with the reason in one line."""
-
-
-def _why(error: Exception) -> str:
-    return f"not a whole picture: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-
-
-def opened(content: bytes) -> Any:
-    """A PIL image in RGB. Raises BadPicture."""
-    from PIL import Image, ImageOps
-
-    try:
-        image: Any = Image.open(io.BytesIO(content))
-        image.load()
-        image = ImageOps.exif_transpose(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(_why(error)) from None
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        grey = np.asarray(image, dtype=np.float64)
-        top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
-        image = Image.fromarray(np.clip(grey / top * 255.0 + 0.5, 0, 255).astype(np.uint8))
-    if image.mode == "P" or "transparency" in image.info:
-        image = image.convert("RGBA")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, (*WHITE, 255))
-        image = Image.alpha_composite(ground, image)
-    return image.convert("RGB")
 
 
 def shown_size(content: bytes) -> tuple[int, int]:
@@ -118,7 +88,7 @@ def shown_size(content: bytes) -> tuple[int, int]:
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
             return (image.height, image.width) if turned else (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(_why(error)) from None
+        raise BadPicture(why_bad(error)) from None
 
 
 def pixels(content: bytes, window: Window) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...data.pictures import Pictures
 from ...data.rows import IGNORED, LoadedData, Row, row_lengths
 from ...environment.planned import stands_for
 from ...ops.attention import Documents
@@ -43,6 +44,7 @@ class Batch:
     counted            int[N]    where in the flattened B x T a next token is supervised, sorted; made on the host, so that a device's loss
                                  computes those rows alone without telling the host how many there are; None where every row is counted
     documents          of packed rows, where each begins, made on the host
+    pictures           what the processor makes of the rows' pictures, by the names of the model's arguments: pixels, grids, token types
     """
 
     input_ids: Tensor
@@ -53,6 +55,7 @@ class Batch:
     position_ids: Tensor | None = None
     counted: Tensor | None = None
     documents: Documents | None = None
+    pictures: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -81,13 +84,14 @@ class Batch:
             position_ids=sent(self.position_ids),
             counted=sent(self.counted),
             documents=None if self.documents is None else self.documents.to(device),
+            pictures={name: value.to(device, non_blocking=True) for name, value in self.pictures.items()},
         )
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The arguments of a causal model's forward. Without a cache: with one, transformers would ignore the positions."""
         apart = {"attention_mask": self.attention_mask} if self.position_ids is None else {"position_ids": self.position_ids}
-        return {"input_ids": self.input_ids, **apart, "use_cache": False}
+        return {"input_ids": self.input_ids, **apart, **self.pictures, "use_cache": False}
 
     def as_one_row(self) -> Batch:
         """Packed rows one after the other, as varlen attention takes them. The first label of each is masked already."""
@@ -96,10 +100,11 @@ class Batch:
         return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
 
 
-def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Batch:
+def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None) -> Batch:
     """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants; padding is never supervised.
 
-    Rows of one document each get a mask. Where one is packed, all get positions instead, and padding is a document of its own.
+    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed, all get positions, and padding is
+    a document of its own.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -121,7 +126,16 @@ def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Ba
     # the first label of a row is not predicted: the loss uses labels[1:]
     counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     documents = Documents.of(lengths) if packed else None
-    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents)
+    shown = pictures.inputs(input_ids, mask, [row.pictures for row in rows]) if pictures is not None and rows[0].pictures else {}
+    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents, shown)
+
+
+def with_and_without_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
+    """The rows in parts that can be one batch: processors take pictures for all rows of a batch, or for none."""
+    shown = [bool(getattr(row, "pictures", ())) for row in rows]
+    if all(shown) or not any(shown):
+        return [rows]
+    return [[row for row, has in zip(rows, shown) if has is which] for which in (True, False)]
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -135,6 +149,9 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if batch.position_ids is not None and reads_grids(model):
         # the first row keeps documents apart, the others are time, height and width: of text they are equal
         inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
+    if batch.pictures:
+        # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its pictures across (Llama 3.2 Vision)
+        return inputs
     if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
         documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
         return inputs | {"attention_mask": DocumentMask(documents)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from ...config.schema import DistilSection, RunConfig
-from ...data.rows import IGNORED
+from ...data.rows import IGNORED, LoadedData
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.architecture import auto_class
@@ -46,8 +46,18 @@ class Distil(NextToken):
         self.words = Words(units="tokens", unit="tok", weight="supervised", measures=measures)
 
     def check(self) -> None:
+        if self.config.train.aux_loss:
+            raise UsageError("train.aux_loss with train.objective: distil is not offered", fix="leave out train.aux_loss")
         if self.settings.teacher is None:
             raise UsageError("train.objective: distil needs a teacher", fix="distil.teacher: a folder or a hub id")
+
+    def take(self, data: LoadedData) -> None:
+        if data.pictures is not None:
+            raise UsageError("train.objective: distil with pictures is not offered", fix="rows without pictures")
+        super().take(data)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Every model is trained, a mixture without its balancing loss."""
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
         """The teacher, frozen, in the dtype of products. Raises UsageError for one with another vocabulary."""

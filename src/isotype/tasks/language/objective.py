@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig
 from ...data.formats import FormatName
+from ...data.pictures import Pictures
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
 from ...environment.planned import stands_for
 from ...optimize.head import loss_of
 from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, Words
+from .balance import NAME as AUX_LOSS
+from .balance import coefficient_of, scores_of, with_balance
 from .batches import Batch as TokenBatch
 from .batches import collate, model_inputs, next_tokens, row_feed, takes_one_row
 from .checks import CHECKS
@@ -94,17 +97,20 @@ class NextToken:
     train: Sequence[Row]
     eval: Sequence[Row]
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
+        self.config, self.pictures, self.balance = config, pictures, 0.0
 
     def check(self) -> None:
         """Every setting is kept."""
 
     def take(self, data: LoadedData) -> None:
-        self.data, self.train, self.eval = data, data.train, data.eval
+        self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained."""
+        """Every model is trained; a mixture with its family's balancing loss."""
+        self.balance = coefficient_of(model, self.config.train.aux_loss)
+        if self.balance:
+            self.words = replace(self.words, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
         return Beside()
@@ -116,13 +122,17 @@ class NextToken:
         return list(self.data.longest(count))
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch:
-        return collate(rows, pad_id=pad_id, device_type=device_type)
+        return collate(rows, pad_id=pad_id, device_type=device_type, pictures=self.pictures)
 
     def outlined(self, batch: Any) -> Any:
         return batch
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        return batch_loss_sum(model, batch, divisor, dtype=dtype)
+        if not self.balance:
+            return batch_loss_sum(model, batch, divisor, dtype=dtype)
+        with scores_of(model) as scores:
+            loss = batch_loss_sum(model, batch, divisor, dtype=dtype)
+        return with_balance(loss, scores.loss(batch.attention_mask), batch.weight / divisor, self.balance, training=model.training)
 
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return batches
@@ -143,4 +153,8 @@ def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dty
         batch = batch.as_one_row()
     # on a CPU the loss finds the rows that count itself
     targets = next_tokens(batch, every_row=stands_for(batch.labels.device) == "cpu")
-    return loss_of(model, model_inputs(model, batch), replace(targets, divisor=divisor, dtype=dtype))
+    inputs = model_inputs(model, batch)
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        # `scores_of` reads them, for a loss with the mask of the data
+        inputs["output_router_logits"] = False
+    return loss_of(model, inputs, replace(targets, divisor=divisor, dtype=dtype))

@@ -22,6 +22,7 @@ from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.task import Evaluation, Idle, eval_mode
+from .batches import with_and_without_pictures
 from .objective import NextToken, Objective
 
 
@@ -84,8 +85,9 @@ def evaluate(
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
-            batch = objective.collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
-            yield batch if start < len(by_length) else Idle(batch)
+            for alike in with_and_without_pictures(chosen):
+                batch = objective.collate(alike, pad_id=pad_id, device_type=device.type).to(device)
+                yield batch if start < len(by_length) else Idle(batch)
 
     with eval_mode(model):
         for batch in objective.before_step(model, batches(), world, dtype=loss_dtype):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ...data.pictures import Pictures
 from ...data.rows import SamplePrompt
 from ...distributed.world import ALONE, World
 from ...precision.apply import generating
@@ -63,6 +64,7 @@ def sample(
     top_p: float = 1.0,
     seconds: float = math.inf,
     world: World = ALONE,
+    pictures: Pictures | None = None,
 ) -> list[Sample]:
     """Generates answers, one prompt at a time, greedily by default. The training that follows is bit-identical to one without samples.
 
@@ -76,13 +78,20 @@ def sample(
         for prompt in prompts:
             if samples and world.any(time.perf_counter() - begin > seconds):
                 break
-            ids = torch.tensor([list(prompt.input_ids)], device=device)
-            out = cast(Generates, model).generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, synced_gpus=world.size > 1
-            )
-            answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+            inputs = prompt_inputs(prompt, pictures, device)
+            out = cast(Generates, model).generate(**inputs, generation_config=config, synced_gpus=world.size > 1)
+            answer = str(tokenizer.decode(out[0, len(prompt.input_ids) :], skip_special_tokens=True))
             samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
     return samples
+
+
+def prompt_inputs(prompt: SamplePrompt, pictures: Pictures | None, device: torch.device) -> dict[str, Tensor]:
+    """The arguments of `generate` for a prompt, its pictures among them."""
+    ids = torch.tensor([list(prompt.input_ids)])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if prompt.pictures and pictures is not None:
+        inputs |= pictures.inputs(ids, inputs["attention_mask"], [prompt.pictures])
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _as_list(value: Any) -> list[int | None]:

@@ -19,12 +19,14 @@ from ...data.load import load_data
 from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
+from ...dtypes import to_torch
+from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
-from ...model.processor import copy_files
+from ...model.processor import copy_files, has_vision, pictures_of
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
@@ -36,7 +38,7 @@ from ...training.memory.device import shown
 from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
-from .batches import longest_of, padded_length
+from .batches import longest_of, padded_length, with_and_without_pictures
 from .distil import Distil
 from .objective import NextToken, Objective
 from .outline import of_data, outline
@@ -63,7 +65,6 @@ class LanguageTask:
     """Rows of tokens, a loss for each next token, sampled answers. Implements `training.task.Task`."""
 
     kind = "language"
-    roles: Mapping[str, str] = {}
 
     tokenizer: PreTrainedTokenizerBase
     data: LoadedData
@@ -82,8 +83,13 @@ class LanguageTask:
     def words(self) -> Words:
         return self.objective.words
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {"vision": "compute"} if has_vision(self.config.model) else {}
+
     def observed(self) -> Iterable[tuple[str, str, str]]:
-        return ()
+        pictures = self.data.pictures
+        return [] if pictures is None else [("vision", name, dtype) for name, dtype in pictures.given.items()]
 
     @property
     def base_name(self) -> str:
@@ -93,12 +99,17 @@ class LanguageTask:
 
     def check(self, precision: Precision) -> None:
         check_branch(self.config, precision)
+        if self.config.precision.vision is not None and not self.roles:
+            raise UsageError("precision.vision has no effect: the model has no vision tower", fix="leave it out")
         self.objective.check()
 
     def load_data(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, only=self.objective.format)
+        pictures = pictures_of(config.model, config.data, self.tokenizer)
+        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, only=self.objective.format, pictures=pictures)
+        if data.pictures is None and (config.data.min_pixels or config.data.max_pixels):
+            raise UsageError("data.min_pixels, data.max_pixels: no row has a picture", fix="leave them out")
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
@@ -112,7 +123,9 @@ class LanguageTask:
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
         source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
         self.source = replace(source, scored=self.objective.scored)
-        model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part)
+        if self.data.pictures is not None:
+            self.data.pictures.dtype = to_torch(precision.vision)
+        model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
         self.objective.check_model(model)
         manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
         return model, manifest
@@ -139,7 +152,8 @@ class LanguageTask:
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         self.device_type = device_type
-        return outline(self.architecture(), self.config, precision, device_type=device_type)
+        shows = self.data.pictures is not None
+        return outline(self.architecture(), self.config, precision, device_type=device_type, pictures=shows)
 
     def step_outline(self, precision: Precision) -> StepOutline:
         step = of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
@@ -160,7 +174,7 @@ class LanguageTask:
         return self.objective.before_training(model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype)
 
     def one_shape_each(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        return [rows]  # they are padded
+        return with_and_without_pictures(rows)  # rows of any length are padded
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
@@ -204,7 +218,9 @@ class LanguageTask:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds, world=world)
+        return sample(
+            model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds, world=world, pictures=self.data.pictures
+        )
 
     # the result
 
@@ -227,7 +243,7 @@ class LanguageTask:
         return [("data", data_line(self.data, self.objective)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
+        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer, self.data.pictures)}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         """Lists the rows that are left out; a stream finds more of them while it is read."""

@@ -30,6 +30,8 @@ CODES: Mapping[str, str] = {
     "PF020": "rows fit into the model's positions",
     "PF021": "a step's rows are different rows",
     "PF022": "padding changes no row",
+    "PF023": "places of pictures are not learnt",
+    "PF024": "the adapter loads onto the released model",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

@@ -98,6 +98,7 @@ class FromLabels(Preference):
     each = 1
 
     def take(self, data: LoadedData) -> None:
+        self._refuse_pictures(data)
         rows, evaluation = cast(TokenRows, data.train), cast(TokenRows, data.eval)
         wanted = rows.column("wanted")
         if wanted.all() or not wanted.any():

@@ -52,11 +52,12 @@ class Preference:
         self.beside_reference = self.name in WITH_REFERENCE
 
     def check(self) -> None:
-        data, adapter = self.config.data, self.config.adapter
+        data, adapter, aux_loss = self.config.data, self.config.adapter, self.config.train.aux_loss
         reasons = {
             "data.packing: true": ("each answer is judged as a whole", data.packing),
             "data.stream: true": ("all its rows are read before training", data.stream),
             "data.loss_on: all": ("an answer is judged, not its prompt", data.loss_on == "all"),
+            f"train.aux_loss: {aux_loss}": ("its loss judges answers, and no balancing loss beside it", bool(aux_loss)),
             f"adapter.dropout: {adapter.dropout:g}": (
                 "the reference has no dropout, so that the first step would already differ", self.beside_reference and adapter.dropout > 0
             ),
@@ -67,9 +68,16 @@ class Preference:
                 raise UsageError(f"train.objective: {self.name} cannot run with {setting}: {reason}", fix=f"leave out {key}")
 
     def take(self, data: LoadedData) -> None:
+        self._refuse_pictures(data)
         self.train, self.eval = Pairs(cast(TokenRows, data.train)), Pairs(cast(TokenRows, data.eval))
         self.shares: Sequence[Share] = [Share(share.rows // 2, share.weight) for share in data.shares]
         self.fingerprints = data.fingerprints()
+
+    def _refuse_pictures(self, data: LoadedData) -> None:
+        if data.pictures is not None:
+            raise UsageError(
+                f"train.objective: {self.name} with pictures is not offered", fix="train.objective: sft, or rows without pictures"
+            )
 
     def check_model(self, model: nn.Module) -> None:
         if not self.beside_reference:

@@ -1,0 +1,252 @@
+"""Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's processor makes of them.
+
+A row holds references to files. Pictures that a row brings as bytes are written once into a folder beside the cache, under a hash of their
+content. A picture is decoded when its row is tokenised, so that a cut one is named before training, and again for each of its batches: no
+more than a batch of pixels is held.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import hashlib
+import io
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..dtypes import name as dtype_name
+from ..errors import UsageError
+from .rows import is_there, path_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MOST_PIXELS = 89_478_485  # PIL's own bound: a larger picture may be made to fill the memory
+WHITE = (255, 255, 255)
+_PER_TOKEN = ("input_ids", "attention_mask")
+_FIX = "read the data again: remove the cache entry, or data.cache: none"
+
+
+class BadPicture(ValueError):
+    """A file that is not a complete picture, with the reason in one line."""
+
+
+def why_bad(error: Exception) -> str:
+    return f"not a whole picture: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
+    """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it has more than `most_pixels`."""
+    from PIL import Image, ImageOps
+
+    try:
+        image: Any = Image.open(io.BytesIO(content))
+        if most_pixels is not None and image.width * image.height > most_pixels:
+            raise BadPicture(f"{image.width * image.height / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read")
+        image.load()
+        image = ImageOps.exif_transpose(image)
+    except BadPicture:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadPicture(why_bad(error)) from None
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        grey = np.asarray(image, dtype=np.float64)
+        top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
+        image = Image.fromarray(np.clip(grey / top * 255.0 + 0.5, 0, 255).astype(np.uint8))
+    if image.mode == "P" or "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (*WHITE, 255))
+        image = Image.alpha_composite(ground, image)
+    return image.convert("RGB")
+
+
+def as_json(value: Any) -> str | None:
+    """A picture of a row in memory as text, which `_content` reads: bytes, or a PIL image without loss; None for other values."""
+    if hasattr(value, "save") and hasattr(value, "getexif"):
+        out = io.BytesIO()
+        value.save(out, format="PNG")
+        value = out.getvalue()
+    return "data:;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else None
+
+
+def content_of(given: Any, folder: Path) -> Path | bytes:
+    """A picture of a row as its file or its bytes.
+
+    given   a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a PIL image
+    Raises  BadPicture
+    """
+    if isinstance(given, Mapping):
+        given = next((given[key] for key in ("bytes", "path", "image", "url") if given.get(key) is not None), None)
+    if isinstance(given, bytes):
+        return given
+    text = as_json(given) if not isinstance(given, str) else given
+    if not isinstance(text, str) or not text.strip():
+        raise BadPicture(f"expected a picture's file, got {type(given).__name__}")
+    if text.startswith("data:"):
+        try:
+            return base64.b64decode(text.partition(",")[2], validate=True)
+        except (binascii.Error, ValueError):
+            raise BadPicture("a data: URL that is not base64") from None
+    if text.startswith(("http://", "https://")):
+        raise BadPicture(f"{text[:60]}: pictures are not fetched from the network: download them, and give their paths")
+    path = folder / text.removeprefix("file://")
+    if not path.is_file():
+        raise BadPicture(f"{text}: no such picture")
+    return path
+
+
+class Pictures:
+    """The pictures of a run, with the processor of its model.
+
+    load                  gives transformers' processor; called when the first row has a picture. Raises UsageError
+    token                 the model's own for a place of a picture; None: not known
+    min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept; None: as it is
+    kept                  folder of the pictures that rows bring as bytes
+    """
+
+    def __init__(
+        self, load: Callable[[], Any], *, token: int | None = None, min_pixels: int | None = None, max_pixels: int | None = None,
+        kept: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._load, self._token, self.min_pixels, self.max_pixels = load, token, min_pixels, max_pixels
+        self._temporary = tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
+        self.kept = Path(self._temporary.name) if self._temporary is not None else kept
+        self.dtype: torch.dtype | None = None
+        """Of the pixels that a model is given; None: as the processor makes them."""
+        self.given: dict[str, str] = {}
+        """Name -> dtype of the floating tensors of the last batch."""
+
+    @cached_property
+    def processor(self) -> Any:
+        return self._load()
+
+    @property
+    def mark(self) -> str:
+        """The token that a chat template writes for a picture."""
+        return str(self.processor.image_token)
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides what tokens and pixels a picture becomes: part of the cache's key, and data.json's `pictures`."""
+        images = self.processor.image_processor
+        own = hashlib.sha256((images.to_json_string() + repr(sorted(self._lengths().items()))).encode()).hexdigest()[:16]
+        return {
+            "processor": type(self.processor).__name__, "images": type(images).__name__, "settings": own,
+            "min_pixels": self.min_pixels, "max_pixels": self.max_pixels,
+        }  # fmt: skip
+
+    def _lengths(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self.processor).items() if isinstance(value, int | str | float)}
+
+    def reference(self, given: Any, folder: Path) -> str:
+        """`DIGEST TIME PATH` of a picture that can be used. Raises BadPicture."""
+        found = content_of(given, folder)
+        content = found.read_bytes() if isinstance(found, Path) else found
+        digest = hashlib.sha256(content).hexdigest()[:32]
+        opened(content, most_pixels=MOST_PIXELS)
+        path = found if isinstance(found, Path) else self._keep(content, digest)
+        return f"{digest} {path.stat().st_mtime_ns} {path.resolve()}"
+
+    def _keep(self, content: bytes, digest: str) -> Path:
+        assert self.kept is not None
+        path = self.kept / digest
+        if not path.is_file():
+            self.kept.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{digest}.{os.getpid()}")
+            aside.write_bytes(content)
+            aside.replace(path)
+        return path
+
+    def image(self, reference: str) -> Any:
+        """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file that is no longer what it was."""
+        if not is_there(reference):
+            raise UsageError(f"{path_of(reference)}: the picture changed, or is gone, since its row was tokenised", fix=_FIX)
+        image = opened(path_of(reference).read_bytes())
+        pixels = image.width * image.height
+        wanted = min(max(pixels, self.min_pixels or 0), self.max_pixels or pixels)
+        if wanted == pixels:
+            return image
+        # rounded down when it is made smaller: no more than was asked for
+        scale, to = math.sqrt(wanted / pixels), math.floor if wanted < pixels else math.ceil
+        return image.resize((max(1, to(image.width * scale)), max(1, to(image.height * scale))))
+
+    def small(self, reference: str) -> str:
+        """At most 160 pixels wide and high, as a data: URL."""
+        image = self.image(reference)
+        image.thumbnail((160, 160))
+        return str(as_json(image)).replace("data:;", "data:image/png;")
+
+    def _images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
+        flat = [reference for row in references for reference in row]
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:
+            found = iter(list(workers.map(self.image, flat)))  # decoding does not hold Python's lock
+        return [[next(found) for _ in row] for row in references]
+
+    def written(self, references: Sequence[str]) -> list[str]:
+        """What stands in a text for each picture: the tokens that its pixels will fill, and those around them. Raises BadPicture."""
+        try:
+            made = self.processor(
+                images=self._images([references]), text=[self.mark * len(references)], return_text_replacement_offsets=True
+            )
+        except UsageError:
+            raise
+        except Exception as error:  # a processor may refuse a shape with any error
+            raise BadPicture(f"the processor refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        replaced = made.get("text_replacement_offsets")
+        # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
+        found = [self.mark] * len(references) if replaced is None else [one["replacement"] for one in replaced[0]]
+        if self._token is not None and self._token not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]:
+            raise UsageError(
+                f"{type(self.processor).__name__} writes a picture without the model's own token for it ({self._token}): "
+                "the processor is another model's", fix="the preprocessor_config.json and tokenizer that the model was released with",
+            )  # fmt: skip
+        return found
+
+    def within(self, text: str, written: Sequence[str]) -> str:
+        """A rendered text with what is written for each picture in place of its mark."""
+        first, *rest = text.split(self.mark)
+        return first + "".join(one + after for one, after in zip(written, rest))
+
+    def inputs(self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        """What the processor makes of a batch besides its tokens, by name: pixels, their grids or masks, token types.
+
+        input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
+        references                 of each row, one or more
+        """
+        one = copy.copy(self.processor)
+        one.tokenizer = _AsTokenised(self.processor.tokenizer, input_ids, attention_mask)
+        made = one(images=self._images(references), text=[self.mark * len(row) for row in references], return_tensors="pt")
+        found = {name: value for name, value in made.items() if name not in _PER_TOKEN and hasattr(value, "dtype")}
+        floating = {name: value.to(self.dtype) for name, value in found.items() if value.is_floating_point()}
+        self.given = {name: dtype_name(value.dtype) for name, value in floating.items()}
+        return found | floating
+
+
+class _AsTokenised:
+    """Stands for a processor's tokenizer, and answers with the tokens that the rows have: token types and masks are then made for them."""
+
+    def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
+        self._tokenizer, self._given = tokenizer, {"input_ids": input_ids.tolist(), "attention_mask": attention_mask.tolist()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        from transformers import BatchEncoding
+
+        class Given(BatchEncoding):
+            def char_to_token(self, *_: Any, **__: Any) -> int:
+                return 0  # asked for token types that no model of these processors reads
+
+        return Given(dict(self._given))

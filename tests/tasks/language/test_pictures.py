@@ -1,0 +1,314 @@
+"""Rows with pictures: the loss and the gradients of the released class, what is learnt, bad pictures, and a whole run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.config.schema import AdapterSection, DataSection, ModelSection
+from isotype.data.load import load_data
+from isotype.errors import UsageError
+from isotype.model.adapter import attach_adapter
+from isotype.model.load import load_tokenizer
+from isotype.model.processor import pictures_of
+from isotype.tasks.language.batches import collate, with_and_without_pictures
+from isotype.tasks.language.objective import batch_loss_sum
+from tests.vlms import FAMILIES, saved_with_processor
+
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+FAST = ("gemma3", "qwen2_5_vl", "mllama")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """family -> the folder of a tiny model with its processor, saved when it is first asked for."""
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = saved_with_processor(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """Writes pictures 0.png to 5.png and rows about them; `seen(rows)` gives the file."""
+    for i, colour in enumerate([*COLOURS.values()] * 2):
+        Image.fromarray(np.full((40 + 8 * i, 64, 3), colour, np.uint8)).save(tmp_path / f"{i}.png")
+
+    def file(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return file
+
+
+def turns(question, answer="it is red."):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def asked(*pictures):
+    return [*({"type": "image", "path": f"{i}.png"} for i in pictures), {"type": "text", "text": "what colour is it?"}]
+
+
+def read(folder, file, **section):
+    tokenizer = load_tokenizer(ModelSection(name=str(folder)))
+    data = DataSection(**{"train": str(file), "eval_split": 0, "cache": "none", **section})
+    return load_data(data, tokenizer, seed=0, pictures=pictures_of(ModelSection(name=str(folder)), data, tokenizer)), tokenizer
+
+
+@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES])
+def test_loss_and_gradients_are_those_of_the_released_class(family, folders, seen, tmp_path):
+    """In fp32, of rows with one picture and two: as the processor and the class compute them, with labels on the answers."""
+    from transformers import AutoModelForImageTextToText
+
+    file = seen(turns(asked(0)), turns(asked(1, 2), "both are blue."), turns("what colour?"))
+    data, tokenizer = read(folders(family), file)
+    with_pictures, without = with_and_without_pictures(list(data.train))
+    assert (len(with_pictures), len(without)) == (2, 1)
+    batch = collate(with_pictures, pad_id=tokenizer.pad_token_id, pictures=data.pictures)
+
+    models = []
+    for _ in range(2):
+        base = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+        models.append(attach_adapter(base, AdapterSection(r=2), seed=0, pictures=True))
+        for name, parameter in models[-1].named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    ours, plain = models
+    loss = batch_loss_sum(ours, batch) / batch.supervised
+    loss.backward()
+
+    texts = [tokenizer.apply_chat_template(turns(content, answer)["messages"], tokenize=False)
+             for content, answer in ((asked(0), "it is red."), (asked(1, 2), "both are blue."))]  # fmt: skip
+    images = [[Image.open(tmp_path / f"{i}.png").convert("RGB") for i in which] for which in ((0,), (1, 2))]
+    made = data.pictures.processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+    n = made["input_ids"].shape[1]
+    assert torch.equal(made["input_ids"], batch.input_ids[:, :n])
+    assert {*made} - {"input_ids", "attention_mask"} == {*batch.pictures}
+    theirs = plain(**made, labels=batch.labels[:, :n], use_cache=False).loss
+    theirs.backward()
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-5)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters()):
+        if one.requires_grad:
+            assert torch.allclose(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()) + 1e-9), name
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_answers_are_learnt_and_never_places_of_pictures(loss_on, folders, seen):
+    data, tokenizer = read(folders("gemma3"), seen(turns(asked(0))), loss_on=loss_on)
+    (row,) = data.train
+    learnt = tokenizer.decode([label for label in row.labels if label != -100])
+    assert ("what colour" in learnt) == (loss_on == "all")
+    assert "it is red.<|im_end|>" in learnt
+    assert not any(token in learnt for token in ("<image_soft_token>", "<start_of_image>", "<end_of_image>"))
+    assert row.input_ids.count(tokenizer.convert_tokens_to_ids("<image_soft_token>")) == 4
+
+
+def png(i, tmp_path):
+    return (tmp_path / f"{i}.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["parts and images", "text and images", "llava", "sharegpt", "bytes in JSON", "parquet", "prompt_completion", "rows in memory"],
+)
+def test_every_form_gives_the_same_row(form, folders, seen, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from isotype.data.in_memory import as_source
+
+    (wanted,) = read(folders("qwen2_5_vl"), seen(turns(asked(1))))[0].train
+    answer = {"role": "assistant", "content": "it is red."}
+    parts = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is it?"}]}
+    text = {"role": "user", "content": "what colour is it?"}
+    marked = [{"from": "human", "value": "<image>what colour is it?"}, {"from": "gpt", "value": "it is red."}]
+    url = "data:image/png;base64," + base64.b64encode(png(1, tmp_path)).decode()
+    rows = {
+        "parts and images": {"messages": [parts, answer], "images": ["1.png"]},
+        "text and images": {"messages": [text, answer], "images": [{"path": "1.png", "bytes": None}]},
+        "llava": {"conversations": marked, "image": "1.png"},
+        "sharegpt": {"conversations": marked, "images": ["1.png"]},
+        "bytes in JSON": turns([{"type": "image", "url": url}, {"type": "text", "text": "what colour is it?"}]),
+        "parquet": {"messages": [text, answer], "images": [{"bytes": png(1, tmp_path), "path": None}]},
+        "prompt_completion": {"prompt": [parts], "completion": [answer], "images": ["1.png"]},
+        "rows in memory": {"messages": [text, answer], "images": [Image.open(tmp_path / "1.png")]},
+    }
+    if form == "parquet":
+        file = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist([rows[form]]), file)
+    else:
+        file = as_source([rows[form]]) if form == "rows in memory" else seen(rows[form])
+    data, _ = read(folders("qwen2_5_vl"), file)
+    (row,) = data.train
+    assert (row.input_ids, row.labels) == (wanted.input_ids, wanted.labels)
+    assert np.array_equal(np.asarray(data.pictures.image(row.pictures[0])), np.asarray(Image.open(tmp_path / "1.png")))
+
+
+def save(tmp_path, name, image, **options):
+    image.save(tmp_path / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (turns([{"type": "image", "path": "none.png"}]), "picture 1: none.png: no such picture"),
+        (turns([{"type": "image", "path": "cut.png"}]), "picture 1: not a whole picture"),
+        (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a whole picture"),
+        (turns([{"type": "image", "path": "large.png"}]), "100 megapixels"),
+        (turns([{"type": "image", "path": "thin.png"}]), "the processor refuses it"),
+        (turns([{"type": "image", "url": "https://example.org/a.png"}]), "not fetched from the network"),
+        (turns([{"type": "image"}]), "a picture without one"),
+        ({**turns([{"type": "image"}]), "images": ["0.png", "1.png"]}, "2 pictures and 1 marks"),
+        ({"conversations": [{"from": "human", "value": "<image><image>?"}, {"from": "gpt", "value": "no"}], "image": "0.png"},
+         "a picture without one"),
+        (turns("what?", [{"type": "image", "path": "0.png"}]), "has a picture: answers are text"),
+        (turns([{"type": "video", "path": "0.png"}, {"type": "image", "path": "0.png"}]), "must be {type: text"),
+        ({"prompt": "what?", "completion": "red", "images": ["0.png"]}, "pictures in a row of this format"),
+    ],
+)  # fmt: skip
+def test_a_row_whose_pictures_cannot_be_used_is_named(row, said, folders, seen, tmp_path):
+    sound = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "no"}], "image": "0.png"}
+    if "prompt" in row:
+        sound = {"prompt": "what?", "completion": "red"}
+    file = seen(turns(asked(0)) if "messages" in row else sound, row)
+    (tmp_path / "cut.png").write_bytes(png(0, tmp_path)[:60])
+    save(tmp_path, "large.png", Image.new("1", (10000, 10000)))
+    save(tmp_path, "thin.png", Image.new("RGB", (1, 900)))
+    with pytest.raises(UsageError) as refused:
+        read(folders("qwen2_5_vl"), file)
+    assert "rows.jsonl:2" in str(refused.value)
+    assert said in str(refused.value)
+    skipped, _ = read(folders("qwen2_5_vl"), file, on_bad_row="skip")
+    assert (len(skipped.train), len(skipped.bad_rows)) == (1, 1)
+
+
+def test_pictures_are_seen_as_a_viewer_shows_them(folders, seen, tmp_path):
+    """CMYK as RGB, alpha on white, turned as its EXIF says."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(tmp_path, "turned.jpg", Image.new("RGB", (80, 40), (200, 0, 0)), exif=exif)
+    save(tmp_path, "cmyk.jpg", Image.new("CMYK", (40, 40), (0, 255, 255, 0)))
+    save(tmp_path, "clear.png", Image.new("RGBA", (40, 40), (9, 9, 9, 0)))
+    names = ("turned.jpg", "cmyk.jpg", "clear.png")
+    data, _ = read(folders("qwen2_5_vl"), seen(*(turns([{"type": "image", "path": name}]) for name in names)))
+    turned, cmyk, clear = (data.pictures.image(row.pictures[0]) for row in data.train)
+    assert turned.size == (40, 80)
+    assert cmyk.getpixel((5, 5))[0] > 200 > 60 > max(cmyk.getpixel((5, 5))[1:])
+    assert clear.getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(folders, seen):
+    file = seen(turns(asked(5, 5)))
+    (row,) = read(folders("qwen2_5_vl"), file)[0].train
+    with pytest.raises(UsageError, match="a row is not cut inside a picture") as refused:
+        read(folders("qwen2_5_vl"), file, max_length=12)
+    assert f"{len(row.input_ids)} tokens" in str(refused.value)
+    (smaller,) = read(folders("qwen2_5_vl"), file, max_pixels=28 * 28 * 2)[0].train
+    assert len(smaller.input_ids) < len(row.input_ids)
+
+
+def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
+    marked = [{"from": "human", "value": "<image>\nwhat colour?"}, {"from": "gpt", "value": "red"}]
+    with pytest.raises(UsageError, match="the model has no vision tower"):
+        read(workshop.base, seen({"conversations": marked, "image": "0.png"}))
+
+
+def test_a_processor_that_is_missing_or_of_another_model_is_refused(folders, seen, tmp_path):
+    file = seen(turns(asked(0)))
+    bare = saved_with_processor("gemma3", tmp_path / "bare")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (bare / name).unlink()
+    with pytest.raises(UsageError, match="its processor is missing"):
+        read(bare, file)
+    other = saved_with_processor("llava", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"image_token_index": 5, "image_token_id": 5}))
+    with pytest.raises(UsageError, match="the processor is another model's"):
+        read(other, file)
+
+
+def test_a_cached_row_is_made_again_when_its_picture_changes(folders, seen, tmp_path):
+    file = seen(turns(asked(0)))
+    (first,) = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))[0].train
+    data, _ = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
+    assert "from " in data.facts["train"]["files"][0]["cache"]
+    save(tmp_path, "0.png", Image.new("RGB", (84, 84)))
+    with pytest.raises(UsageError, match="changed, or is gone"):
+        data.pictures.image(first.pictures[0])
+    data, _ = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
+    assert data.train[0].input_ids != first.input_ids
+    assert data.facts["pictures"]["rows"] == 1
+
+
+def ask(*arguments, text=None):
+    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def many(seen, count=12):
+    """Rows with one picture, with two, and with none."""
+    kinds = (asked(0), asked(1, 2), "what colour?", asked(4))
+    return seen(*(turns(kinds[i % 4], f"it is {[*COLOURS][i % 3]}.") for i in range(count)))
+
+
+SETTINGS = ("train.batch_size=3", "train.accumulate=1", "data.eval_split=0.2", "run.sample_tokens=4", "run.sample_every=2", "train.seed=1")
+
+
+def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
+    """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the same bytes as an undisturbed one."""
+    base, run = folders("gemma3"), tmp_path / "run"
+    file = many(seen)
+    ask(
+        "train", "--model", base, "--data", file, "--out", run, "precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS
+    )
+    precision = json.loads((run / "precision.json").read_text())
+    assert precision["declared"]["vision"]["value"] == "bf16"
+    assert set(precision["observed"]["vision"]) == {"bf16"}
+    data = json.loads((run / "data.json").read_text())
+    assert data["pictures"]["images"].endswith("Pil")
+    assert list((run / "samples").iterdir())
+    report = (run / "report.html").read_text()
+    assert 'img-src data:"' in report
+    assert report.count('<img src="data:image/png;base64,') >= 1
+    assert "&lt;image_soft_token&gt; x 4" in report
+
+    half = tmp_path / "half"
+    ask(
+        "train",
+        "--model",
+        base,
+        "--data",
+        file,
+        "--out",
+        half,
+        "precision.preset=bf16-lora",
+        "train.steps=4",
+        "run.save_every=2",
+        *SETTINGS,
+    )
+    for gone in ("adapter", "checkpoints/step_4"):
+        shutil.rmtree(half / gone)
+    ask("train", "--resume", half)
+    one, other = ((f / "adapter" / "adapter_model.safetensors").read_bytes() for f in (run, half))
+    assert one == other
+
+    said = json.loads(ask("chat", run, "--image", tmp_path / "0.png", "--tokens", 3, "--json", text="what colour?\n").splitlines()[-1])
+    assert said["prompt"] == "what colour?"
+    measured = json.loads(ask("eval", run, file, "--json").splitlines()[-1])
+    assert measured["rows"] == 12
+    ask("merge", run, "--out", tmp_path / "merged", "--dtype", "fp32")
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
