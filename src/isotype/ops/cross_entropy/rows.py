@@ -40,8 +40,9 @@ class Again(NamedTuple):
     exact: Tensor
 
     @classmethod
-    def room(cls, rows: int) -> Again:
-        return cls(torch.full((rows, MADE_AGAIN), -1), torch.empty(rows, MADE_AGAIN))
+    def room(cls, rows: int, device: torch.device) -> Again:
+        shape = rows, MADE_AGAIN
+        return cls(torch.full(shape, -1, device=device), torch.empty(shape, dtype=torch.float32, device=device))
 
 
 class Source:
@@ -124,7 +125,7 @@ class Cpp:
     def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted, source: Source | None = None) -> RowValues:
         """The values of each row; no target is ignored."""
         if source:
-            source.again = Again.room(logits_NV.shape[0])
+            source.again = Again.room(logits_NV.shape[0], logits_NV.device)
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
         KERNELS(

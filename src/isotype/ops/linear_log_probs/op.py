@@ -94,7 +94,7 @@ def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Fo
     return Forward(
         room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
         torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device),
-        Again.room(hidden_TH.shape[0] if again else 0),
+        Again.room(hidden_TH.shape[0] if again else 0, hidden_TH.device),
     )
 
 
