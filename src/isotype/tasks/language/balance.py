@@ -52,7 +52,7 @@ class Scores:
     def __init__(self, model: nn.Module) -> None:
         self.lm, self.logits = mixture(model), list[Tensor]()
         if model not in _known:
-            kind = next(m._can_record_outputs["router_logits"].target_class for m in model.modules() if "router_logits" in _recorded(m))
+            kind = next(found["router_logits"].target_class for m in model.modules() if "router_logits" in (found := _recorded(m)))
             _known[model] = [m for m in model.modules() if type(m) is kind]
         self.routers = _known[model]
 
