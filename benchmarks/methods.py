@@ -76,7 +76,6 @@ def distil_worker(peer: str, beta: float) -> dict[str, float]:
         from isotype.ops import linear_divergence
     else:
         from trl.trainer import distillation_trainer as trl
-    before = peak()
 
     def loss() -> Tensor:
         if peer == "isotype":
@@ -92,7 +91,7 @@ def distil_worker(peer: str, beta: float) -> dict[str, float]:
         begin = time.process_time()
         loss().backward()
         best = min(best, time.process_time() - begin)
-    return {"seconds": best, "peak": peak() - before}
+    return {"seconds": best, "peak": peak()}
 
 
 # --- dpo
@@ -166,7 +165,7 @@ def write_base(folder: Path) -> None:
 
 
 def measured(part: str, peer: str, *more: str) -> dict[str, float]:
-    """seconds, and the peak: of `distil` above what the process had before, of `dpo` of the whole process."""
+    """seconds, and the peak memory of the whole process."""
     command = [sys.executable, __file__, part, "--worker", peer, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -180,7 +179,7 @@ def compared(part: str, peers: list[str], *more: str) -> None:
     for peer, values in found.items():
         print(
             f"  {peer:8} {values['seconds']:7.3f} s, {values['peak'] / 2**20:6.0f} MiB at the peak: isotype is "
-            f"{values['seconds'] / own['seconds']:.2f} times as fast in {own['peak'] / values['peak']:.2f} of the memory"
+            f"{values['seconds'] / own['seconds']:.2f} times as fast in {own['peak'] / values['peak']:.2f} of the process's memory"
         )
 
 
