@@ -100,7 +100,8 @@ def result_of(run: Path, on_the_way: Path | None) -> Path | None:
     """
     if on_the_way is None:
         return next((run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None), None)
-    if (reason := fault(on_the_way)) is not None:
+    reason = fault(on_the_way) if on_the_way.is_dir() else "no such adapter"
+    if reason is not None:
         raise UsageError(f"{on_the_way}: {reason}", fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}")
     return on_the_way.absolute()
 

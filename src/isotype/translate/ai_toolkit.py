@@ -12,6 +12,7 @@ from .transforms import (
     ONLY_ADAMW,
     SCHEDULES,
     Handler,
+    changed,
     each,
     no_effect,
     not_offered,
@@ -165,7 +166,7 @@ KEYS: dict[str, Handler] = {
         if is_on(draft.keys.get("train.ema_config.use_ema"))
         else draft.no_effect(given, "without use_ema")
     ),
-    "train.dtype": no_effect("precision.preset"),
+    "train.dtype": changed("one of the keys that decide precision.preset"),
     "train.timestep_type": _density,
     "train.content_or_style": lambda draft, given: (
         draft.no_effect(given, "the default")

@@ -13,6 +13,7 @@ from .transforms import (
     ONLY_ADAMW,
     SCHEDULES,
     Handler,
+    changed,
     each,
     no_effect,
     not_offered,
@@ -94,7 +95,10 @@ KEYS: dict[str, Handler] = {
     "lora_layers": _layers,
     "use_dora": not_offered("DoRA is not offered"),
     # precision
-    **each(no_effect("precision.preset"), "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"),
+    **each(
+        changed("one of the keys that decide precision.preset"),
+        "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision",
+    ),
     "bnb_quantization_config_path": not_offered("precision.preset: nf4-lora quantises the base"),
     # steps
     "learning_rate": rate("optimizer"),

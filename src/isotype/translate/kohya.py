@@ -27,6 +27,7 @@ from .transforms import (
     ONLY_ADAMW,
     SCHEDULES,
     Handler,
+    changed,
     each,
     no_effect,
     not_offered,
@@ -164,7 +165,7 @@ KEYS: dict[str, Handler] = {
     "text_encoder_lr": not_offered("text encoders are not trained"),
     "scale_weight_norms": not_offered("train.clip bounds the gradient"),
     # precision
-    **each(no_effect("precision.preset"), "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
+    **each(changed("one of the keys that decide precision.preset"), "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
     **each(not_offered("the base is bf16; precision.preset: nf4-lora takes a quarter"), "fp8_base fp8_base_unet blocks_to_swap"),
     # steps
     "learning_rate": rate("optimizer_type"),

@@ -11,6 +11,7 @@ from .transforms import (
     IRRELEVANT,
     ONLY_ADAMW,
     Handler,
+    changed,
     each,
     no_effect,
     not_offered,
@@ -154,7 +155,7 @@ KEYS: dict[str, Handler] = {
     **each(not_offered("adapter.targets names modules"), "layer_filter layer_filter_preset"),
     "lora_model_name": not_offered("adapter.start_from goes on with a PEFT folder"),
     # precision
-    **each(no_effect("precision.preset"), "train_dtype fallback_train_dtype weight_dtype output_dtype enable_autocast_cache"),
+    **each(changed("decides precision.preset"), "train_dtype fallback_train_dtype weight_dtype output_dtype enable_autocast_cache"),
     # steps
     "learning_rate": rate(_OPTIMIZER),
     "learning_rate_scheduler": schedule_of(
