@@ -120,3 +120,12 @@ def as_png(picture_CHW: Tensor) -> bytes:
     out = io.BytesIO()
     Image.fromarray(levels).save(out, format="PNG")
     return out.getvalue()
+
+
+def as_webp(content: bytes, *, side: int) -> bytes:
+    """A picture's file, scaled down to `side` pixels of its longer side. Raises BadPicture."""
+    image = opened(content)
+    image.thumbnail((side, side))
+    out = io.BytesIO()
+    image.save(out, format="WEBP", quality=85)
+    return out.getvalue()
