@@ -29,6 +29,7 @@ from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from ..wording import counted
+from .architecture import SCORE
 from .tokens import token_modules
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def attach_adapter(
     """
     from peft import LoraConfig, get_peft_model
 
+    if task_type == "CAUSAL_LM" and hasattr(model, SCORE):
+        task_type = "SEQ_CLS"
     torch.manual_seed(seed)
     if section.start_from is not None:
         if new_tokens:
@@ -143,6 +146,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def _linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
     """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, SCORE, head)
     parts = vision_parts(model)
     of = _adapted_parts(section)
     return (
@@ -341,7 +345,7 @@ def stacks(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if _has_stack(module)
+        if has_stack(module)
         for name, p in module.named_parameters(recurse=False)
         if p.dim() == 3
     ]
@@ -350,14 +354,15 @@ def stacks(model: nn.Module) -> list[str]:
 def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
     for path, block in model.named_modules():
-        experts = [m for m in map(_without_adapter, block.children()) if _has_stack(m)]
+        experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
         for name, child in block.named_children() if experts else ():
             weight = _without_adapter(child)._parameters.get("weight")
             if _is_matrix(weight) and len(weight) == experts[0].num_experts:
                 yield f"{path}.{name}", child
 
 
-def _has_stack(module: nn.Module) -> bool:
+def has_stack(module: nn.Module) -> bool:
+    """Whether this module holds the matrices of a mixture's experts in one parameter each."""
     own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
     return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
 
