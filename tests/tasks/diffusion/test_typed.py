@@ -12,7 +12,10 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from PIL import Image
 
+from isotype.config.kind import DIFFUSION, kind_of
+from isotype.config.load import load
 from isotype.config.schema import DiffusionSection, ImagesSection
+from isotype.config.write import init_yaml
 from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.tasks.choose import task_of, train
@@ -197,3 +200,39 @@ def test_the_report_begins_with_the_pictures(drawn, tmp_path):
     assert "No facts were written." not in page
     assert "a green circle on white" in page
     assert page.count("data:image/webp") > 6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.png", b"", "an empty file"),
+        ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture, which is not read here: convert it"),
+        ("a.png", b"no picture at all", "not a picture"),
+        ("a.heic", b"\x00\x00\x00\x18ftypheic", "HEIC is not read here: convert it"),
+        ("a.png", None, "1 x 1 pixels: too small to learn from"),
+    ],
+)
+def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, name, content, said):
+    shutil.copytree(studio.pictures, tmp_path / "mine")
+    if content is None:
+        Image.new("RGB", (1, 1)).save(tmp_path / "mine" / name)
+    else:
+        (tmp_path / "mine" / name).write_bytes(content)
+    (tmp_path / "mine/a.txt").write_text("a")
+    loaded = drawn(images={"train": str(tmp_path / "mine")})
+    task = task_of(loaded.config)
+    with pytest.raises(UsageError, match=said):
+        task.encode(settle(task, loaded.sources).device)
+
+
+def test_init_writes_a_configuration_of_pictures(studio, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(init_yaml("lora", model=str(studio.sd3), data=str(studio.pictures)))
+    config = load(file).config
+    assert (kind_of(config), config.images.train) == (DIFFUSION, str(studio.pictures))
+    text = file.read_text()
+    assert all(f"{name}:" in text for name in ImagesSection.model_fields)
+    assert "\ndata:" not in text
+    hub = init_yaml("lora", model="black-forest-labs/FLUX.1-dev", data=str(studio.pictures))
+    assert "images:" in hub, "a folder of pictures says it"
+    assert "images:" not in init_yaml("lora", model="Qwen/Qwen2.5-0.5B", data="chats.jsonl")
