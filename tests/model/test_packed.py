@@ -29,6 +29,14 @@ from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts
 
 LANDED = ("fp8-block", "fp8-ct-channel")
+# each way in which a weight is stored once; the others differ in what tests/ops/test_packed.py compares for all of them
+ONE_OF_EACH = (*LANDED, "int8-ct-channel", "int8-bnb", "int4-ct-packed", "gptq-act-order", "awq", "nvfp4-ct", "mxfp4-ct")
+
+
+def marked(default):
+    return [form if form in default else pytest.param(form, marks=pytest.mark.full) for form in FORMATS]
+
+
 BF16 = PRESETS["bf16-lora"]
 
 
@@ -95,7 +103,7 @@ def off(got, exact):
     return float((got - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", marked(ONE_OF_EACH))
 def test_logits_and_gradients_are_as_near_as_those_of_the_dense_weights(published, form):
     ids = torch.arange(3, 51).view(2, 24)
     model, precision = load(published(form), form=form)
@@ -119,7 +127,7 @@ def trained(configured, published):
     return run
 
 
-@pytest.mark.parametrize("form", [f if f in LANDED else pytest.param(f, marks=pytest.mark.full) for f in FORMATS])
+@pytest.mark.parametrize("form", marked(LANDED))
 def test_a_published_checkpoint_is_trained_resumed_and_merged(form, trained, tmp_path):
     word = FORMATS[form][0]
     trained(form)
@@ -138,7 +146,7 @@ def test_a_published_checkpoint_is_trained_resumed_and_merged(form, trained, tmp
     assert "quantization_config" not in config
 
 
-@pytest.mark.parametrize("form", [f if f in LANDED else pytest.param(f, marks=pytest.mark.full) for f in FORMATS])
+@pytest.mark.parametrize("form", marked(LANDED))
 def test_a_merged_weight_is_the_sum_in_fp32(form, published):
     model, _ = load(published(form), form=form)
     exact = adapted(dense(model, torch.float64), None).double()

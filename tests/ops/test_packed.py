@@ -50,6 +50,7 @@ BAD = {
     "scale of another shape": ("fp8-block", lambda t: t.update(weight_scale_inv=torch.ones(2, 3)), r"inv is \[2, 3\].*fits no block"),
     "scale by the grid": ("fp8-ct-block", lambda t: t.update(weight_scale=torch.ones(4, 3)), r"fits no block of .*\(32 x 32\)"),
     "NaN scale": ("fp8-ct-channel", lambda t: t["weight_scale"][5].fill_(torch.nan), r"weight_scale is not finite at \[5, 0\] \(1 such\)"),
+    "NaN weight": ("fp8-block", lambda t: t["weight"].view(torch.uint8)[2, 3].fill_(0xFF), r"weight is not finite at \[2, 3\] \(1 such\)"),
     "NaN exponent": ("mxfp4-ct", lambda t: t["weight_scale"][1, 1].fill_(255), r"weight_scale is not finite at \[1, 1\]"),
     "missing zero points": ("gptq", lambda t: t.pop("qzeros"), r"layer\.qzeros is missing"),
     "groups of another size": ("awq", lambda t: t.update(scales=torch.ones(2, OUT)), r"layer\.scales is \[2, 72\], expected \[5, 72\]"),

@@ -153,17 +153,20 @@ def _fitting(where: str, name: str, found: tuple[int, ...], packing: Packing, sh
 def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor]) -> PackedState:
     """The state of a weight from its loaded tensors.
 
-    Raises  UsageError for a scale that is not finite
+    Raises  UsageError for a scale or an fp8 weight that is not finite
     """
     own = {name: tensor.detach() for name, tensor in tensors.items() if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)}
-    for name in _SCALES:
-        scale = own.get(name)
-        if scale is None or scale.is_meta:
+    for name in (*_SCALES, layout.main[0]):
+        tensor = tensors.get(name)
+        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8):
             continue
-        bad = scale == 255 if scale.dtype == torch.uint8 else ~scale.float().isfinite()
+        bad = _not_finite(tensor)
         if bool(bad.any()):
-            at = bad.nonzero()[0].tolist()
-            raise UsageError(f"{where}.{name} is not finite at {at} ({int(bad.sum())} such)", fix=AGAIN)
+            raise UsageError(f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())} such)", fix=AGAIN)
+    for name in ("g_idx", "weight_g_idx"):
+        # files without act-order have it too
+        if name in own and not own[name].is_meta and torch.equal(own[name].long(), _in_order(own[name], layout.block[1])):
+            del own[name]
     if layout.format == "scaled":
         rows = layout.shape[0]
         for old in ("weight_scale", "weight_scale_inv"):
@@ -176,3 +179,15 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
     if layout.format == "packed_rows":
         own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
     return PackedState(layout, word, own)
+
+
+def _in_order(of_column: Tensor, size: int) -> Tensor:
+    return torch.arange(of_column.numel(), device=of_column.device) // size
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.uint8:
+        return tensor == 255
+    if tensor.dtype in FP8:
+        return (tensor.view(torch.uint8) & 0x7F) > (0x7E if tensor.dtype == torch.float8_e4m3fn else 0x7B)
+    return ~tensor.float().isfinite()
