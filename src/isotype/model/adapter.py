@@ -24,10 +24,12 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
+from ..ops.packed import StackState
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from ..wording import counted
+from .architecture import SCORE
 from .tokens import token_modules
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ def attach_adapter(
     """
     from peft import LoraConfig, get_peft_model
 
+    if task_type == "CAUSAL_LM" and hasattr(model, SCORE):
+        task_type = "SEQ_CLS"
     torch.manual_seed(seed)
     if section.start_from is not None:
         if new_tokens:
@@ -142,6 +146,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def _linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
     """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, SCORE, head)
     parts = vision_parts(model)
     of = _adapted_parts(section)
     return (
@@ -221,6 +226,8 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
     verb = "are" if more else "is"
     notes = [f"adapter.targets: the router {routers[0]}{more} {verb} adapted: all-linear leaves routers as they are"] if routers else []
+    if packed := packed_stacks(model.get_base_model()):
+        notes.append(f"the experts are packed and stay frozen: {packed[0]} and {len(packed) - 1} more have no adapter")
     return notes + _left_out(model, section)
 
 
@@ -298,7 +305,7 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> tuple[str | lis
     if _never_called(model):
         return linear_names(model), named
     stacked = stacks(model)
-    if not stacked and parts is None:
+    if not stacked and not packed_stacks(model) and parts is None:
         return "all-linear", named
     routers = {name for name, _ in _routers(model)}
     layers = {name: m for name, m in _linear_layers(model, section) if name not in routers}
@@ -357,7 +364,17 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def has_stack(module: nn.Module) -> bool:
     """Whether this module holds the matrices of a mixture's experts in one parameter each."""
-    return hasattr(module, "num_experts") and any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
+    own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
+    return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
+
+
+def packed_stacks(model: nn.Module) -> list[str]:
+    """Names of the experts' stacks that are packed: they stay frozen."""
+    return [name for name, p in model.named_parameters() if _is_packed_stack(p)]
+
+
+def _is_packed_stack(parameter: nn.Parameter) -> bool:
+    return isinstance(getattr(parameter, "quant_state", None), StackState)
 
 
 def _without_adapter(module: Any) -> Any:
