@@ -224,7 +224,8 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave none."""
     routers = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
     more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
-    notes = [f"adapter.targets: the router {routers[0]}{more} is adapted: all-linear leaves routers as they are"] if routers else []
+    verb = "are" if more else "is"
+    notes = [f"adapter.targets: the router {routers[0]}{more} {verb} adapted: all-linear leaves routers as they are"] if routers else []
     if packed := packed_stacks(model.get_base_model()):
         notes.append(f"the experts are packed and stay frozen: {packed[0]} and {len(packed) - 1} more have no adapter")
     return notes + _left_out(model, section)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .attention.op import attention as attention
     from .contract import OpContract as OpContract
     from .cross_entropy.op import cross_entropy as cross_entropy
+    from .experts.op import experts as experts
     from .gated.op import gelu as gelu
     from .gated.op import gelu_mul as gelu_mul
     from .gated.op import silu_mul as silu_mul
@@ -31,6 +32,7 @@ _LAZY = {
     "OpContract": "isotype.ops.contract",
     "attention": "isotype.ops.attention.op",
     "cross_entropy": "isotype.ops.cross_entropy.op",
+    "experts": "isotype.ops.experts.op",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.op",
     "linear_divergence": "isotype.ops.linear_divergence.op",
     "linear_log_probs": "isotype.ops.linear_log_probs.op",

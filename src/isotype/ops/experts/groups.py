@@ -24,9 +24,6 @@ from . import cpu
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
 ROWS = 512
 
-# Below this many rows an expert the kernel for all of them is faster than PyTorch's product for each
-FEW = 128
-
 
 class Groups:
     """The order of a call's rows.
@@ -101,7 +98,7 @@ class Part:
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         """[S M], in their one dtype."""
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
-        if len(x_SN) < FEW * len(self.each) and _native(x_SN) and 1 in matrices_ENM.stride()[1:]:
+        if _native(x_SN) and len(x_SN) <= cpu.few() * len(self.each) and 1 in matrices_ENM.stride()[1:]:
             cpu.multiply_(x_SN, matrices_ENM, y, self.ends)
             return y
         for i, rows in self.each:
