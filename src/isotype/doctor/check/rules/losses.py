@@ -159,6 +159,33 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
         )
 
 
+@rule("CF019")
+def start_changes_the_reference(r: Record) -> Iterator[Finding]:
+    """An adapter start that changes the base moves the reference
+
+    **Why it matters.** Without a model for it, TRL's DPO and KTO take the base with the adapter switched off for the reference. `pissa` and
+    `olora` put a part of the base's weights into the adapter: switched off, the rest is another model. The loss of DPO's first step was
+    0.658 and 0.676 in fp32 where it is ln 2 = 0.693, so that margins are there before any update.
+
+    **Example.** `LoraConfig(init_lora_weights="pissa")` beside `DPOConfig`.
+
+    **What to do.** PEFT's default start, or a reference of its own (`ref_model`). In Isotype the reference is the model as the run starts,
+    with its adapter.
+    """
+    start = r.facts.get("peft.init_lora_weights")
+    trainer = next((d for d in r.facts.documents if d.attributes.get("made_by") in ("DPOConfig", "KTOConfig")), None)
+    if start is None or trainer is None or not str(start.value).lower().startswith(("pissa", "olora")):
+        return
+    yield found(
+        WARNING,
+        f"init_lora_weights={start.value!r} beside {trainer.attributes['made_by']}: another reference than the model as it starts",
+        start,
+        cause="the reference is the base with the adapter switched off, and this start has moved a part of the base into the adapter",
+        fix="init_lora_weights=True, or a ref_model of its own",
+        holds="no ref_model is given to the trainer",
+    )
+
+
 @rule("CF010")
 def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
     """The dtype that 4-bit weights compute in is not the run's
