@@ -27,7 +27,7 @@ from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
 from ..precision.packing import Packing
-from ..precision.quantised_base import of_config
+from ..precision.quantised_base import of_config, refuse_unmade
 from .architecture import auto_class
 from .packed_experts import pack_experts, wait_for_experts
 
@@ -183,7 +183,8 @@ def pack(model: nn.Module, packing: Packing) -> None:
 
 
 def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:
-    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the meta device."""
+    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the meta device. Raises UsageError."""
+    refuse_unmade(word, "the model")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:

@@ -103,11 +103,7 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
     Raises  UsageError in one line for a base on which `precision` cannot be kept
     """
     if found is None:
-        if precision.base in WORDS and precision.base not in ON_LOAD:
-            raise UsageError(
-                f"model {model_name}: its weights are not quantised, declared base {precision.base}",
-                fix="precision.base: nf4, fp8 or int8 quantises them when they are loaded",
-            )
+        refuse_unmade(precision.base, f"model {model_name}")
         return []
     if found.unread:
         raise UsageError(f"model {model_name}: {found.unread}", fix=AGAIN)
@@ -123,6 +119,15 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
     if found.packing is not None and found.packing.activations:
         notes[0] += "; its rounding of activations is for serving and is no part of training"
     return notes
+
+
+def refuse_unmade(base: str, model: str) -> None:
+    """Raises  UsageError for a declared base that a model that is not quantised cannot become when it is loaded"""
+    if base in WORDS and base not in ON_LOAD:
+        raise UsageError(
+            f"{model}: its weights are not quantised, declared base {base}",
+            fix="precision.base: nf4, fp8 or int8 quantises them when they are loaded",
+        )
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:

@@ -33,6 +33,16 @@ FAMILIES_AND_PRESETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["fp8", pytest.param("int8", marks=pytest.mark.full)])
+def test_a_denoiser_is_packed_when_it_is_loaded(drawn, studio, tmp_path, word):
+    assert train(drawn(model=studio.sdxl, precision={"preset": "bf16-lora", "base": word})) == 0
+    precision = json.loads((tmp_path / "run/precision.json").read_text())
+    assert precision["violations"] == []
+    assert set(precision["observed"]["base"]) == {word, "bf16"}
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
+
+
 @pytest.mark.parametrize(("family", "preset"), FAMILIES_AND_PRESETS)
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     run = {"samples": ["a red circle on white"], "sample_every": 4} if preset == "bf16-lora" else {}

@@ -23,6 +23,7 @@ from ...dtypes import to_torch
 from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
+from ...model.packed import quantise as pack_layers
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision, is_kept_in_fp32, names_kept_in_fp32
 from ...precision.parts import Part
@@ -76,6 +77,8 @@ def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.
     loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
         quantise(loaded, folder.family, precision, device)
+    elif precision.packed:
+        pack_layers(loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base)
     return loaded.to(device)
 
 
@@ -86,7 +89,7 @@ def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear
 
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
-    """name -> each linear layer that nf4 takes: those of the blocks, but for what the model keeps in fp32."""
+    """name -> each linear layer that a packed base packs: those of the blocks, but for what the model keeps in fp32."""
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.blocks_of(denoiser))
     return {name: layer for name, layer in layers.items() if not is_kept_in_fp32(name, in_fp32)}

@@ -22,6 +22,7 @@ from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_branch
 from ...model.load import read_config
+from ...model.packed import quantise as pack_layers
 from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
@@ -220,6 +221,8 @@ class DiffusionTask:
         if precision.base == "nf4" and self.config.adapter.kind != "none":
             layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
             quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
+        elif precision.packed and self.config.adapter.kind != "none":
+            pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
