@@ -9,12 +9,17 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import MIXTURES, SIZES, tiny
+from tests.models import MIXTURES, SIZES, rows, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from isotype.config.schema import RunConfig
+from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.optimize import optimize
 from isotype.tasks.choose import train
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.objective import NextToken
 from isotype.tasks.language.task import LanguageTask
 
 SETTINGS = {"steps": 4, "batch_size": 2, "eval_every": 4, "gradient_checkpointing": "layers"}
@@ -39,8 +44,8 @@ def mixture(workshop, configured, tmp_path):
 
 
 def result(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return load_file(folder / "adapter/adapter_model.safetensors"), [row["loss"] for row in rows if "loss" in row]
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return load_file(folder / "adapter/adapter_model.safetensors"), [row["loss"] for row in logged if "loss" in row]
 
 
 # the two forms that differ most: biases, transposed, a gate of its own; a dense layer and a shared expert
@@ -49,7 +54,9 @@ DEFAULT = ("gpt_oss", "deepseek_v3")
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.full) for name in MIXTURES])
 def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkeypatch, capsys, family):
-    assert train(mixture(family, "whole")) == 0
+    # DeepSeek-V3 balances by a bias
+    balanced = {"train": {} if family == "deepseek_v3" else {"aux_loss": 0.5}}
+    assert train(mixture(family, "whole", **balanced)) == 0
     said = capsys.readouterr().out
     assert "experts    experts" in said
     assert "left alone" not in said
@@ -63,10 +70,11 @@ def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(LanguageTask, "collate", stopped)
-        assert train(mixture(family, "stopped")) == 130
-    assert train(mixture(family, "stopped"), resume=tmp_path / "stopped") == 0
+        assert train(mixture(family, "stopped", **balanced)) == 130
+    assert train(mixture(family, "stopped", **balanced), resume=tmp_path / "stopped") == 0
     (whole, losses), (again, resumed) = result(tmp_path / "whole"), result(tmp_path / "stopped")
     assert losses == resumed
+    assert ('"aux_loss": ' in (tmp_path / "whole/metrics.jsonl").read_text()) == (family != "deepseek_v3")
     assert whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert any(".experts." in name and "lora_B" in name and whole[name].any() for name in whole)
@@ -74,3 +82,34 @@ def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkey
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert model.generate(torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False).shape[1] > 6
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+def test_the_balancing_loss_is_the_familys_own(family):
+    """transformers adds it to the loss of a model that is given labels; padding counts in neither."""
+    model = tiny(family).train()
+    batch = collate(rows(4), pad_id=0)
+    objective = NextToken(RunConfig.model_validate({"train": {"aux_loss": 0.3}}))
+    objective.check_model(model)
+    model.router_aux_loss_coef = 0.3
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+    theirs = model(**inputs, output_router_logits=True)
+    theirs.loss.backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    optimize(model)
+    loss, aux = objective.loss_sum(model, batch, batch.weight, dtype="fp32")
+    loss.backward()
+    torch.testing.assert_close(loss, theirs.loss)
+    torch.testing.assert_close(aux, theirs.aux_loss)
+    for name, p in model.named_parameters():
+        if name in want:
+            torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    model.eval()
+    assert objective.loss_sum(model, batch, batch.weight, dtype="fp32")[0] < loss
+
+
+def test_a_balancing_loss_without_effect_is_refused():
+    objective = NextToken(RunConfig.model_validate({"train": {"aux_loss": 0.3}}))
+    with pytest.raises(UsageError, match=r"train\.aux_loss: 0\.3 has no effect"):
+        objective.check_model(tiny("deepseek_v3"))

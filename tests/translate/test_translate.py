@@ -103,8 +103,6 @@ def test_dataset_info_names_the_file(tmp_path):
         ("a.txt", "x", None, "reads YAML, JSON, TOML, Python"),
         ("a.yml", AXOLOTL, "axolot", "did you mean axolotl?"),
         ("a.yml", AXOLOTL, "llamafactory", "the keys are those of axolotl"),
-        ("a.toml", 'network_module = "networks.lora"\nnetwork_dim = 8\nno_half_vae = true\nunet_lr = 1e-4\n', None, "kohya"),
-        ("a.toml", 'network_module = "networks.lora"\nnetwork_dim = 8\n', "kohya", "kohya"),
     ],
 )
 def test_files_that_cannot_be_translated_are_one_line(tmp_path, name, text, tool, told):

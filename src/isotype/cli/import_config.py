@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 HELP = """Make an Isotype configuration of another tool's, and say what became of each of its keys.
 
-Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, SimpleTuner and Unsloth notebooks:
-YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
+Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks; of pictures SimpleTuner, kohya's
+sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts: YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
 
 Examples:
 
@@ -32,7 +32,7 @@ Examples:
 
 def import_config(
     file: Annotated[Path, typer.Argument(help="The other tool's configuration, script or notebook.", show_default=False)],
-    tool: Annotated[str | None, typer.Option("--from", help="axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner.")] = None,
+    tool: Annotated[str | None, typer.Option("--from", help="axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit, onetrainer, diffusers.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; without it the configuration is printed.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

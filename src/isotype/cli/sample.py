@@ -73,15 +73,15 @@ def sample(
     from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
-    texts = texts or list(loaded.config.run.samples)
+    own: list[Any] = texts or list(loaded.config.run.samples)
     alone = without_run(run) is not None
     # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
-    if not texts and alone:
+    if not own and alone:
         raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
     pictures = None
-    if texts:
-        asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
+    if own:
+        asked = prompts_from(own, loaded.tokenizer, chat_template=template)
     else:
         pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
         asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures).prompts)

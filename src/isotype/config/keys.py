@@ -94,6 +94,7 @@ _NAMES = {
     "train.beta2": "adam_beta2",
     "train.epsilon": "adam_epsilon",
     "train.optimizer": "optim",
+    "train.aux_loss": "moe_aux_loss_coef router_aux_loss_coef",
     "train.eval_every": "eval_steps",
     "train.patience": "early_stopping_patience",
     "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",

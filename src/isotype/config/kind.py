@@ -23,7 +23,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "train.objective",
+        "data.", "preference.", "train.objective", "train.aux_loss", "adapter.parameters",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
         "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
         "run.sample_tokens",

@@ -138,6 +138,19 @@ class ImagesSection(Section):
     one is drawn each time a picture is seen."""
     flip: bool = False
     """Mirror half of the pictures, drawn anew each time one is seen."""
+    captions: Literal["files", "names"] = "files"
+    """Of a folder without a metadata file: `files` reads each picture's .txt, `names` takes the picture's name, with spaces for _ and -."""
+    uncaptioned: Literal["error", "empty", "skip"] = "error"
+    """Pictures without a caption: `error` names them, `empty` trains on them with the empty caption, `skip` leaves all of them out."""
+    trigger: str | None = None
+    """A word that is put before every caption of `train`, with a comma behind it."""
+    tag_orders: PositiveInt | None = None
+    """For captions of tags that commas separate: so many random orders of each caption are encoded, of which one is drawn each time a
+    picture is seen. By default captions stay as they are."""
+    keep_tags: Annotated[int, Field(ge=0)] = 0
+    """With `tag_orders`: so many first tags stay in front, and are never left out."""
+    tag_dropout: Fraction = 0.0
+    """With `tag_orders`: the share of the other tags that each of the orders leaves out."""
     caption_dropout: Fraction = 0.0
     """Share of the captions that are replaced by an empty one, drawn anew each time: what guidance needs."""
     limit: PositiveInt | None = None
@@ -154,8 +167,25 @@ class ImagesSection(Section):
 class DiffusionSection(Section):
     objective: Literal["auto", "flow_matching", "epsilon", "v"] = "auto"
     """What the denoiser predicts. `auto`: what its scheduler declares."""
-    timesteps: Literal["auto", "logit_normal", "uniform"] = "auto"
-    """How the noise level of a training picture is drawn, before the shift. `auto`: logit_normal for flow matching, else uniform."""
+    timesteps: Literal["auto", "logit_normal", "uniform", "mode"] = "auto"
+    """How the noise level of a training picture is drawn, before the shift. `auto`: logit_normal for flow matching, else uniform. `mode`:
+    SD3's density with heavy tails."""
+    logit_mean: float = 0.0
+    """`logit_normal`: the mean; above 0 more noise."""
+    logit_std: PositiveFloat = 1.0
+    """`logit_normal`: the deviation, which others call sigmoid scale; below 1 more levels in the middle."""
+    mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = 1.29
+    """`mode`: above 0 more levels in the middle, below 0 more at the ends."""
+    least_noise: Fraction = 0.0
+    """Levels are drawn from here on, as a share of all (0.2: timestep 200 of 1000)."""
+    most_noise: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Levels are drawn up to here."""
+    noise_offset: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Adds so many deviations of one random number a channel to the noise (epsilon and v), for darker and brighter pictures: 0.05."""
+    loss: Literal["l2", "huber"] = "l2"
+    """`l2`: the squared error. `huber`: the smooth one, 2 c (sqrt(error^2 + c^2) - c), which weighs outliers less."""
+    huber_c: PositiveFloat = 0.1
+    """c of `huber`."""
     shift: Literal["auto"] | PositiveFloat = "auto"
     """Flow matching: moves noise levels towards more noise, s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has
     that."""
@@ -274,6 +304,9 @@ class TrainSection(Section):
     """With `wsd`: the share of the steps that decays."""
     min_learning_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Where cosine, linear and wsd end, as a share of the peak."""
+    aux_loss: Annotated[float, Field(ge=0.0)] | None = None
+    """Coefficient of a mixture's balancing loss, which is logged as `aux_loss`. By default the model's own, where its config asks for the
+    loss (`output_router_logits`); 0 leaves it out."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -334,8 +367,9 @@ class RunSection(Section):
     sample_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
     training (10 seconds are always allowed)."""
-    samples: list[str] = []
-    """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none."""
+    samples: list[str | dict[str, Any]] = []
+    """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none. Of pictures each may be a
+    mapping: `{prompt: a dog, negative: blurry, size: 768, steps: 30, guidance: 5, seed: 7}`."""
     sample_tokens: PositiveInt = 64
     """Longest sample in new tokens."""
     sample_steps: PositiveInt = 20

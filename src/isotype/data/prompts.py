@@ -16,12 +16,14 @@ SAMPLES = 4  # prompts taken from the data
 _TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
 
 
-def prompts_from(texts: Iterable[str], tokenizer: Any, *, chat_template: str | None = None) -> list[SamplePrompt]:
+def prompts_from(texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None) -> list[SamplePrompt]:
     """The user's own prompts (`run.samples`): a question to the template's assistant, or, without a template, the beginning of a text."""
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
     template = ChatTemplate(tokenizer, chat_template, "tokenizer") if chat_template else None
     found = []
     for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UsageError(f"run.samples[{i}]: a mapping: only a prompt of a picture has settings of its own", fix="give the text")
         if not text.strip():
             raise UsageError(f"run.samples[{i}]: the prompt is empty")
         if template is None:

@@ -30,7 +30,7 @@ from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.comfyui import write_comfyui
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
-from ..tasks.diffusion.sample import Sample
+from ..tasks.diffusion.sample import Prompt, Sample, texts_of
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
 from ..training.task import Evaluation, eval_mode
 from .loaded import name_in, result_of
@@ -137,16 +137,16 @@ def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None) 
 
     Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint yet
     """
-    asked = list(prompts)
+    asked = [Prompt(text) for text in prompts]
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
-        asked.extend([] if asked else task.config.run.samples)
+        asked.extend([] if asked else task.prompts)
         if not asked:
             raise UsageError(
                 f"{folder}: the run has no prompts of its own (run.samples)", fix=f'isotype sample {folder} "a picture of ..."'
             )
         task.encoder = task.new_encoder(device)
-        task.text = task.encoder.captions(list(dict.fromkeys([EMPTY, *asked])))
+        task.text = task.encoder.captions(list(dict.fromkeys([EMPTY, *texts_of(asked)])))
 
     task, model, device, taken = _load_run(folder, encode)
     how = task.drawing()

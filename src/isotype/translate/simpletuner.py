@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .draft import Draft, Given
+from .picture_tools import min_snr, rate
 from .simpletuner_datasets import KEPT, dataset_key, finish_datasets, pixels
 from .simpletuner_files import DATASET
 from .source import Source
@@ -31,7 +32,9 @@ from .transforms import (
     when_on,
 )
 
-FAMILIES = ("flux", "pixart_sigma", "sd3", "sdxl")
+FLOW = ("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow")
+FAMILIES = (*FLOW, "pixart_sigma", "sdxl", "sd1x", "sd2x")
+ATTENTION = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 VIDEO = (
     *("wan", "wan_s2v", "ltxvideo", "ltxvideo2", "hunyuanvideo", "sanavideo", "cosmos", "cosmos2image", "cosmos3", "kandinsky5-video"),
     *("longcat_video", "mochi"),
@@ -130,11 +133,6 @@ def _auto_shift(draft: Draft, given: Given) -> None:
         draft.no_effect(given, "switched off")
 
 
-def _snr(draft: Draft, given: Given) -> None:
-    draft.settings["diffusion.weighting"] = "min_snr"
-    draft.set(given, "diffusion.snr_gamma", float(given.value), "with diffusion.weighting: min_snr")
-
-
 def _prompt(draft: Draft, given: Given) -> None:
     draft.set(given, "run.samples", [*draft.settings.get("run.samples", []), str(given.value)])
 
@@ -166,7 +164,9 @@ def _checkpointing_every(draft: Draft, given: Given) -> None:
 
 
 def _targets(draft: Draft, given: Given) -> None:
-    if str(given.value).startswith("all"):
+    if str(given.value) == "all":
+        draft.set(given, "adapter.targets", ATTENTION, "attention of picture and text, as `all` means there")
+    elif str(given.value).startswith("all"):
         draft.set(given, "adapter.targets", "all-linear", "every linear layer of the denoiser's blocks")
     else:
         draft.not_offered(given, "adapter.targets names the modules; all-linear is used")
@@ -240,7 +240,7 @@ KEYS: dict[str, Handler] = {
     "train_batch_size": to_count("train.batch_size"),
     "gradient_accumulation_steps": to_count("train.accumulate"),
     "num_train_epochs": _epochs,
-    "learning_rate": to_number("train.learning_rate"),
+    "learning_rate": rate("optimizer"),
     "adam_weight_decay": to_number("train.weight_decay"),
     "adam_epsilon": to_number("train.epsilon"),
     "max_grad_norm": to_number("train.clip"),
@@ -266,7 +266,7 @@ KEYS: dict[str, Handler] = {
     "flow_use_uniform_schedule": when_on("diffusion.timesteps", "uniform"),
     "prediction_type": to("diffusion.objective", lambda value: {"epsilon": "epsilon", "v_prediction": "v"}.get(str(value), "auto")),
     "loss_type": only("l2", "squared error", "the loss is the squared error"),
-    "snr_gamma": _snr,
+    "snr_gamma": min_snr,
     **each(not_offered("noise is Gaussian"), "input_perturbation"),
     "flux_guidance_value": to_number("diffusion.guidance"),
     **each(no_effect("of the guidance mode random-range"), "flux_guidance_max"),
@@ -335,6 +335,15 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default("train.weight_decay", 1e-2)
     draft.default("train.epsilon", 1e-6)
     draft.default("images.resolution", 1024)
+    draft.default("train.clip", 2.0)
+    if str(source.get("model_family") or "flux") in FLOW and "diffusion.shift" not in draft.settings:
+        draft.default("diffusion.shift", 3.0)
+    if draft.settings["adapter.kind"] == "lora":
+        draft.default("adapter.dropout", 0.1)
+        if "adapter.targets" not in draft.settings:
+            draft.default("adapter.targets", ATTENTION if str(source.get("model_family")) == "flux" else ATTENTION[:4])
+    if "max_grad_norm" not in draft.keys and str(source.get("grad_clip_method") or "value") == "value":
+        draft.notes.append("train.clip: SimpleTuner clips each value at 2.0; here the norm of all is clipped")
     finish_datasets(draft)
     if "images.eval" not in draft.settings:
         draft.default("images.eval_split", 0.0)  # it trains on every picture

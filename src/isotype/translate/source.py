@@ -15,6 +15,7 @@ from ..doctor.check.python_calls import Call, Unknown, read_notebook
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
 from ..errors import UsageError
 from .draft import Computed, Given
+from .picture_tools import keys_of, kohya_dataset_file, tool_of_program, tool_of_tree
 from .simpletuner_files import Secrets, keys_of_datasets, keys_of_env, keys_of_tree
 
 LARGEST = 4 << 20  # bytes
@@ -104,6 +105,11 @@ def read(path: Path, asked: str | None = None) -> Source:
     tool = identify(tree.data, path.name)
     if "simpletuner" in (asked, tool):
         return _simpletuner(path, keys_of_tree(tree, secrets := Secrets()), secrets)
+    if (of_pictures := tool_of_tree(tree, tool)) is not None:
+        found = keys_of(of_pictures, tree, path)
+        named = next((given.value for given in found if given.name == "dataset_config"), None)
+        found += kohya_dataset_file(str(named), path) if named else ()
+        return Source(str(path), of_pictures, found)
     keys = _keys(tree, whole=tool != "torchtune")
     names = {given.name.partition(".")[0] for given in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
@@ -169,11 +175,28 @@ def _commands(text: str, path: Path) -> Source:
             Given(key, scalar(value) if isinstance(value, str) else value, line, f"--{key}" if first != "tune" else key)
             for key, value in given.items()
         ]
+        script = words[program] if program is not None else ""
+        if (of_pictures := tool_of_program(script)) is not None:
+            return _picture_script(of_pictures, keys, path, script)
         tool = {"trl": "hf", "llamafactory-cli": "llamafactory", "axolotl": "axolotl", "tune": "torchtune"}.get(first) or identify(given)
         return Source(str(path), _TOOL_OF.get(tool or "", tool), keys, method=" ".join(words[1 : start + 1]))
     raise UsageError(
         f"{path}: no training command in it that isotype import knows (trl, llamafactory-cli, axolotl, tune run, python TRAIN.py --...)"
     )
+
+
+def _picture_script(tool: str, keys: list[Given], path: Path, script: str) -> Source:
+    """A command line of kohya's or of diffusers' scripts, with the files that it names."""
+    said = {given.name: given.value for given in keys}
+    if tool == "kohya" and isinstance(said.get("config_file"), str):
+        file = path.parent / str(said["config_file"])
+        if file.is_file():
+            below = read(file).keys
+            keys = [*keys, *(given for given in below if given.name not in said)]
+    if tool == "kohya" and isinstance(said.get("dataset_config"), str):
+        keys = [*keys, *kohya_dataset_file(str(said["dataset_config"]), path)]
+    secrets = Secrets()
+    return Source(str(path), tool, [secrets.without(given) for given in keys], method=script, secrets=secrets)
 
 
 def _from_calls(calls: list[Call]) -> Iterator[Given]:

@@ -18,7 +18,7 @@ from ..doctor.check import check
 from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
-from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune
+from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
 from .draft import Computed, Draft, Fate, Given, Outcome
 from .source import Source, read
 from .transforms import OFF, Handler
@@ -32,15 +32,22 @@ TOOLS: dict[str, Any] = {
     "torchtune": torchtune,
     "unsloth": hugging_face,
     "simpletuner": simpletuner,
+    "kohya": kohya,
+    "ai-toolkit": ai_toolkit,
+    "onetrainer": onetrainer,
+    "diffusers": diffusers_scripts,
 }
+_OF_PICTURES = (simpletuner, kohya, ai_toolkit, onetrainer, diffusers_scripts)
 _NAMES = {
     "trl": "TRL",
     "hf": "Hugging Face TrainingArguments",
     "llamafactory": "LLaMA-Factory",
     "unsloth": "an Unsloth notebook",
     "simpletuner": "SimpleTuner",
+    "kohya": "kohya's sd-scripts",
+    "onetrainer": "OneTrainer",
+    "diffusers": "a script of diffusers",
 }
-NOT_YET = {"kohya": "kohya's scripts are not translated yet"}  # known to `check`, not translated
 
 
 @dataclass
@@ -80,11 +87,13 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     for given in source.keys:
         _account(draft, replace(given, value=draft.keys[given.name]), module.KEYS, name)
     module.finish(draft, source)
-    findings, record = _checked(path, module is torchtune, source)
-    if module is simpletuner:
-        _stop_at_contradictions(path, findings)
-    _decide(draft, record)
-    _complete(draft, "images.train" if module is simpletuner else "data.train")
+    findings: list[Finding] = []
+    if not getattr(module, "OWN_PRECISION", False):
+        findings, record = _checked(path, module is torchtune, source)
+        if module is simpletuner:
+            _stop_at_contradictions(path, findings)
+        _decide(draft, record)
+    _complete(draft, "images.train" if module in _OF_PICTURES else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
     text = _text(draft, source, _NAMES.get(name, name))
@@ -96,11 +105,9 @@ def _tool(source: Source, asked: str | None) -> str:
     if asked is not None and asked not in TOOLS:
         near = get_close_matches(asked, TOOLS, n=1)
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(TOOLS)}"
-        raise UsageError(f"--from {asked}: {NOT_YET.get(asked, 'not a tool that isotype import reads')}; {known}")
+        raise UsageError(f"--from {asked}: not a tool that isotype import reads; {known}")
     if asked is None and source.tool == "isotype":
         raise UsageError(f"{source.file}: is a configuration of Isotype: isotype plan {source.file}")
-    if asked is None and source.tool in NOT_YET:
-        raise UsageError(f"{source.file}: {source.tool}: {NOT_YET[source.tool]}")
     if asked is None and source.tool not in TOOLS:
         seen = f"looks like {source.tool}, which" if source.tool else "has no key of a tool that"
         raise UsageError(f"{source.file}: {seen} isotype import does not translate", fix=f"--from names the tool: {', '.join(TOOLS)}")

@@ -82,17 +82,6 @@ CLAIMS = {
         "commands/launch.py",
         r"\"--fsdp_version\",\s+type=str,\s+default=\"1\"",
     ),
-    "record: modules that stay in fp32 beside fp16 only": (
-        "transformers",
-        "modeling_utils.py",
-        r"_keep_in_fp32_modules is not None and dtype == torch\.float16",
-    ),
-    "record: modules that stay in fp32 beside either half": (
-        "transformers",
-        "modeling_utils.py",
-        r"_keep_in_fp32_modules_strict is not None and dtype in \(torch\.float16, torch\.bfloat16\)",
-    ),
-    "record: the launcher hands ignored modules on": ("accelerate", "utils/launch.py", r"\"FSDP_IGNORED_MODULES\"\] = str\(args\.fsdp_"),
     "CF059: fp8 needs a library": ("accelerate", "state.py", r"Using `fp8` precision requires"),
 }
 
@@ -119,7 +108,7 @@ DECLARED = {
     "transformers": (["training_args.py"], r"(?m)^    {0}\s*:"),
     "trl": (["trainer/*_config.py"], r"(?m)^    {0}\s*:"),
 }
-INSTALLED = [name for name, lives in spans().items() if lives[0].package in DECLARED]
+INSTALLED = {span.setting: span for span in spans() if span.package in DECLARED}
 
 
 def sources(library: str) -> str:
@@ -132,7 +121,7 @@ def sources(library: str) -> str:
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_the_installed_version_has_the_settings_that_the_table_says(name: str):
-    last = spans()[name][-1]
+    last = INSTALLED[name]
     declared = re.search(DECLARED[last.package][1].format(name.rpartition(".")[2]), sources(last.package))
     assert (declared is not None) == (not last.until), f"{name}: {last.releases} is stale"
 
@@ -142,10 +131,3 @@ def test_the_table_was_read_for_the_installed_version(library: str):
     """A newer release fails here: read what it added, removed and renamed, then write its number into the table."""
     sources(library)
     assert release(metadata.version(library))[:2] == release(NEWEST[library])
-
-
-def test_fp8_backends_are_the_installed_ones():
-    body = re.search(r"class FP8BackendType\(.*?\n\n\n", sources("accelerate"), re.S)
-    assert body is not None
-    words = set(re.findall(r"^    (\w+) = \"\1\"$", body[0], re.M)) - {"NO"}
-    assert words == set(spans()["accelerate.fp8_config.backend"][-1].words)

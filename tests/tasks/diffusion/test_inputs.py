@@ -63,7 +63,7 @@ def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):
     (folder / "transformer").symlink_to(studio.sd3 / "transformer")
     assert "the pipeline has no vae" in refused(drawn(model=folder))
     (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanPipeline"}))
-    assert "WanPipeline is not supported" in refused(drawn(model=folder))
+    assert "WanPipeline is not trained: it makes videos" in refused(drawn(model=folder))
 
 
 def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):

@@ -147,25 +147,6 @@ class SumsChunksOutOfPlace(SumsChunksInLowPrecision):
         return d @ w, dw
 
 
-class SumsColumnsInLowPrecision(Function):
-    """The mean of squares of a row, eight columns at a time, in the row's dtype."""
-
-    @staticmethod
-    def forward(ctx, x):
-        total = torch.zeros_like(x[..., :1])
-        for i in range(0, x.shape[-1], 8):
-            total = total + x[..., i : i + 8].square().sum(-1, keepdim=True)  # HERE
-        ctx.save_for_backward(x, total)
-        return (x.float() / total.float().sqrt()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, d):
-        x = ctx.saved_tensors[0].float()
-        scale = x.square().sum(-1, keepdim=True).rsqrt()
-        d_fp32 = d.float()
-        return (scale * (d_fp32 - x * scale.square() * (d_fp32 * x).sum(-1, keepdim=True))).to(d.dtype)
-
-
 class WritesIntoTheGradient(RMSNorm):
     @staticmethod
     def backward(ctx, d):  # HERE
@@ -293,7 +274,6 @@ FAULTY = {
     "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),
     "chunks out of place": (SumsChunksOutOfPlace, (drawn(16, 8), drawn(6, 8)), "AC007"),
-    "columns": (SumsColumnsInLowPrecision, (drawn(4, 16),), "AC007"),
     "gradient overwritten": (lambda x, w: WritesIntoTheGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), "AC008"),
     "gradient viewed": (ViewsTheGradient, (drawn(4, 8), drawn(6, 8)), "AC009"),
     "second backward": (ScalesWhatItSaved, (drawn(4, 8),), "AC010"),

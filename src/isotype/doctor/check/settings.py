@@ -188,7 +188,7 @@ class Facts:
 
 ROLES = (
     "parameters", "trained", "gradients", "accumulation", "reduction", "optimizer", "compute", "loss scaling", "norms", "storage",
-    "buffers", "exempt", "evaluation", "ema",
+    "evaluation", "ema",
 )  # fmt: skip
 
 

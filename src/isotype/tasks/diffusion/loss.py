@@ -27,18 +27,31 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """shift  s in s t / (1 + (s - 1) t); 1 leaves levels as drawn"""
+    """shift        s in s t / (1 + (s - 1) t); 1 leaves levels as drawn
+    mean, deviation  of the logit, for `logit_normal`; mode: the scale of `mode`
+    least, most      levels are between these
+    Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
+    """
 
     timesteps: str
     shift: float
+    mean: float = 0.0
+    deviation: float = 1.0
+    mode: float = 1.29
+    least: float = 0.0
+    most: float = 1.0
 
     def draw(self, generator: torch.Generator) -> float:
         """One level in (0, 1) of the training distribution, shifted. Uses one number of the generator."""
-        if self.timesteps == "uniform":
-            t = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if self.timesteps == "logit_normal":
+            logit = self.mean + self.deviation * torch.randn((), generator=generator, dtype=torch.float64)
+            t = float(torch.sigmoid(logit))
         else:
-            t = float(torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64)))
-        return self.shift * t / (1 + (self.shift - 1) * t)
+            t = float(torch.rand((), generator=generator, dtype=torch.float64))
+            if self.timesteps == "mode":
+                t = 1 - t - self.mode * (math.cos(math.pi * t / 2) ** 2 - 1 + t)
+        shifted = self.shift * t / (1 + (self.shift - 1) * t)
+        return self.least + (self.most - self.least) * shifted
 
 
 def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
@@ -101,7 +114,13 @@ class Objective(ABC):
         return None
 
     def __str__(self) -> str:
-        return f"{self.kind}, noise levels {self.levels.timesteps}"
+        levels = self.levels
+        bounds = "" if (levels.least, levels.most) == (0.0, 1.0) else f" from {levels.least:g} to {levels.most:g}"
+        form = {
+            "logit_normal": "" if (levels.mean, levels.deviation) == (0.0, 1.0) else f" ({levels.mean:g}, {levels.deviation:g})",
+            "mode": f" {levels.mode:g}",
+        }.get(levels.timesteps, "")
+        return f"{self.kind}, noise levels {levels.timesteps}{form}{bounds}"
 
 
 @dataclass(frozen=True)
@@ -213,10 +232,31 @@ def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, off
     if not flow and section.shift != "auto":
         raise UsageError(f"diffusion.shift: {section.shift} has no effect with {found}", fix="remove diffusion.shift")
     timesteps = section.timesteps if section.timesteps != "auto" else "logit_normal" if flow else "uniform"
+    _refuse_without_effect(section, timesteps, flow=flow)
+    shift = shift_of(section, scheduler, tokens=tokens) if flow else 1.0
+    levels = NoiseLevels(
+        timesteps, shift, section.logit_mean, section.logit_std, section.mode_scale, section.least_noise, section.most_noise
+    )  # fmt: skip
     if flow:
-        return FlowMatching(NoiseLevels(timesteps, shift_of(section, scheduler, tokens=tokens)))
+        return FlowMatching(levels)
     gamma = section.snr_gamma if section.weighting == "min_snr" else None
-    return Ddpm.of(found, NoiseLevels(timesteps, 1.0), cumulative_alphas(scheduler), snr_gamma=gamma)
+    return Ddpm.of(found, levels, cumulative_alphas(scheduler), snr_gamma=gamma)
+
+
+def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: bool) -> None:
+    """Raises  UsageError for keys that change nothing beside the others"""
+    default = DiffusionSection()
+    for key, needed, given in (
+        ("logit_mean", "timesteps: logit_normal", timesteps == "logit_normal"),
+        ("logit_std", "timesteps: logit_normal", timesteps == "logit_normal"),
+        ("mode_scale", "timesteps: mode", timesteps == "mode"),
+        ("huber_c", "loss: huber", section.loss == "huber"),
+        ("noise_offset", "epsilon or v as the objective", not flow),
+    ):
+        if getattr(section, key) != getattr(default, key) and not given:
+            raise UsageError(f"diffusion.{key}: has no effect without {needed}", fix=f"remove diffusion.{key}")
+    if section.least_noise >= section.most_noise:
+        raise UsageError(f"diffusion.least_noise: {section.least_noise:g} is not below diffusion.most_noise: {section.most_noise:g}")
 
 
 def cumulative_alphas(scheduler: Mapping[str, Any]) -> Tensor:
@@ -232,9 +272,11 @@ def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
     return values_N.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def picture_losses(model: nn.Module, family: Family, objective: Objective, batch: Batch, asked: Asked, *, dtype: str) -> Tensor:
+def picture_losses(
+    model: nn.Module, family: Family, objective: Objective, batch: Batch, asked: Asked, *, dtype: str, huber: float | None = None
+) -> Tensor:
     """Squared error of what the denoiser predicts, averaged over each picture's latent pixels (as far as its mask shows them), times the
-    weights of the objective and of the picture.
+    weights of the objective and of the picture. `huber`: c of the smooth error in its place.
 
     ->      float[N]  in `dtype`, `precision.loss`
     inside  the denoiser under the model's precision; the difference, its square and the mean in `dtype`
@@ -242,7 +284,10 @@ def picture_losses(model: nn.Module, family: Family, objective: Objective, batch
     noisy, target = objective.mixed(batch.latents, batch.noise, batch.sigma)
     predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, asked)
     wide = to_torch(dtype)
-    losses_N = mean_of_pictures((predicted.to(wide) - target.to(wide)).square(), batch.mask)
+    errors = (predicted.to(wide) - target.to(wide)).square()
+    if huber is not None:
+        errors = 2 * huber * ((errors + huber**2).sqrt() - huber)
+    losses_N = mean_of_pictures(errors, batch.mask)
     for weights_N in (objective.weights(batch.sigma), batch.weights):
         losses_N = losses_N if weights_N is None else losses_N * weights_N.to(wide)
     return losses_N

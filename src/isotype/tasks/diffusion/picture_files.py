@@ -109,14 +109,18 @@ Complain = Callable[[str, str], None]
 """Takes the place of a bad row and the reason."""
 
 
-def pictures_beside_captions(folder: Path, complain: Complain) -> Iterator[Picture]:
-    """Each picture with the captions of its text file, a caption a line."""
+def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: str = "error") -> Iterator[Picture]:
+    """Each picture with the captions of its text file, a caption a line. `uncaptioned`: `images.uncaptioned`."""
     files = files_of(folder)
     stems: dict[Path, Path] = {}
     for path in pictures_among(files):
         other = stems.setdefault(path.with_suffix(""), path)
         if other is not path:
             complain(str(path), f"{other.name} has the same caption file: rename one")
+            continue
+        if uncaptioned != "error" and not any(path.with_suffix(suffix).is_file() for suffix in CAPTIONS):
+            if uncaptioned == "empty":
+                yield Picture(InFile(path), ("",), str(path))
             continue
         if (captions := _captions_beside(path, complain)) is not None:
             yield Picture(InFile(path), captions, str(path))
@@ -128,7 +132,7 @@ def pictures_beside_captions(folder: Path, complain: Complain) -> Iterator[Pictu
 def _captions_beside(path: Path, complain: Complain) -> tuple[str, ...] | None:
     there = [text for suffix in CAPTIONS if (text := path.with_suffix(suffix)).is_file()]
     if not there:
-        complain(str(path), f"no caption: {path.stem}.txt is missing")
+        complain(str(path), f"no caption: {path.stem}.txt is missing (images.uncaptioned: empty or skip)")
         return None
     read = {}
     for text in there:

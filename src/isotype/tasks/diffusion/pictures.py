@@ -13,6 +13,7 @@ from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
 from ...data.read import ending
 from ...errors import UsageError
+from .captions import caption_of_name, with_trained_captions
 from .picture_files import (
     ROW_ENDINGS,
     SUFFIXES,
@@ -48,7 +49,7 @@ def gather(images: ImagesSection, *, seed: int) -> Gathered:
     from ...training.feed import epoch_order
 
     made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"))
-    train = _masked(_found(images, "train", made)[: images.limit], images, made)
+    train = with_trained_captions(_masked(_found(images, "train", made)[: images.limit], images, made), images, seed=seed)
     regularisation = _found(images, "regularisation", made)
     given = _found(images, "eval", made) if images.eval is not None else None
     made.bad.settle(len(train) + len(regularisation) + len(given or ()))
@@ -65,8 +66,8 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     found: list[Picture] = []
     for source in picture_sources(images, side):
         wrong: list[BadRow] = []
-        here = list(_of_source(source, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023  # consumed here
-        if not here and not wrong:
+        here = list(_of_source(source, images, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023  # consumed here
+        if not here and not wrong and images.uncaptioned != "skip":
             raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
         made.bad.add(wrong)
         made.bad.add(_disagreeing(here, made))
@@ -74,7 +75,7 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     return found
 
 
-def _of_source(source: PictureSource, complain: Complain) -> Iterable[Picture]:
+def _of_source(source: PictureSource, images: ImagesSection, complain: Complain) -> Iterable[Picture]:
     path = Path(source.name).expanduser()
     if not path.exists():
         raise UsageError(f"{source.key}: {source.name}: no such file or folder")
@@ -86,9 +87,11 @@ def _of_source(source: PictureSource, complain: Complain) -> Iterable[Picture]:
         return pictures_of_rows(path, source.columns, source.key, complain)
     if source.caption is not None:
         return [Picture(InFile(file), (source.caption,), str(file)) for file in pictures_among(files_of(path))]
+    if images.captions == "names":
+        return [Picture(InFile(file), (caption_of_name(file),), str(file)) for file in pictures_among(files_of(path))]
     if (file := metadata_of(path)) is not None:
         return _by_metadata(path, file, source, complain)
-    return pictures_beside_captions(path, complain)
+    return pictures_beside_captions(path, complain, uncaptioned=images.uncaptioned)
 
 
 def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain) -> Iterable[Picture]:

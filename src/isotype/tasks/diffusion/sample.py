@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...config.sources import unknown_key
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
+from ...errors import UsageError
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
 from ...training.task import eval_mode, random_state_restored
@@ -51,12 +53,42 @@ class Drawing:
     seed: int
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a picture's noise depends on that alone."""
+
+    text: str
+    negative: str = ""
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: str | Mapping[str, Any], where: str = "run.samples") -> Prompt:
+        """Raises  UsageError for a mapping with other keys or values"""
+        if isinstance(given, str):
+            return cls(given)
+        for key in given:
+            if key not in _KINDS:
+                raise unknown_key(where, str(key), list(_KINDS))
+        if "prompt" not in given:
+            raise UsageError(f"{where}: {dict(given)}: prompt is missing", fix="{prompt: a photo of a dog, seed: 7}")
+        for key, value in given.items():
+            if not isinstance(value, _KINDS[key]) or isinstance(value, bool) or (key in ("size", "steps") and value < 1):
+                raise UsageError(f"{where}: {key}: {value!r}: expected {'text' if _KINDS[key] is str else 'a number'}")
+        own = {key: given[key] for key in ("size", "steps", "guidance", "seed") if key in given}
+        return cls(given["prompt"], given.get("negative", ""), own)
+
+    def drawing(self, how: Drawing) -> Drawing:
+        return replace(how, **self.own)
+
+
+_KINDS: dict[str, Any] = {"prompt": str, "negative": str, "size": int, "steps": int, "guidance": (int, float), "seed": int}
+
+
 def sample(
     model: nn.Module,
     folder: PipelineFolder,
     precision: Precision,
-    prompts: Sequence[tuple[str, dict[str, Tensor]]],
-    empty: dict[str, Tensor],
+    prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
     how: Drawing,
     device: torch.device,
     *,
@@ -65,7 +97,7 @@ def sample(
 ) -> list[Sample]:
     """A picture a prompt. Its noise depends on the seed and the prompt's position only.
 
-    prompts  each with its text embeddings; `empty`: those of the empty prompt
+    prompts  each with its embeddings and those of what it is guided away from
     seconds  no further picture is begun after so long; the first is always drawn
     world    the processes that share the model and call this together: all draw the same pictures
     """
@@ -74,18 +106,24 @@ def sample(
     with random_state_restored(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
-        # the pipeline takes its latents' dtype from the text's
-        none = {name: tensor[None].to(device, dtype) for name, tensor in empty.items()}
         begun = time.monotonic()
-        for i, (prompt, text) in enumerate(prompts):
+        for i, (prompt, text, negative) in enumerate(prompts):
             if i and world.any(time.monotonic() - begun > seconds):
                 break
-            given = {name: tensor[None].to(device, dtype) for name, tensor in text.items()}
+            # the pipeline takes its latents' dtype from the text's
+            given, none = ({name: tensor[None].to(device, dtype) for name, tensor in words.items()} for words in (text, negative))
+            own = prompt.drawing(how)
+            generator = generator_of("sample", own.seed, 0 if "seed" in prompt.own else i)
             latents_1CHW = folder.family.sample(
-                pipe, given, none, size=how.size, steps=how.steps, guidance=how.guidance, generator=generator_of("sample", how.seed, i)
+                pipe, given, none, size=own.size, steps=own.steps, guidance=own.guidance, generator=generator
             )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            samples.append(Sample(prompt, picture_CHW.shape[-1], as_png(picture_CHW.float())))
+            samples.append(Sample(prompt.text, picture_CHW.shape[-1], as_png(picture_CHW.float())))
         del pipe, vae
     release(device)
     return samples
+
+
+def texts_of(prompts: Sequence[Prompt]) -> list[str]:
+    """What is encoded for them."""
+    return [text for prompt in prompts for text in (prompt.text, prompt.negative)]

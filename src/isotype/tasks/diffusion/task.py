@@ -37,7 +37,7 @@ from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import Size, buckets
 from .result import load_result, refuse_adapter_of_another_model, save_denoiser, save_lora
-from .sample import Drawing, Sample, sample
+from .sample import Drawing, Prompt, Sample, sample, texts_of
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -98,9 +98,12 @@ class DiffusionTask:
             )
         self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
         multiple = self.downscale * self.folder.family.downscale
-        for key, size in (("images.resolution", side), ("run.sample_size", config.run.sample_size or side)):
+        asked = [("run.samples: size", prompt.own["size"]) for prompt in self.prompts if "size" in prompt.own]
+        for key, size in (("images.resolution", side), ("run.sample_size", config.run.sample_size or side), *asked):
             if size % multiple:
-                raise UsageError(f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, size - size % multiple)}")
+                raise UsageError(
+                    f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, int(size) - int(size) % multiple)}"
+                )
         most = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
         if most is not None and side // multiple > int(most):
             raise UsageError(f"images.resolution: {side} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
@@ -137,7 +140,7 @@ class DiffusionTask:
         """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
-        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of(gathered.all), *self.config.run.samples])))
+        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of(gathered.all), *texts_of(self.prompts)])))
         shapes = Shapes(self.sizes, images.crop, images.flip, self.config.train.seed)
         rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
         gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
@@ -272,6 +275,8 @@ class DiffusionTask:
             keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
             entry = self.encoder.store.get(keys[int(window * len(keys))])
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
+            if (offset := config.diffusion.noise_offset) > 0:
+                noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
             text = self.text[EMPTY] if dropped < config.images.caption_dropout else row.text[int(caption * len(row.text))]
             drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
         return self._stacked(drawn)
@@ -287,8 +292,9 @@ class DiffusionTask:
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+        huber = self.config.diffusion.huber_c if self.config.diffusion.loss == "huber" else None
         asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths)
-        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
+        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum() / divisor
@@ -339,23 +345,27 @@ class DiffusionTask:
     def sample(
         self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
     ) -> list[Sample]:
-        prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
-        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds, world=world)
+        prompts = self.prompts[:1] if shortened else self.prompts
+        if shortened:
+            prompts = [replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts]
+        return self.draw(model, device, prompts, self.drawing(), seconds=seconds, world=world)
 
-    def drawing(self, steps: int | None = None) -> Drawing:
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        return [Prompt.of(given) for given in self.config.run.samples]
+
+    def drawing(self) -> Drawing:
         run = self.config.run
-        return Drawing(
-            run.sample_size or self.config.images.resolution, steps or run.sample_steps, run.sample_guidance, self.config.train.seed
-        )
+        return Drawing(run.sample_size or self.config.images.resolution, run.sample_steps, run.sample_guidance, self.config.train.seed)
 
     def draw(
-        self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing, *, seconds: float = math.inf,
+        self, model: nn.Module, device: torch.device, prompts: Sequence[Prompt], how: Drawing, *, seconds: float = math.inf,
         world: World = ALONE,
     ) -> list[Sample]:  # fmt: skip
         """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
         get = self.encoder.store.get
-        asked = [(prompt, get(self.text[prompt])) for prompt in prompts]
-        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device, seconds=seconds, world=world)
+        asked = [(prompt, get(self.text[prompt.text]), get(self.text[prompt.negative])) for prompt in prompts]
+        return sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world)
 
     # the result
 

@@ -17,6 +17,8 @@ from ...distributed.world import World
 from ...environment.planned import stands_for
 from ...optimize.head import loss_of
 from ...training.task import Batch, Check, Feed, Words
+from .balance import NAME as AUX_LOSS
+from .balance import coefficient_of, scores_of, with_balance
 from .batches import Batch as TokenBatch
 from .batches import collate, model_inputs, next_tokens, row_feed, takes_one_row
 from .checks import CHECKS
@@ -77,7 +79,7 @@ class NextToken:
     eval: Sequence[Row]
 
     def __init__(self, config: RunConfig, pictures: Pictures | None = None) -> None:
-        self.config, self.pictures = config, pictures
+        self.config, self.pictures, self.balance = config, pictures, 0.0
 
     def check(self) -> None:
         """Every setting is kept."""
@@ -86,7 +88,10 @@ class NextToken:
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained."""
+        """Every model is trained; a mixture with its family's balancing loss."""
+        self.balance = coefficient_of(model, self.config.train.aux_loss)
+        if self.balance:
+            self.words = replace(self.words, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
@@ -101,7 +106,11 @@ class NextToken:
         return batch
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        return batch_loss_sum(model, batch, divisor, dtype=dtype)
+        if not self.balance:
+            return batch_loss_sum(model, batch, divisor, dtype=dtype)
+        with scores_of(model) as scores:
+            loss = batch_loss_sum(model, batch, divisor, dtype=dtype)
+        return with_balance(loss, scores.loss(batch.attention_mask), batch.weight / divisor, self.balance, training=model.training)
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS
@@ -119,4 +128,8 @@ def batch_loss_sum(model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dty
         batch = batch.as_one_row()
     # on a CPU the loss finds the rows that count itself
     targets = next_tokens(batch, every_row=stands_for(batch.labels.device) == "cpu")
-    return loss_of(model, model_inputs(model, batch), replace(targets, divisor=divisor, dtype=dtype))
+    inputs = model_inputs(model, batch)
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        # `scores_of` reads them, for a loss with the mask of the data
+        inputs["output_router_logits"] = False
+    return loss_of(model, inputs, replace(targets, divisor=divisor, dtype=dtype))

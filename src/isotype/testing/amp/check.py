@@ -16,10 +16,9 @@ from ...ops.contract import OpContract
 from .aliasing import aliasing_faults
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .dtype_rules import contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
-from .inexact import COLUMNS, ROWS, inexact, long_sums
+from .inexact import inexact, long_sums, rounded_weights
 from .locate import failure_of
 from .numerics import Numerics
-from .rounding import rounded_weights
 from .samples import LOW, Sample, Setting, read_samples, settings
 from .subjects import Subject
 
@@ -234,13 +233,12 @@ class _Check:
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
         lowest = [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]
-        for axis in (ROWS, COLUMNS):
-            for setting in lowest:
-                faults, why = long_sums(self.numerics, setting, axis)
-                self._note(faults, setting)
-                self.skipped += [why] if why else []
-                if faults:
-                    return
+        for setting in lowest:
+            faults, why = long_sums(self.numerics, setting)
+            self._note(faults, setting)
+            self.skipped += [why] if why else []
+            if faults:
+                return
 
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
         # rounding differences between two orders of addition are smallest in fp32

@@ -1,74 +1,25 @@
-"""The findings AC006 and AC007: the errors that `numerics` measured, with the line that lost the precision.
+"""AC006 and AC007: the errors that `numerics` measured, with the line that lost the precision. AC022: a value made from a weight that is
+rounded before it is used, as in `x * (1 + weight)` in bf16 (four norms of transformers 5.23).
 
-A sum is long over the rows (a weight's gradient) or over the columns of a row (a norm's mean of squares, a softmax's total): both grow.
-What a long run costs is counted and not timed, so that the result is the same on every machine.
+A weight's gradient is a sum over the rows, which may be long. Roundings of activations differ from row to row and average out; that of a
+weight's own expression is the same in every row. So each column's result is regressed on its truth over many rows: slopes that differ from
+column to column by more than the rows' noise are a weight's rounding.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
+from torch import Tensor
 
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
-from ...observe.operators import Operator
-from ...observe.tape import Tape
 from .attempt import Fault, Outcome, attempt, method_at_fault
 from .locate import Culprit, locate, running_sums
 from .numerics import Excess, Numerics, percent
-from .samples import Sample, Setting, lengthened, widened
+from .samples import LOW, PARAM, Sample, Setting, lengthened
 from .subjects import Subject
-
-CALL, NUMBER, OPERATION = 2e-7, 2e-9, 2e-10  # seconds that a call in Python, a number written and an operation take on a nominal machine
-
-
-@dataclass
-class Cost:
-    """calls: of Python functions; numbers: written by operators; operations: of products, as `flop_counter` counts them."""
-
-    calls: int = 0
-    numbers: int = 0
-    operations: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """On a nominal machine."""
-        return CALL * self.calls + NUMBER * self.numbers + OPERATION * self.operations
-
-
-@contextmanager
-def counted() -> Iterator[Cost]:
-    """Counts what runs inside."""
-    cost = Cost()
-    former = sys.getprofile()
-
-    def count(frame: FrameType, event: str, arg: Any) -> None:
-        if event in ("call", "c_call"):
-            cost.calls += 1
-
-    def ran(op: Operator, args: tuple, kwargs: dict) -> Any:
-        out = op(*args, **kwargs)
-        cost.numbers += sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
-        if (operations := flop_registry.get(op.func.overloadpacket)) is not None:
-            cost.operations += int(operations(*args, **kwargs, out_val=out))
-        return out
-
-    with Tape(ran):
-        sys.setprofile(count)
-        try:
-            yield cost
-        finally:
-            sys.setprofile(former)
-
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 STABLE = (
@@ -76,31 +27,9 @@ STABLE = (
     "computed in fp32"
 )
 SOME, LONG = 512, 4096  # rows tried first, and at most
-# what the long runs of one setting may cost, in seconds of a nominal machine, and how many exact runs they are worth
-BUDGET, RUNS = 3.0, 6
+LARGEST = 8_000_000  # numbers of a lengthened sample
 ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
 MANY = 16  # additions into one low-precision tensor
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A direction in which a sample can grow: its word, how, its present extent, and how many numbers are too many."""
-
-    word: str
-    grow: Callable[[Sample, int], Sample | None]
-    extent: Callable[[Sample], int]
-    largest: int
-
-
-def _rows(sample: Sample) -> int:
-    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
-
-
-def _columns(sample: Sample) -> int:
-    return next((sample.tensor(s).shape[-1] for s in sample.slots if sample.tensor(s).dim()), 1)
-
-
-ROWS, COLUMNS = Axis("rows", lengthened, _rows, 8_000_000), Axis("columns", widened, _columns, 1_000_000)
 
 
 def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
@@ -114,26 +43,24 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Faul
     return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
-def long_sums(numerics: Numerics, setting: Setting, axis: Axis) -> tuple[list[Fault], str | None]:
-    """AC007: what only shows at thousands of rows or columns; and why it could not be looked at, if so."""
+def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
+    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so."""
     subject, sample = numerics.subject, numerics.sample
     short = attempt(subject, sample, setting)
-    some = axis.grow(sample, SOME)
-    if not short.ran or some is None or (axis is COLUMNS and _numbers(some) > axis.largest):
+    some = lengthened(sample, SOME)
+    if not short.ran or some is None:
         return [], None
     longer = attempt(subject, some, setting)
     if not longer.ran:
-        # a function may well have a fixed width: nothing to say of that
-        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows" if axis is ROWS else None
+        # a function may well have a fixed number of rows: nothing to say of that
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
     # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
-    square = _results(longer) * axis.extent(sample) > 1.5 * _results(short) * axis.extent(some)
-    affordable = SOME if square else _affordable(numerics, setting, axis)
-    grown = axis.grow(sample, max(SOME, min(LONG, affordable, axis.largest * SOME // max(1, _numbers(some))))) or some
+    square = _results(longer) * _rows(sample) > 1.5 * _results(short) * _rows(some)
+    grown = some if square else lengthened(sample, max(SOME, min(LONG, LARGEST * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
-        return [], f"long reductions: the function refuses its inputs lengthened to {axis.extent(grown)} {axis.word}"
-    # wider rows make larger products, whose own rounding plain PyTorch shares: only what is worse than that is a sum's
-    before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32 and axis is ROWS)
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
+    before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32)
     measured = long.measure(outcome, setting)
     excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}]
     unit = torch.finfo(setting.lowest(sample)).eps / 2
@@ -143,29 +70,18 @@ def long_sums(numerics: Numerics, setting: Setting, axis: Axis) -> tuple[list[Fa
         # what plain PyTorch is off at this length is no fault of the function; a twin runs the same forward, sums and all
         shared = long.yardstick_errors(setting)
         shared = {n: error for n, error in shared.items() if long.plain is not None or n.startswith("gradient")}
-        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit, axis, shared)
+        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit, shared)
     if not excesses:
         return [], None
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
-    key, finding = _finding("AC007", worst, outcome, setting, subject, grown, axis)
+    key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
     short_error, long_error = percent(before.errors.get(worst.result, 0.0)), percent(worst.error)
-    length = f"relative error {short_error} as given, {long_error} at {axis.extent(grown)} {axis.word}"
+    length = f"relative error {short_error} as given, {long_error} at {_rows(grown)} rows"
     return [(key, replace(finding, details=(("length", length), *finding.details)))], None
 
 
-def _affordable(numerics: Numerics, setting: Setting, axis: Axis) -> int:
-    """How many rows or columns fit the budget, going by what two exact runs cost: twice the rows may cost four times as much.
-
-    The cost is counted and not timed: the same code and seed are judged at the same length on every machine.
-    """
-    taken = []
-    for extent in (SOME // 4, SOME):
-        sample = axis.grow(numerics.sample, extent) or numerics.sample
-        with counted() as cost:
-            numerics.on(sample).truth(setting)
-        taken.append(max(1e-4, cost.seconds))
-    power = min(2.0, max(1.0, math.log(taken[1] / taken[0], 4)))
-    return int(SOME * (BUDGET / (RUNS * taken[1])) ** (1 / power))
+def _rows(sample: Sample) -> int:
+    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
 
 
 def _results(outcome: Outcome) -> int:
@@ -190,7 +106,6 @@ def _growing(
     short: dict[str, float],
     long: dict[str, float],
     unit: float,
-    axis: Axis,
     shared: dict[str, float],
 ) -> list[Excess]:
     """Low-precision running sums seen at work: more additions into one low-precision tensor with more rows, and a larger error."""
@@ -200,10 +115,10 @@ def _growing(
         return []
     if not _sums_grow(subject, sample, grown, setting):
         return []
-    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), f"the same function on fewer {axis.word}") for n in worse]
+    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), "the same function on fewer rows") for n in worse]
 
 
-def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample, axis: Axis = ROWS) -> Fault:
+def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else method_at_fault(subject, outcome, stage)
@@ -215,7 +130,7 @@ def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subj
         details.append(
             ("there", f"relative error {percent(culprit.before)} before this operator ({culprit.operator}), {percent(culprit.after)} after")
         )
-    what = f"loses precision with the number of {axis.word}" if code == "AC007" else "is less precise than its dtypes explain"
+    what = "loses precision with the number of rows" if code == "AC007" else "is less precise than its dtypes explain"
     return (code, place.symbol, place.line), Finding(
         code=code,
         severity=Severity.ERROR,
@@ -255,3 +170,97 @@ def _fix(code: str, culprit: Culprit | None) -> str:
     if code == "AC007" or (culprit and culprit.accumulates and culprit.repeats >= 4):
         return "accumulate in fp32 (`torch.zeros(..., dtype=torch.float32)`) and cast once at the end, or let one matrix product do the sum"
     return "widen once to fp32, finish the arithmetic there (subtract before rounding), and narrow once, in a single store at the end"
+
+
+ROWS = 1024
+PARAMETERS = 16  # of a module: in deeper modules the rounding errors of activations no longer average out, for any weights
+COLUMNS = 8  # fewer tell little
+SHARE = 0.12  # of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
+ALIKE = 0.7  # correlation of the columns' slopes between two sets of rows
+SURE = 5.0  # times the rows' own noise
+OTHER_WAY = 6.0  # times the median row's error
+
+
+def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
+    """Looks at one setting in which everything is one low dtype; nothing where there are no weights or no rows."""
+    subject, sample = numerics.subject, numerics.sample
+    if setting.autocast is not None or len(sample.met(setting.by_group)) != 1 or setting.lowest(sample) not in LOW:
+        return []
+    if subject.module is not None and sum(1 for _ in subject.module.parameters()) > PARAMETERS:
+        return []
+    if not (subject.groups or any(s.group.startswith(PARAM) for s in sample.slots)):
+        return []
+    first = _slopes_of(numerics, setting, seed=0)
+    for result, (slope, noise, dtype) in first.items():
+        spread = float(slope.std())
+        if spread <= SHARE * torch.finfo(dtype).eps or spread <= SURE * noise:
+            continue
+        again = _slopes_of(numerics, setting, seed=1).get(result)  # other rows: a rounding of statistics of the rows would be another one
+        if again is not None and again[0].shape == slope.shape and float(torch.corrcoef(torch.stack([slope, again[0]]))[0, 1]) > ALIKE:
+            return [_rounded(result, spread, noise, dtype, setting, numerics)]
+    return []
+
+
+def _slopes_of(numerics: Numerics, setting: Setting, *, seed: int) -> dict[str, tuple[Tensor, float, torch.dtype]]:
+    """Of each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
+    grown = many_rows(numerics.sample, seed)
+    if grown is None:
+        return {}
+    outcome = attempt(numerics.subject, grown, setting, forward_only=True)
+    truth = numerics.on(grown).truth(setting) if outcome.ran else {}
+    found = {}
+    for result, given in outcome.results().items():
+        exactly = truth.get(result)
+        if exactly is None or exactly.shape != given.shape or given.dim() < 2 or given.dtype not in LOW or given.shape[-1] < COLUMNS:
+            continue
+        if given.numel() // given.shape[-1] < ROWS:  # the last state of a recurrent layer has a row a sequence
+            continue
+        if (slopes := _slopes(given.detach().double(), exactly)) is not None:
+            found[result] = (*slopes, given.dtype)
+    return found
+
+
+def many_rows(sample: Sample, seed: int) -> Sample | None:
+    """The rows drawn again, each number scaled by its own factor, so that no two rows round alike."""
+    grown = lengthened(sample, ROWS)
+    if grown is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    scaled = {}
+    for slot in grown.slots:
+        tensor = grown.tensor(slot)
+        if not slot.group.startswith(PARAM) and tensor.shape != sample.tensor(slot).shape:
+            factor = 0.5 + torch.rand(tensor.shape, generator=generator)
+            scaled[slot.index] = (tensor.detach().float() * factor.to(tensor.device)).to(tensor.dtype)
+    return replace(grown, leaves=tuple(scaled.get(i, leaf) for i, leaf in enumerate(grown.leaves)))
+
+
+def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
+    """Each column's error regressed on its truth, and how much of that the rows' noise makes."""
+    truth = exactly.flatten(0, -2)  # [rows columns]
+    error = given.flatten(0, -2) - truth
+    # a row that takes another way, as of a router whose two best experts are nearly equal, is off by no rounding
+    off = error.norm(dim=1) / truth.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    alike = off <= OTHER_WAY * off.median()
+    truth, error = truth[alike], error[alike]
+    weight = truth.square().sum(0)
+    if not (torch.isfinite(error).all() and torch.isfinite(truth).all()) or not (weight > 0).all():
+        return None
+    slope = (error * truth).sum(0) / weight
+    left = (error - slope * truth) * truth
+    return slope, float((left.square().sum(0).sqrt() / weight).median())
+
+
+def _rounded(result: str, spread: float, noise: float, dtype: torch.dtype, setting: Setting, numerics: Numerics) -> Fault:
+    subject, low = numerics.subject, name(dtype)
+    place = subject.place
+    return ("AC022", place.symbol, place.line), Finding(
+        code="AC022",
+        severity=Severity.WARNING,
+        message=f"{subject.label}: {result} carries a rounding of its weights that is the same in every row",
+        place=Place(file=place.file, line=place.line, symbol=subject.label),
+        cause=f"something made from a weight is rounded to {low} before it meets the activations (1 + weight, a folded scale): column by "
+        f"column the output is off by {spread:.1e} on average, where roundings of rows leave {noise:.1e} over {ROWS} rows",
+        fix="widen the weight before its own arithmetic and narrow once at the end: (x_fp32 * (1.0 + weight.float())).to(x.dtype)",
+        observed=setting.describe(),
+    )

@@ -205,25 +205,6 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
     return _with_rows(sample, torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0)))
 
 
-def widened(sample: Sample, columns: int) -> Sample | None:
-    """The sample's first 16 rows with their columns drawn again and again until there are `columns`; None where that cannot be done.
-
-    A column is an index of the last dimension that the first tensor has; every floating tensor of that last size, weights
-    too, is drawn with the same indices.
-    """
-    lead_slot = _rows_slot(sample)
-    if lead_slot is None or sample.tensor(lead_slot).dim() < 2:
-        return None
-    if sample.tensor(lead_slot).shape[0] > 16:
-        sample = _with_rows(sample, torch.arange(16))
-    width = sample.tensor(lead_slot).shape[-1]
-    if not 0 < width < columns:
-        return None
-    draw = torch.randint(0, width, (columns,), generator=torch.Generator().manual_seed(0))
-    alike = [s.index for s in sample.slots if sample.tensor(s).dim() and sample.tensor(s).shape[-1] == width]
-    return sample.with_tensors({i: sample.leaves[i].detach()[..., draw.to(sample.leaves[i].device)] for i in alike})
-
-
 def _rows_slot(sample: Sample) -> Slot | None:
     """The first tensor that has rows."""
     return next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)

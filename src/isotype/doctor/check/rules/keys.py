@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from ....finding import Finding
 from ..model_settings import deepspeed_setting, uses_deepspeed, uses_fsdp
 from ..settings import Record, Setting, truth
-from ..versions import NEWEST, given, release
+from ..versions import NEWEST, outside, release
 from .base import error, rule, warning
 
-# (setting, word of an older version, as text) -> the word of the newer one
-_RENAMED = {
-    ("llamafactory.quantization_method", "bitsandbytes"): "bnb",
-    ("llamafactory.flash_attn", "true"): "fa2",
-    ("llamafactory.flash_attn", "false"): "disabled",
-    ("llamafactory.flash_attn", "off"): "disabled",
-    ("simpletuner.base_model_precision", "int8"): "int8-quanto",
-    ("simpletuner.base_model_precision", "nf4"): "nf4-bnb",
-    ("simpletuner.base_model_precision", "fp8"): "fp8-torchao",
-    ("axolotl.attn_implementation", "flash"): "flash_attention_2",
-}
 _UNKNOWN_KEYS = {  # what a tool does with a key that it does not know
     "axolotl": (warning, "axolotl drops keys that it does not know, without a word"),
     "llamafactory": (error, "LLaMA-Factory stops: arguments that no parser uses"),
@@ -30,42 +18,6 @@ _UNKNOWN_KEYS = {  # what a tool does with a key that it does not know
     "transformers": (error, "transformers stops: TypeError, unexpected keyword argument"),
 }
 _STILL_NAMED = ("axolotl.unsloth_", "axolotl.flash_attn_rms_norm")  # newer releases know the name in order to refuse it
-
-
-@rule("CF064")
-def refused_values(r: Record) -> Iterator[Finding]:
-    """A word that the tool's validator refuses
-
-    **Why it matters.** Each tool takes a list of words for a precision, and the words change between versions:
-    `quantization_method: bitsandbytes` became `bnb`. The run stops when its arguments are read. Where a requirements or lock file
-    pins the tool, its words of that version count, else those of the newest one that was read.
-
-    **Example.** `"base_model_precision": "int8"` for SimpleTuner, which wants to be told the library: `int8-quanto`.
-
-    **What to do.** One of the words listed.
-    """
-    for asked in given(r.facts):
-        setting, span, word = asked.setting, asked.span, _shown(asked.setting)
-        if span is None or span.takes(word) or "$" in word:
-            continue
-        elsewhere = next((s for s in asked.spans if s is not span and s.words and s.takes(word)), None)
-        renamed = _RENAMED.get((span.setting, word))
-        close = get_close_matches(word.lower(), {w.lower(): w for w in span.words}, n=1)
-        best = renamed or next((w for w in span.words if w.lower() in close), span.words[0])
-        words = " ".join(w for w in span.words if w != "/")
-        yield error(
-            f"{setting.key}: {word} is not one of the words that {r.tool or span.package} takes",
-            setting,
-            asked.pinned,
-            cause=f"{elsewhere.releases} took {word}; the validator takes: {words}"
-            if elsewhere
-            else f"older versions took {word}; the validator takes: {words}"
-            if renamed
-            else f"the validator takes: {words}",
-            fix=f"{setting.key}: {best}",
-            wins="the run stops when its arguments are read",
-            holds=span.releases,
-        )
 
 
 @rule("CF040")
@@ -80,24 +32,24 @@ def missing_settings(r: Record) -> Iterator[Finding]:
 
     **What to do.** The newer name, or a version that has the setting.
     """
-    for asked in given(r.facts):
-        setting, pinned, first, last = asked.setting, asked.pinned, asked.spans[0], asked.spans[-1]
-        if asked.span is not None or (first.package == "axolotl" and truth(setting.value) is False):
+    for setting, span, pinned in outside(r.facts):
+        if span.package == "axolotl" and truth(setting.value) is False:
             continue
-        say, today = _UNKNOWN_KEYS[first.package]
-        if asked.gone and last.setting.startswith(_STILL_NAMED):
+        gone = pinned is None or release(str(pinned.value)) > span.since
+        say, today = _UNKNOWN_KEYS[span.package]
+        if gone and span.setting.startswith(_STILL_NAMED):
             say, today = error, "axolotl stops at validation"
-        written = pinned.key if pinned is not None else first.package
+        written = pinned.key if pinned is not None else span.package
         yield say(
-            f"{setting.key} no longer exists" if asked.gone else f"{setting.key} does not exist yet in {written}",
+            f"{setting.key} no longer exists" if gone else f"{setting.key} does not exist yet in {written}",
             setting,
             pinned,
-            cause=f"{last.releases} has it, and newer releases do not" if asked.gone else f"{first.releases} has it",
-            fix=(last.instead if " " in last.instead else f"{last.instead}: {_shown(setting)}")
-            if asked.gone
-            else f"{first.package}>={'.'.join(map(str, first.since))}, or remove it",
+            cause=f"{span.releases} has it, and newer releases do not" if gone else f"{span.releases} has it",
+            fix=(span.instead if " " in span.instead else f"{span.instead}: {_shown(setting)}")
+            if gone
+            else f"{span.package}>={'.'.join(map(str, span.since))}, or remove it",
             wins=today,
-            holds=f"{first.package} {NEWEST[first.package]}" if pinned is None else None,
+            holds=f"{span.package} {NEWEST[span.package]}" if pinned is None else None,
         )
 
 

@@ -47,11 +47,12 @@ class Preference:
         self.beside_reference = self.name in WITH_REFERENCE
 
     def check(self) -> None:
-        data, adapter = self.config.data, self.config.adapter
+        data, adapter, aux_loss = self.config.data, self.config.adapter, self.config.train.aux_loss
         reasons = {
             "data.packing: true": ("a pair is two rows, and each is judged as a whole", data.packing),
             "data.stream: true": ("pairs are read before training", data.stream),
             "data.loss_on: all": ("an answer is judged, not its prompt, which both have", data.loss_on == "all"),
+            f"train.aux_loss: {aux_loss}": ("its loss judges pairs, and no balancing loss beside it", bool(aux_loss)),
             f"adapter.dropout: {adapter.dropout:g}": (
                 "the reference has no dropout, so that the first step would already differ", self.beside_reference and adapter.dropout > 0
             ),

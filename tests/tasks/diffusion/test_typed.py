@@ -1,0 +1,180 @@
+"""What one types for a run on pictures: captions, tags, triggers, noise levels, losses, prompts of samples."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from PIL import Image
+
+from isotype.config.schema import DiffusionSection, ImagesSection
+from isotype.errors import UsageError
+from isotype.tasks.choose import task_of, train
+from isotype.tasks.diffusion.captions import with_trained_captions
+from isotype.tasks.diffusion.loss import NoiseLevels, objective_of
+from isotype.tasks.diffusion.picture_files import InFile, Picture
+from isotype.tasks.diffusion.pictures import gather
+from isotype.training.setup import settle
+
+
+def captioned(*captions, **images):
+    picture = Picture(InFile(None), captions, "here")
+    (made,) = with_trained_captions([picture], ImagesSection(train="x", **images), seed=3)
+    return made.captions
+
+
+def test_tags_are_shuffled_behind_the_kept_ones_and_some_are_left_out():
+    forms = captioned("1girl, red hair, smile, outdoors", tag_orders=40, keep_tags=1, trigger="sks")
+    assert all(form.startswith("sks, 1girl, ") for form in forms)
+    assert {frozenset(form.split(", ")) for form in forms} == {frozenset(["sks", "1girl", "red hair", "smile", "outdoors"])}
+    assert len(set(forms)) == 6, "every order of three tags comes in 40"
+    assert forms == captioned("1girl, red hair, smile, outdoors", tag_orders=40, keep_tags=1, trigger="sks"), "from the seed"
+    dropped = captioned("1girl, red hair, smile, outdoors", tag_orders=400, keep_tags=1, tag_dropout=0.25)
+    kept = sum("smile" in form for form in dropped) / 400
+    assert kept == pytest.approx(0.75, abs=0.07)
+    assert all(form.startswith("1girl") for form in dropped)
+
+
+@pytest.mark.parametrize(
+    ("caption", "images", "said"),
+    [
+        ("no tags here", {"tag_orders": 4}, "none contains a comma"),
+        ("a, b", {"keep_tags": 1}, "keep_tags: has no effect without images.tag_orders"),
+        ("a, b", {"tag_dropout": 0.1}, "tag_dropout: has no effect without images.tag_orders"),
+    ],
+)
+def test_settings_of_tags_that_change_nothing_are_refused(caption, images, said):
+    with pytest.raises(UsageError, match=said):
+        captioned(caption, **images)
+
+
+def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, tmp_path):
+    shutil.copytree(studio.pictures, tmp_path / "mine")
+    texts = sorted((tmp_path / "mine").glob("*.txt"))
+    for text in texts[:4]:
+        text.unlink()
+
+    def captions(**images):
+        found = gather(ImagesSection(train=str(tmp_path / "mine"), eval_split=0.0, **images), seed=0).train
+        return [picture.captions for picture in found]
+
+    with pytest.raises(UsageError, match=r"no caption: .*\.txt is missing \(images.uncaptioned: empty or skip\)"):
+        captions()
+    assert captions(uncaptioned="empty").count(("",)) == 4
+    assert len(captions(uncaptioned="skip")) == 8
+    assert captions(captions="names")[0] == ("green circle 0",)
+
+
+def drawn_levels(count=4000, **section):
+    levels = objective_of(
+        DiffusionSection(**section), {"_class_name": "FlowMatchEulerDiscreteScheduler"}, offered=("flow_matching",), tokens=1
+    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.tensor([levels.draw(generator) for _ in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"timesteps": "mode", "mode_scale": 1.0}, {"weighting_scheme": "mode", "mode_scale": 1.0}),
+        ({"logit_mean": 0.5, "logit_std": 1.5}, {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5}),
+    ],
+)
+def test_densities_are_diffusers(ours, theirs):
+    found = drawn_levels(**ours)
+    other = compute_density_for_timestep_sampling(
+        batch_size=20000, generator=torch.Generator().manual_seed(1), **{"logit_mean": None, "logit_std": None, **theirs}
+    )
+    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+        assert float(found.quantile(share)) == pytest.approx(float(other.quantile(share)), abs=0.03)
+
+
+def test_levels_stay_in_their_range():
+    found = drawn_levels(timesteps="uniform", least_noise=0.2, most_noise=0.4)
+    assert 0.2 <= float(found.min()) < 0.21
+    assert 0.39 < float(found.max()) <= 0.4
+
+
+def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(drawn, studio):
+    def made(**diffusion):
+        loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images={"limit": 4}, diffusion=diffusion)
+        task = task_of(loaded.config)
+        basis = settle(task, loaded.sources)
+        task.encode(basis.device)
+        model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sdxl)
+        return task, model, task.collate(task.feed().take(2))
+
+    task, model, batch = made(loss="huber", huber_c=0.2)
+    with torch.no_grad():
+        ours = task.losses(model, batch, dtype="fp32")
+        noisy, target = task.objective.mixed(batch.latents, batch.noise, batch.sigma)
+        predicted = task.folder.family.predict(model, noisy, task.objective.time(batch.sigma), batch.text, asked(task))
+    smooth = 2 * 0.2 * (torch.sqrt((predicted - target) ** 2 + 0.2**2) - 0.2)
+    torch.testing.assert_close(ours, smooth.flatten(1).mean(1))
+    _, _, plain = made()
+    _, _, moved = made(noise_offset=0.1)
+    offset = moved.noise - plain.noise
+    assert torch.equal(moved.latents, plain.latents)
+    torch.testing.assert_close(offset, offset[..., :1, :1].expand_as(offset), atol=1e-6, rtol=0)
+    assert 0.01 < float(offset.std()) < 0.3
+
+
+def asked(task):
+    from isotype.tasks.diffusion.families import Asked
+
+    return Asked(downscale=task.downscale)
+
+
+@pytest.mark.parametrize(
+    ("model", "diffusion", "said"),
+    [
+        ("sd3", {"noise_offset": 0.1}, "noise_offset: has no effect without epsilon or v"),
+        ("sd3", {"mode_scale": 1.0}, "mode_scale: has no effect without timesteps: mode"),
+        ("sd3", {"timesteps": "uniform", "logit_std": 2.0}, "logit_std: has no effect without timesteps: logit_normal"),
+        ("sd3", {"huber_c": 0.2}, "huber_c: has no effect without loss: huber"),
+        ("sd3", {"least_noise": 0.5, "most_noise": 0.4}, "is not below"),
+    ],
+)
+def test_settings_of_noise_that_change_nothing_are_refused(drawn, studio, model, diffusion, said):
+    loaded = drawn(model=getattr(studio, model), diffusion=diffusion)
+    with pytest.raises(UsageError, match=said):
+        settle(task_of(loaded.config), loaded.sources)
+
+
+def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_path):
+    own = {"prompt": "a red circle on white", "size": 64, "seed": 7, "steps": 1}
+    prompts = [own, own, {**own, "negative": "a green square", "guidance": 4}, {**own, "guidance": 4}, "a red circle on white"]
+    assert train(drawn(run={"samples": prompts, "sample_every": 4}, train={"steps": 1})) == 0
+    drawn_ones = [(tmp_path / f"run/samples/step_1_{i}.png").read_bytes() for i in range(5)]
+    assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
+    assert drawn_ones[0] == drawn_ones[1], "the seed decides"
+    assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ({"prompt": "a", "sede": 1}, "did you mean seed"),
+        ({"size": 32}, "prompt is missing"),
+        ({"prompt": "a", "size": "big"}, "size: 'big': expected a number"),
+        ({"prompt": "a", "size": 33}, "33 is not a multiple of"),
+    ],
+)
+def test_a_sample_that_cannot_be_drawn_is_refused(drawn, sample, said):
+    loaded = drawn(run={"samples": [sample]})
+    with pytest.raises(UsageError, match=said):
+        settle(task_of(loaded.config), loaded.sources)
+
+
+def test_levels_by_default_are_as_before():
+    plain = NoiseLevels("logit_normal", 3.0)
+    generator = torch.Generator().manual_seed(5)
+    t = float(torch.sigmoid(torch.randn((), generator=torch.Generator().manual_seed(5), dtype=torch.float64)))
+    assert plain.draw(generator) == pytest.approx(3.0 * t / (1 + 2.0 * t), rel=1e-12)
+    assert replace(plain, most=0.5).draw(torch.Generator().manual_seed(5)) == pytest.approx(0.5 * 3.0 * t / (1 + 2.0 * t), rel=1e-12)
+    assert math.isfinite(t)

@@ -1,0 +1,206 @@
+"""`isotype import` of kohya's, ai-toolkit's, OneTrainer's and diffusers' files: each key with its line and what became of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from isotype.config.kind import DIFFUSION, kind_of
+from isotype.config.load import load
+from isotype.errors import UsageError
+from isotype.translate import translate
+from isotype.translate.draft import Fate
+
+DIFFUSERS = """#!/bin/bash
+accelerate launch train_dreambooth_lora_flux.py \\
+  --pretrained_model_name_or_path="black-forest-labs/FLUX.1-dev" \\
+  --instance_data_dir=dog --instance_prompt="a photo of sks dog" \\
+  --output_dir=trained-flux --mixed_precision=bf16 --resolution=512 \\
+  --train_batch_size=1 --gradient_accumulation_steps=4 \\
+  --optimizer=prodigy --learning_rate=1. --rank=16 --lr_scheduler=constant \\
+  --with_prior_preservation --class_data_dir=class --class_prompt="a photo of a dog" --prior_loss_weight=0.5 \\
+  --max_train_steps=500 --validation_prompt="sks dog in a bucket" --seed=7 --push_to_hub
+"""
+KOHYA = """pretrained_model_name_or_path = "sdxl"
+network_module = "networks.lora"
+network_dim = 32
+network_alpha = 16
+optimizer_type = "AdamW8bit"
+unet_lr = 1e-4
+mixed_precision = "bf16"
+max_train_steps = 2000
+save_every_n_steps = 500
+min_snr_gamma = 5
+noise_offset = 0.05
+min_timestep = 200
+dataset_config = "data.toml"
+sample_prompts = "prompts.txt"
+cache_latents = true
+
+[saving]
+output_dir = "out"
+save_model_as = "safetensors"
+"""
+DATA = """[general]
+shuffle_caption = true
+keep_tokens = 1
+caption_tag_dropout_rate = 0.1
+
+[[datasets]]
+resolution = 1024
+batch_size = 2
+
+  [[datasets.subsets]]
+  image_dir = "mine"
+  num_repeats = 10
+  class_tokens = "sks dog"
+
+  [[datasets.subsets]]
+  image_dir = "prior"
+  is_reg = true
+"""
+AI_TOOLKIT = """job: extension
+config:
+  name: dog
+  process:
+    - type: sd_trainer
+      trigger_word: sks
+      network: {type: lora, linear: 16, linear_alpha: 16}
+      save: {dtype: float16, save_every: 250, max_step_saves_to_keep: 4}
+      datasets:
+        - folder_path: mine
+          caption_ext: txt
+          caption_dropout_rate: 0.05
+          shuffle_tokens: false
+          resolution: [512, 768, 1024]
+      train:
+        batch_size: 1
+        steps: 2000
+        gradient_checkpointing: true
+        optimizer: prodigy
+        lr: 1.0
+        dtype: bf16
+        timestep_type: sigmoid
+        ema_config: {use_ema: true, ema_decay: 0.99}
+      model: {name_or_path: FLUX.1-dev, is_flux: true, quantize: true}
+      sample:
+        sample_every: 250
+        width: 1024
+        height: 1024
+        seed: 42
+        walk_seed: true
+        neg: blurry
+        guidance_scale: 4
+        sample_steps: 20
+        prompts: ["[trigger] in a bucket", "a cat"]
+"""
+ONETRAINER = {
+    "training_method": "LORA", "peft_type": "LORA", "base_model_name": "sdxl", "resolution": "1024", "train_dtype": "BFLOAT_16",
+    "fallback_train_dtype": "BFLOAT_16", "weight_dtype": "FLOAT_32", "output_dtype": "FLOAT_32", "learning_rate": 3e-4,
+    "learning_rate_scheduler": "COSINE", "learning_rate_warmup_steps": 100, "epochs": 20, "batch_size": 4, "lora_rank": 16,
+    "lora_alpha": 1.0, "optimizer": {"optimizer": "ADAMW", "weight_decay": 0.02}, "timestep_distribution": "LOGIT_NORMAL",
+    "noising_weight": 0.8, "noising_bias": 0.2, "save_every": 200, "save_every_unit": "STEP", "sample_after": 1,
+    "sample_after_unit": "EPOCH",
+    "concepts": [
+        {"path": "mine", "enabled": True, "balancing": 3.0, "text": {"prompt_source": "sample", "enable_tag_shuffling": True}},
+        {"path": "off", "enabled": False},
+    ],
+}  # fmt: skip
+
+
+def made(tmp_path, name, text, **files):
+    for other, content in files.items():
+        (tmp_path / other).write_text(content)
+    (tmp_path / name).write_text(text)
+    result = translate(tmp_path / name)
+    (tmp_path / "run.yaml").write_text(result.text)
+    config = load(tmp_path / "run.yaml").config
+    assert all(outcome.note or outcome.became for outcome in result.outcomes)
+    return result, config
+
+
+def test_a_script_of_diffusers_is_what_it_is(tmp_path):
+    result, config = made(tmp_path, "train.sh", DIFFUSERS)
+    assert (result.tool, config.adapter.kind, config.adapter.r, config.adapter.alpha) == ("diffusers", "lora", 16, 16.0)
+    assert config.train.learning_rate == 1e-4, "Prodigy's factor is no rate of AdamW"
+    assert config.images.train == [{"name": "dog", "caption": "a photo of sks dog"}]
+    assert config.images.regularisation == [{"name": "class", "caption": "a photo of a dog", "weight": 0.5}]
+    assert (config.diffusion.timesteps, config.diffusion.shift, config.diffusion.guidance) == ("uniform", 1.0, 3.5), "the script's own"
+    assert (config.precision.preset, config.train.accumulate, config.run.samples) == ("bf16-lora", 4, ["sks dog in a bucket"])
+    lines = {outcome.given.name: outcome.given.line for outcome in result.outcomes}
+    assert lines["learning_rate"] == 2
+
+
+def test_kohyas_toml_with_its_datasets_and_prompts(tmp_path):
+    prompts = "# mine\nsks dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5\na cat\n"
+    result, config = made(tmp_path, "run.toml", KOHYA, **{"data.toml": DATA, "prompts.txt": prompts})
+    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.optimizer) == ("kohya", 32, 16.0, "adamw8bit")
+    assert config.images.train == [{"name": "mine", "caption": "sks dog", "repeats": 10}]
+    assert config.images.regularisation == "prior"
+    images = config.images
+    assert (images.resolution, images.tag_orders, images.keep_tags, images.tag_dropout) == (1024, 8, 1, 0.1)
+    diffusion = config.diffusion
+    assert (diffusion.noise_offset, diffusion.least_noise, diffusion.weighting, diffusion.snr_gamma) == (0.05, 0.2, "min_snr", 5.0)
+    own = {"prompt": "sks dog", "negative": "blurry", "size": 768, "steps": 30, "seed": 7, "guidance": 5.0}
+    assert config.run.samples == [own, "a cat"]
+    assert (config.run.adapters_every, config.run.adapter_format, config.run.folder) == (500, "comfyui", "out")
+
+
+def test_kohyas_command_and_its_numbered_folders(tmp_path):
+    (tmp_path / "img/10_sks dog").mkdir(parents=True)
+    (tmp_path / "img/10_sks dog/1.png").write_bytes(b"")
+    line = "accelerate launch sd-scripts/sdxl_train_network.py --pretrained_model_name_or_path sdxl --train_data_dir img"
+    script = f"{line} --network_module networks.lora --network_dim 8 --optimizer_type Prodigy --learning_rate 1.0 --mixed_precision bf16\n"
+    result, config = made(tmp_path, "go.sh", script)
+    assert (result.tool, config.adapter.r, config.adapter.alpha) == ("kohya", 8, 1.0)
+    assert config.images.train == [{"name": "img/10_sks dog", "repeats": 10, "caption": "sks dog"}]
+    assert config.train.learning_rate == 1e-4
+
+
+def test_ai_toolkits_yaml(tmp_path):
+    result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
+    assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == ("ai-toolkit", DIFFUSION, 16, 0.99)
+    assert (config.images.train, config.images.trigger, config.images.resolution) == ("mine", "sks", 1024)
+    assert (config.train.learning_rate, config.diffusion.timesteps) == (1e-4, "logit_normal")
+    assert (config.run.adapters_every, config.run.adapters_keep, config.run.sample_size) == (250, 4, 1024)
+    first, second = config.run.samples
+    assert first == {"prompt": "sks in a bucket", "negative": "blurry", "seed": 42}
+    assert second["seed"] == 43
+    fates = {outcome.given.name: outcome.fate for outcome in result.outcomes}
+    assert fates["model.quantize"] == fates["train.optimizer"] == Fate.NOT_OFFERED
+    assert next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr") == 20
+
+
+def test_onetrainers_json(tmp_path):
+    result, config = made(tmp_path, "config.json", json.dumps(ONETRAINER))
+    assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.epochs) == ("onetrainer", 16, 1.0, 20.0)
+    assert config.images.train == [{"name": "mine", "repeats": 3}]
+    assert (config.diffusion.logit_std, config.diffusion.logit_mean, config.images.tag_orders) == (0.8, 0.2, 8)
+    assert (config.run.adapters_every, config.run.sample_every, config.train.weight_decay) == (200, None, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", AI_TOOLKIT.replace("type: lora", "type: lokr"), "network.type: lokr is not offered"),
+        ("a.yaml", AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"), "concept_slider is not offered"),
+        ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: before"), "pairs of pictures are not offered"),
+        ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),
+        ("a.json", json.dumps({**ONETRAINER, "training_method": "EMBEDDING"}), "EMBEDDING is not offered"),
+        ("a.sh", DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"), "text encoders are not trained"),
+    ],
+)
+def test_what_is_not_offered_stops_an_import(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=said):
+        translate(tmp_path / name)
+
+
+def test_prodigys_rate_is_not_carried_from_simpletuner_and_its_defaults_are(tmp_path):
+    settings = {"--model_type": "lora", "--model_family": "flux", "--optimizer": "prodigy", "--learning_rate": 1.0}
+    settings |= {"--pretrained_model_name_or_path": "FLUX.1-dev", "--max_train_steps": 10, "--mixed_precision": "bf16"}
+    _, config = made(tmp_path, "config.json", json.dumps(settings))
+    assert config.train.learning_rate == 1e-4
+    assert (config.diffusion.shift, config.train.clip, config.adapter.dropout) == (3.0, 2.0, 0.1)
+    assert "to_q" in config.adapter.targets
