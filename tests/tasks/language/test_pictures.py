@@ -221,6 +221,12 @@ def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(fold
     assert len(smaller.input_ids) < len(row.input_ids)
 
 
+def test_plan_says_how_many_rows_have_pictures_and_how_long_they_are(folders, seen):
+    said = ask("plan", "--model", folders("qwen2_5_vl"), "--data", many(seen), "data.eval_split=0", "precision.preset=bf16-lora")
+    assert "9 training rows with pictures; rows have" in said
+    assert "the memory plan counts no vision tower" in said
+
+
 def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
     marked = [{"from": "human", "value": "<image>\nwhat colour?"}, {"from": "gpt", "value": "red"}]
     with pytest.raises(UsageError, match="the model has no vision tower"):
