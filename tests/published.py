@@ -179,3 +179,28 @@ def write(model, tokenizer, folder: Path, form: str, *, seed: int = 0, head: boo
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     return layers
+
+
+def write_experts(model, folder: Path, form: str, *, seed: int = 0) -> None:
+    """Saves a mixture with packed experts: stacked, in mxfp4 (gpt-oss), or a linear layer each in the layout `form`."""
+    torch.manual_seed(seed)
+    tensors, stacked = {}, form == "mxfp4"
+    for name, t in model.state_dict().items():
+        owner, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            tensors[name] = t.to(torch.bfloat16)
+        elif stacked:
+            experts, i, o = t.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, o, i // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(121, 124, (experts, o, i // 32), dtype=torch.uint8)
+        else:
+            experts, o, i = t.shape
+            for expert in range(experts):
+                for layer in ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",):
+                    rows = o // 2 if last == "gate_up_proj" else o
+                    tensors |= {f"{owner}.{expert}.{layer}.{part}": p for part, p in packed(form, rows, i).items()}
+    folder.mkdir(parents=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quant_method": "mxfp4"} if stacked else FORMATS[form][1]
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from isotype.entry.train import Run as Run
     from isotype.entry.train import train as train
     from isotype.finding import Finding as Finding
+    from isotype.model.packed import load_packed as load_packed
     from isotype.ops.contract import OpContract as OpContract
     from isotype.optimize import optimize as optimize
     from isotype.optimize import restore as restore
@@ -35,6 +36,7 @@ _LAZY = {
     "trace": "isotype.doctor.trace",
     "optimize": "isotype.optimize",
     "restore": "isotype.optimize",
+    "load_packed": "isotype.model.packed",
     "Finding": "isotype.finding",
     "OpContract": "isotype.ops.contract",
 }

@@ -41,6 +41,7 @@ _ALIASES = {
 }  # fmt: skip
 FLOATS = ("fp64", "fp32", "bf16", "fp16")
 TRAINING_FLOATS = ("fp32", "bf16", "fp16")
+NO_FP8_PRODUCTS = "fp8 products are refused until they are measured on a GPU that has them: precision.base: fp8 is a frozen base in fp8"
 
 
 def parse(text: str) -> str:

@@ -160,7 +160,7 @@ def test_a_single_file_gets_the_parts_that_are_its(tmp_path, name, part):
 
 
 def test_side_effects_of_importing_a_kernel_file_stay_in_its_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("isotype.doctor.kernels.apart.SILENT", 600.0)  # a busy machine takes long to import Triton
+    monkeypatch.setattr("isotype.doctor.front_door.SILENT", 600.0)  # a busy machine takes long to import Triton
     for name, end in (("a_leaves", "raise SystemExit(3)"), ("b_dies", "import os; os._exit(5)"), ("c_asks", "input('name? ')")):
         (tmp_path / f"{name}.py").write_text(f"{KERNEL}\nprint('noise')\n{end}\n")
     (tmp_path / "d_fine.py").write_text(KERNEL)

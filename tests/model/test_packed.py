@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import re
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from isotype import optimize
 from isotype.cli.app import build_app
+from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
@@ -21,7 +26,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
 from tests.models import lora, tiny
-from tests.published import FORMATS, write
+from tests.published import FORMATS, write, write_experts
 
 LANDED = ("fp8-block", "fp8-ct-channel")
 BF16 = PRESETS["bf16-lora"]
@@ -77,6 +82,13 @@ def step(model, ids):
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).to(torch.float64), ids[:, 1:].flatten())
     loss.backward()
     return logits.detach().double(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def user(settings: list[str], command: str = "plan"):
+    """A command as a user gives it; the error of one line and a fix, or None."""
+    done = CliRunner().invoke(build_app(), [command, *settings])
+    assert done.exception is None or isinstance(done.exception, UsageError | SystemExit), done.exception
+    return done.exception
 
 
 def off(got, exact):
@@ -138,6 +150,108 @@ def test_a_merged_weight_is_the_sum_in_fp32(form, published):
         assert off(value.double(), expected[name]) <= 2e-5, name
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("adapter.kind=none", r"PR003(.|\n)*adapter\.kind: lora"),
+        ("adapter.modules_to_save=[q_proj]", r"q_proj\.weight was saved quantised"),
+        ("precision.base=int8", "its weights are fp8 already, declared base int8"),
+        ("precision.preset=bf16-lora", "its weights are fp8 already, declared base bf16"),
+        ("precision.compute=fp8", "fp8 products are refused until"),
+    ],
+)
+def test_settings_that_a_packed_base_cannot_keep_are_refused(setting, message, published, workshop):
+    error = user(["--model", str(published("fp8-block")), "--data", str(workshop.chats), setting])
+    assert re.search(message, str(error)), error
+    assert error.exit_status == 2
+
+
+def test_a_base_that_is_not_packed_is_refused_under_a_word_that_nothing_makes(workshop):
+    error = user(["--model", str(workshop.base), "--data", str(workshop.chats), "precision.base=mxfp4"])
+    assert "its weights are not quantised, declared base mxfp4" in str(error)
+
+
+def test_a_damaged_file_is_named_before_anything_is_trained(published, workshop, tmp_path):
+    folder = shutil.copytree(published("fp8-ct-channel"), tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight_scale"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    error = user(["--data", str(workshop.chats), "--model", str(folder), f"run.folder={tmp_path / 'run'}"], "train")
+    assert "model.layers.1.mlp.up_proj.weight_scale is not finite at [3, 0]" in str(error)
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    error = user(["--data", str(workshop.chats), "--model", str(folder)])
+    assert re.search(r"model\.layers\.1\.mlp\.up_proj\.weight is float8_e4m3fn and has no scale", str(error))
+
+
+@pytest.mark.parametrize("word", ["fp8", "int8"])
+def test_a_base_is_quantised_when_it_is_loaded(word, configured, workshop, tmp_path):
+    assert train(configured(precision={"preset": "bf16-lora", "base": word}, train={"steps": 2})) == 0
+    observed = json.loads((tmp_path / "run" / "precision.json").read_text())
+    assert observed["observed"]["base"] == {word: 14, "bf16": 7}
+    assert observed["violations"] == []
+    model = load_run(tmp_path / "run").model
+    plain = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32)
+    for name, layer in model.named_modules():
+        if type(layer) is PackedLinear:
+            wide = widen(layer.weight, layer.weight.quant_state, torch.float32)
+            exact = plain.get_submodule(name.removeprefix("base_model.model.").removesuffix(".base_layer")).weight
+            most = exact.abs().amax(1, keepdim=True)
+            # half a step: of 2 ** -3 of a value in e4m3, or of its smallest; of 1/127 of the row's largest in int8
+            step = exact.abs() / 16 + most / 448 / 512 if word == "fp8" else most / 254
+            assert ((wide - exact).abs() <= 1.01 * step + exact.abs() / 256).all(), name
+
+
+def test_casts_and_copies_leave_packed_weights_as_they_are(published):
+    model, _ = load(published("nvfp4-ct"), form="nvfp4-ct")
+    before = {n: widen(p, p.quant_state, torch.float32) for n, p in model.named_parameters() if hasattr(p, "quant_state")}
+    for other in (copy.deepcopy(model), model.half(), model.to(torch.float32)):
+        after = {n: p for n, p in other.named_parameters() if hasattr(p, "quant_state")}
+        assert after.keys() == before.keys()
+        for n, p in after.items():
+            assert p.quant_state.tensors["weight_scale"].dtype == torch.float8_e4m3fn
+            assert torch.equal(widen(p, p.quant_state, torch.float32), before[n]), n
+
+
+def test_a_packed_weight_is_pickled_with_its_state(published):
+    model, _ = load(published("int8-ct-channel"), form="int8-ct-channel")
+    layer = model.model.layers[0].mlp.up_proj
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(
+        widen(again.weight, again.weight.quant_state, torch.float32), widen(layer.weight, layer.weight.quant_state, torch.float32)
+    )
+
+
+def test_sharded_files_and_a_packed_head_under_the_fused_loss(published):
+    ids = torch.arange(3, 51).view(2, 24)
+    folder = published("fp8-ct-block", "sharded", head=True, shards=3)
+    model, precision = load(folder, form="fp8-ct-block")
+    assert type(model.lm_head) is PackedLinear
+    plain = dense(model, torch.bfloat16)
+    packed, reference = adapted(model, precision), adapted(plain, BF16)
+    losses = []
+    for one in (packed, reference):
+        loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    grads = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    for n, p in packed.named_parameters():
+        if p.grad is not None:
+            assert off(p.grad, grads[n]) < 1e-6, n
+
+
+def test_biases_are_read_beside_packed_weights(published):
+    model = tiny("qwen2", hidden_size=64, intermediate_size=80, tie_word_embeddings=False)
+    for p in model.parameters():
+        if p.dim() == 1:
+            torch.nn.init.normal_(p)
+    loaded, _ = load(published("gptq-v2", "biased", model=model), form="gptq-v2")
+    layer = loaded.model.layers[1].self_attn.q_proj
+    assert type(layer) is PackedLinear
+    assert torch.equal(layer.bias, model.model.layers[1].self_attn.q_proj.bias.bfloat16())
+
+
 def test_held_bytes_are_the_files(published):
     for form in FORMATS:
         folder = published(form)
@@ -158,3 +272,41 @@ def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, t
     base = dense(load(published("fp8-ct-channel"), form="fp8-ct-channel")[0], torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     assert len([n for n, p in loaded.named_parameters() if "lora_B" in n and p.abs().max() > 0]) == 14
+
+
+MIXTURES = {
+    "gpt-oss": ("gpt_oss", "mxfp4", {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16}),
+    "qwen3-moe": ("qwen3_moe", "fp8-block", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
+    "qwen3-moe gptq": ("qwen3_moe", "gptq-v2", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_packed_experts_pass_a_right_gradient_on(name, tmp_path):
+    family, form, sizes = MIXTURES[name]
+    tied = {"tie_word_embeddings": False, "num_experts_per_tok": 2}
+    write_experts(tiny(family, hidden_size=64, intermediate_size=96, **sizes, **tied), tmp_path / "mixture", form)
+    word = "mxfp4" if form == "mxfp4" else FORMATS[form][0]
+    precision = PRESETS["fp32"].but(base=word)
+    model = load_base(Source(str(tmp_path / "mixture")), precision, attention="eager", device=torch.device("cpu"), trainable=False)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.down_proj.quant_state.word == word
+    exact = dense(model, torch.float64)
+    ids = torch.arange(3, 51).view(2, 24)
+    exact.set_experts_implementation("eager")
+    packed, reference = (peft_on_attention(m) for m in (model, exact))
+    logits, grads = step(packed, ids)
+    exact_logits, exact_grads = step(reference.double(), ids)
+    assert off(logits, exact_logits) < 1e-4
+    assert len(grads) == 8
+    for n, grad in grads.items():
+        assert off(grad, exact_grads[n]) < 1e-4, n
+
+
+def peft_on_attention(model):
+    model.config._attn_implementation = "eager"
+    adapters = lora(model, target_modules=["q_proj", "v_proj"])
+    for n, p in sorted(adapters.named_parameters()):
+        if "lora_" in n:
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)), dtype=torch.float64).mul(0.05).to(p.dtype)
+    return adapters

@@ -15,8 +15,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh
 
 from isotype.testing.interpreter import interpreted, is_installed
-from isotype.testing.interpreter.libdevice import FUNCTIONS
-from isotype.testing.interpreter.repairs import narrow, truncate, widen
+from isotype.testing.interpreter.repairs import FUNCTIONS, narrow, truncate, widen
 
 
 def bits(x):

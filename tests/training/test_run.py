@@ -78,7 +78,7 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
     checked = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("checked"))
     assert result["check"]["rows"] > 1
-    assert checked.endswith(f"on {result['check']['rows']} rows")
+    assert checked.endswith(f"on {result['check']['rows']} rows; {result['check']['tensors']} tensors equal")
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
     assert precision["observed"]["loss"] == {"fp32": 1}

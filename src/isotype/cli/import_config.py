@@ -29,15 +29,12 @@ Examples:
     isotype import config/config.env --from simpletuner --out run.yaml
 """
 
+_TOOLS = "axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit, onetrainer, diffusers."
+
 
 def import_config(
     file: Annotated[Path, typer.Argument(help="The other tool's configuration, script or notebook.", show_default=False)],
-    tool: Annotated[
-        str | None,
-        typer.Option(
-            "--from", help="axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit, onetrainer, diffusers."
-        ),
-    ] = None,
+    tool: Annotated[str | None, typer.Option("--from", help=_TOOLS)] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; without it the configuration is printed.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

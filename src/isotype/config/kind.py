@@ -60,6 +60,18 @@ def kind_of(config: RunConfig) -> str:
     return DIFFUSION if config.images.train is not None and config.data.train is None else LANGUAGE
 
 
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+def kind_for(model: str, data: str) -> str:
+    """The kind of run that a new file is written for: by the model's folder, or by a folder of pictures as the data."""
+    folder, pictures = Path(model).expanduser(), Path(data).expanduser()
+    if folder.is_dir():
+        return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
+    found = pictures.is_dir() and any(path.suffix.lower() in _PICTURES for path in pictures.iterdir())
+    return DIFFUSION if found else LANGUAGE
+
+
 def is_denoiser(given: dict[str, Any] | str | None) -> bool:
     """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
     if isinstance(given, str):

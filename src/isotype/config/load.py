@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..dtypes import parse
+from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
 from ..wording import near_file
 from .keys import ELSEWHERE, MEANT, NOT_OFFERED, WORDS, expected, keys, options, sections, takes
@@ -324,6 +324,8 @@ def _wrong(settings: _Settings, key: str, value: Any) -> str:
 def _meant(key: str, value: Any) -> str:
     """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not offered yet."""
     words = options(key)
+    if key == "precision.compute" and str(value).lower().startswith("fp8"):
+        return f"; {NO_FP8_PRODUCTS}"
     if words and str(value).lower() in NOT_OFFERED:
         return f"; {NOT_OFFERED[str(value).lower()]}"
     try:

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from .keys import default, expected, keys, sections
-from .kind import LANGUAGE, applies, kind_of
+from .kind import DIFFUSION, applies, kind_for, kind_of
 from .load import DEFAULT, LoadedConfig, recipe
 from .schema import RunConfig
 from .yaml_text import write_value
@@ -18,6 +18,9 @@ from .yaml_text import write_value
 _ESSENTIAL = {  # what `init` leaves uncommented, since a run needs or nearly always sets it
     "model.name", "data.train", "data.max_length", "adapter.kind", "adapter.r", "adapter.alpha", "precision.preset",
     "train.epochs", "train.batch_size", "train.accumulate", "train.learning_rate", "run.folder",
+}  # fmt: skip
+_ESSENTIAL_OF_PICTURES = {
+    "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
 _RESOLVED = {
     "precision.preset",
@@ -64,12 +67,14 @@ def resolved_yaml(loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapp
 
 def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str = "stdlib") -> str:
     """The commented file of `isotype init`: essential keys set, every other one shown with its default."""
-    settings = {**recipe(preset).settings, "model.name": model, "data.train": data}
+    kind = kind_for(model, data)
+    settings = {**recipe(preset).settings, "model.name": model, ("images.train" if kind == DIFFUSION else "data.train"): data}
+    essential = _ESSENTIAL | _ESSENTIAL_OF_PICTURES if kind == DIFFUSION else _ESSENTIAL
 
     def line(key: str, value: Any) -> str:
         value = settings.get(key, value)
         name = key.partition(".")[2]
-        active = key in _ESSENTIAL or key in settings
+        active = key in essential or key in settings
         if settings.get("adapter.kind") == "none" and key in ("adapter.r", "adapter.alpha"):
             active = False
         setting = f"{name}: {write_value(value)}"
@@ -83,7 +88,7 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
         "#   yaml-language-server: $schema=isotype.schema.json\n"
         "# Lines that are commented out show the default.\n\n"
     )
-    return header + _sections(RunConfig(), line, kind=LANGUAGE, about=_ABOUT)
+    return header + _sections(RunConfig(), line, kind=kind, about=_ABOUT)
 
 
 def reference_markdown() -> str:

@@ -41,8 +41,16 @@ class BadPicture(ValueError):
     """A file that is not a complete picture, with the reason in one line."""
 
 
-def why_bad(error: Exception) -> str:
-    return f"not a whole picture: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+_NOT_READ = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF", b"avis": "AVIF"}
+
+
+def why_bad(error: Exception, content: bytes) -> str:
+    if not content:
+        return "an empty file"
+    if content[4:8] == b"ftyp" and (kind := _NOT_READ.get(content[8:12])):
+        return f"a {kind} picture, which is not read here: convert it to JPEG, PNG or WebP"
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return "not a picture" if "BytesIO" in said else f"not a whole picture: {said}"
 
 
 def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
@@ -58,7 +66,7 @@ def opened(content: bytes, *, most_pixels: int | None = None) -> Any:
     except BadPicture:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(why_bad(error)) from None
+        raise BadPicture(why_bad(error, content)) from None
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         grey = np.asarray(image, dtype=np.float64)
         top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))

@@ -24,6 +24,7 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
+from ..ops.packed import StackState
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
@@ -228,6 +229,8 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     routers = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
     more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
     notes = [f"adapter.targets: the router {routers[0]}{more} is adapted: all-linear leaves routers as they are"] if routers else []
+    if packed := packed_stacks(model.get_base_model()):
+        notes.append(f"the experts are packed and stay frozen: {packed[0]} and {len(packed) - 1} more have no adapter")
     return notes + _left_out(model, section)
 
 
@@ -305,7 +308,7 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> tuple[str | lis
     if _never_called(model):
         return linear_names(model), named
     stacked = stacks(model)
-    if not stacked and parts is None:
+    if not stacked and not packed_stacks(model) and parts is None:
         return "all-linear", named
     routers = {name for name, _ in _routers(model)}
     layers = {name: m for name, m in _linear_layers(model, section) if name not in routers}
@@ -346,7 +349,7 @@ def stacks(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if _has_stack(module)
+        if has_stack(module)
         for name, p in module.named_parameters(recurse=False)
         if p.dim() == 3
     ]
@@ -355,15 +358,26 @@ def stacks(model: nn.Module) -> list[str]:
 def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
     for path, block in model.named_modules():
-        experts = [m for m in map(_without_adapter, block.children()) if _has_stack(m)]
+        experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
         for name, child in block.named_children() if experts else ():
             weight = _without_adapter(child)._parameters.get("weight")
             if _is_matrix(weight) and len(weight) == experts[0].num_experts:
                 yield f"{path}.{name}", child
 
 
-def _has_stack(module: nn.Module) -> bool:
-    return hasattr(module, "num_experts") and any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False))
+def has_stack(module: nn.Module) -> bool:
+    """Whether this module holds the matrices of a mixture's experts in one parameter each."""
+    own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
+    return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
+
+
+def packed_stacks(model: nn.Module) -> list[str]:
+    """Names of the experts' stacks that are packed: they stay frozen."""
+    return [name for name, p in model.named_parameters() if _is_packed_stack(p)]
+
+
+def _is_packed_stack(parameter: nn.Parameter) -> bool:
+    return isinstance(getattr(parameter, "quant_state", None), StackState)
 
 
 def _without_adapter(module: Any) -> Any:

@@ -29,16 +29,17 @@ from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
+from ..precision.packing import ON_LOAD
 from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config, of_settings
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted
-from .adapter import kept_whole
+from .adapter import kept_whole, layers_to_quantise
 from .architecture import AUTO, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
-from .packed import pack, parts_of_files, reading_packed, wait_for_packed
+from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
@@ -115,14 +116,15 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
 def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
     """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
     if fault(folder) is not None:
-        with _explained(source.name, "model", source.revision):
-            model = auto_class(_architecture(source)).from_pretrained(
-                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
-            )
-        if of_config(model.config) is not None:
+        architecture = _architecture(source)
+        if of_config(architecture) is not None:
             raise UsageError(
                 f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
                 fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
+            )
+        with _explained(source.name, "model", source.revision):
+            model = auto_class(architecture).from_pretrained(
+                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
             )
         grow_embeddings(model, tokenizer, len(section.add_tokens))
         align_special_tokens(model, tokenizer)
@@ -145,7 +147,7 @@ def load_base(
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
     embedding  `model.embedding`
-    in_full  `trained_in_full`: nf4 leaves these modules as they are
+    in_full  `trained_in_full`: quantising leaves these modules as they are
     """
     where = loaded_on(device, part)
     options = attention_options(attention, device)
@@ -167,6 +169,8 @@ def load_base(
     model = _load(source, attention, options, notes)
     if is_kept_on_host(embedding, where.type):
         keep_on_host(model, in_pinned_memory)  # before the rest moves: the device need not hold it even now
+    if precision.base in ON_LOAD and not quantised_before and not trainable:
+        quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
     if "device_map" not in options:
         model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
@@ -242,11 +246,16 @@ def published_word(section: ModelSection) -> tuple[str, str] | None:
     return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))
 
 
-def outline_packed(model: PreTrainedModel, architecture: PretrainedConfig, section: ModelSection) -> None:
-    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers of its files. Raises UsageError."""
+def outline_packed(
+    model: PreTrainedModel, architecture: PretrainedConfig, section: ModelSection, precision: Precision, in_full: Sequence[str]
+) -> None:
+    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers of its files, or as they are quantised
+    when they are loaded. Raises UsageError."""
     found = of_config(architecture)
+    if found is None:
+        quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
+        return
     assert section.name is not None
-    assert found is not None
     assert found.packing is not None
     with _explained(section.name, "model", section.revision):
         wait_for_packed(model, parts_of_files(_files(section.name, section.revision)), found.packing, section.name)

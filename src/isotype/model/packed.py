@@ -8,12 +8,13 @@ goes from the file to the device as it is, and no layer is ever there dequantise
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -22,10 +23,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import UsageError
 from ..lora.quantised import PackedLinear
+from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config
+from .architecture import auto_class
+from .packed_experts import pack_experts, wait_for_experts
 
 METHOD = "isotype"
 _DTYPES = {
@@ -131,7 +135,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
         owner, _, last = full.rpartition(".")
         owners.setdefault(owner, {})[last] = part
     packed = {owner: parts for owner, parts in owners.items() if is_packed(parts)}
-    if not packed:
+    of_experts = wait_for_experts(model, packed, names, packing, where)
+    if not packed and not of_experts:
         raise UsageError(
             f"model {where}: config.json says that its weights are {packing}, and its files have no packed tensor",
             fix="remove quantization_config from config.json if these are plain weights",
@@ -141,6 +146,8 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     there, tied = model.state_dict(), set(model.all_tied_weights_keys)
     for owner, parts in packed.items():
+        if owner in of_experts:
+            continue
         renamed, pattern = rename_source_key(f"{owner}.weight", renamings, converters, model.base_model_prefix, there)
         path = renamed.removesuffix(".weight")
         layer = _submodule(model, path)
@@ -172,6 +179,34 @@ def pack(model: nn.Module, packing: Packing) -> None:
         parent, _, last = full.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
         del tensors
+    pack_experts(model, packing)
+
+
+def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:
+    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the meta device."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child in layers:
+                weight, state = quantised(child.weight.data, word)
+                setattr(parent, name, PackedLinear(child.in_features, child.out_features, weight, state, child.bias))
+                child.weight = None  # type: ignore[assignment]  # its memory is free before the next is packed
+
+
+def load_packed(name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", **options: Any) -> Any:
+    """A causal language model of a folder or hub id whose weights were published quantised, frozen, as transformers gives it but for its
+    layers: they hold the file's own bytes and give a right gradient.
+
+    dtype    of what the file does not pack
+    options  of transformers' `from_pretrained`
+    Raises   UsageError for a base that is not packed, and for a packing that is not read
+    """
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options})
+    found = of_config(config)
+    if found is None or found.packing is None:
+        what = "is not quantised" if found is None else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
+        raise UsageError(f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained")
+    arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name) | options
+    return auto_class(config).from_pretrained(name, **arguments).requires_grad_(False)
 
 
 def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:

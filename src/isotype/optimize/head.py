@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 from ..instance_method import put, settings_of
+from ..lora import PackedLinear
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype, reference_runs
+from ..ops.packed import widen
 from ..placement import Placement
 from ..precision.apply import inner_model
 from .deferred import DeferredLogits, defer
@@ -54,7 +56,14 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     if not wanted or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
-    return defer(hidden, self.weight, self.bias)
+    return defer(hidden, head_weight(self, hidden), self.bias)
+
+
+def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The head's weight; a packed one is widened once for the loss and its gradient."""
+    if type(head) is PackedLinear:
+        return widen(head.weight, head.weight.quant_state, head.compute_dtype or hidden.dtype)
+    return head.weight
 
 
 def has_backward_hooks(head: nn.Module) -> bool:
@@ -118,7 +127,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     if by_trl:
         place_fused_head(inner)
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
-    if type(head) is nn.Linear:
+    if type(head) in (nn.Linear, PackedLinear):
         put(head, head_forward, HeadSettings(manifest))
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
@@ -132,7 +141,7 @@ def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
 def why_not(model: nn.Module, head: nn.Module) -> str | None:
     """Why this head of a causal LM stays as it is, or None."""
     inner = inner_model(model)
-    if type(head) is not nn.Linear and trls_forward(inner) is None:
+    if type(head) not in (nn.Linear, PackedLinear) and trls_forward(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
     reason = taken(head)
     if reason is not None:
@@ -183,11 +192,13 @@ class Targets:
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
         if self.each:
-            found = linear_log_probs(x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap).log_probs
+            found = linear_log_probs(
+                x_NH, head_weight(head, x_NH), self.classes, bias=head.bias, logit_scale=scale, softcap=softcap
+            ).log_probs
             assert found is not None
             return found
         loss: Tensor = linear_cross_entropy(
-            x_NH, head.weight, self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED,
+            x_NH, head_weight(head, x_NH), self.classes, bias=head.bias, logit_scale=scale, softcap=softcap, ignore_index=IGNORED,
             reduction="mean" if self.divisor else "sum", num_items=self.divisor,
         )  # fmt: skip
         return loss
@@ -238,7 +249,9 @@ class _Asked:
     def answered_by(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         """Logits of no class, which the rest of the forward may scale."""
         self.loss = self.targets.of_hidden(head, hidden, self.after.scale, self.after.softcap)
-        return hidden.new_empty((*hidden.shape[:-1], 0), dtype=product_dtype(hidden, head.weight))
+        return hidden.new_empty(
+            (*hidden.shape[:-1], 0), dtype=hidden.dtype if type(head) is PackedLinear else product_dtype(hidden, head.weight)
+        )
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
 """Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded."""
+ON_LOAD = ("fp8", "int8")
+"""Those that a base that is not quantised may become when it is loaded, with a scale a channel."""
 READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt and mxfp4"
 
 

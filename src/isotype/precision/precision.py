@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ..dtypes import parse
+from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
 from .packing import WORDS as PACKED
 
@@ -184,7 +184,8 @@ def _word(role: str, value: str) -> str:
         with suppress(ValueError):
             value = parse(value)
     if value not in allowed:
-        raise UsageError(f"precision.{role}: {value!r} is not one of {' '.join(allowed)}", code="PR000")
+        why = f"; {NO_FP8_PRODUCTS}" if role == "compute" and value.startswith("fp8") else ""
+        raise UsageError(f"precision.{role}: {value!r} is not one of {' '.join(allowed)}{why}", code="PR000")
     return value
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..dtypes import name
 from ..errors import UsageError
 from .apply import inner_model
-from .packing import AGAIN, WORDS, Packing, UnreadPacking, packing
+from .packing import AGAIN, ON_LOAD, WORDS, Packing, UnreadPacking, packing
 from .precision import Precision
 from .vision import LANGUAGE, vision_parts
 
@@ -103,6 +103,11 @@ def check_base(found: Quantisation | None, precision: Precision, model_name: str
     Raises  UsageError in one line for a base on which `precision` cannot be kept
     """
     if found is None:
+        if precision.base in WORDS and precision.base not in ON_LOAD:
+            raise UsageError(
+                f"model {model_name}: its weights are not quantised, declared base {precision.base}",
+                fix="precision.base: nf4, fp8 or int8 quantises them when they are loaded",
+            )
         return []
     if found.unread:
         raise UsageError(f"model {model_name}: {found.unread}", fix=AGAIN)

@@ -18,7 +18,7 @@ from ..precision.precision import PRESETS
 from ..wording import counted
 from .chart import length_chart, line_chart
 from .plots import MANY, length_bars, loss_plot, plots, smoothed
-from .record import RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of
+from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller
 from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
@@ -54,6 +54,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "preflight": preflight(record),
         "samples": shown,
         "pictures": any(one["picture"] for sample in shown for one in sample["answers"]),
+        "diffusion": record.plan.get("task") == "diffusion",
         "data": data(record),
         "examples": examples(record),
         "use": use(record),
@@ -137,9 +138,11 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
                 continue
             prompt = asked(sample)
             entry = by_prompt.setdefault(prompt, {"prompt": prompt, "reference": sample.get("reference"), "answers": []})
-            picture = as_data(picture_of(record.folder, sample))
-            entry["answers"].append({"step": moment["step"], "text": str(sample.get("answer", "")), "picture": picture})
-    return list(by_prompt.values())
+            kind, content = smaller(picture_of(record.folder, sample))
+            answer = {"step": moment["step"], "text": str(sample.get("answer", "")), "picture": as_data(content or None, kind)}
+            entry["answers"].append(answer | {"file": str(sample.get("file") or "") if content else ""})
+    order = list(dict.fromkeys(entry.removesuffix(AVERAGE) for entry in by_prompt))  # the average beside the trained weights
+    return sorted(by_prompt.values(), key=lambda entry: order.index(entry["prompt"].removesuffix(AVERAGE)))
 
 
 def environment(record: RunRecord) -> list[tuple[str, str]]:
@@ -170,7 +173,9 @@ def flat(value: dict[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[
 
 def data(record: RunRecord) -> dict[str, Any]:
     """Counts, files, lengths and notes of both sides."""
-    sides = []
+    sides: list[dict[str, Any]] = []
+    if record.plan.get("task") == "diffusion":
+        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": [], "lengths": ""})
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
@@ -201,6 +206,23 @@ def data(record: RunRecord) -> dict[str, Any]:
     return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
 
 
+_PICTURE_FACTS = {
+    "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
+    "masked_pictures": "with a mask", "bad_pictures": "left out", "captions": "captions", "buckets": "aspect buckets",
+    "resolution": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
+    "shift": "shift of the noise levels", "made": "latents and embeddings made", "found": "found in the cache",
+}  # fmt: skip
+
+
+def _of_pictures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    shown = {name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)}
+    return [(name, _written(value)) for name, value in shown.items()]
+
+
+def _written(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     """The sources of a side: how many rows each had and gave, and of weighted ones how often a row comes."""
     found = rows_of(side.get("files"), "path", "format", "why")
@@ -217,7 +239,7 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
     return found
 
 
-_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
+_PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:

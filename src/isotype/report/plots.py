@@ -15,6 +15,17 @@ LOSSES = (
     "Training loss: mean of -ln p over the learnt tokens of a step's rows, before its update. "
     "Evaluation loss: the same mean over all learnt tokens of the evaluation rows, without dropout."
 )
+LOSSES_OF_PICTURES = (
+    "Training loss: the squared error of the predicted velocity or noise, a mean over the latent pixels of a step's pictures, before its "
+    "update; it depends on the noise levels that were drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
+)
+
+
+def losses_told(record: RunRecord) -> str:
+    """What the loss of this run is."""
+    return LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
+
+
 MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
@@ -124,7 +135,8 @@ def loss_plot(record: RunRecord) -> Plot | None:
     series += [Series("training loss, smoothed over 4% of the steps", smoothed(loss))] if many else []
     series += [Series("evaluation loss", evaluations, "dots", colour=2)] if evaluations else []
     plot = Plot(
-        key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations), resumed=record.resumed_at, note=LOSSES
+        key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations), resumed=record.resumed_at,
+        note=losses_told(record),
     )  # fmt: skip
     return plot if plot.finite else None
 

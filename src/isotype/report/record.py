@@ -5,6 +5,7 @@ from the run's own folder only.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import re
@@ -207,10 +208,13 @@ def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
     return content if content.startswith(_PNG) else None
 
 
+AVERAGE = " (average of the weights)"
+
+
 def asked(sample: dict[str, Any]) -> str:
     """The prompt, and whose picture it is where a round has two of it."""
     prompt = str(sample.get("prompt", ""))
-    return f"{prompt} (average of the weights)" if sample.get("weights") == "average" else prompt
+    return f"{prompt}{AVERAGE}" if sample.get("weights") == "average" else prompt
 
 
 def pictures_over_time(record: RunRecord, *, rows: int, columns: int) -> tuple[list[int], dict[str, dict[int, bytes]]]:
@@ -232,6 +236,26 @@ def spread(steps: list[int], most: int) -> list[int]:
     return [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
 
 
-def as_data(content: bytes | None) -> str:
+SHOWN = 512  # pixels, the longer side of a picture in the page
+
+
+def smaller(content: bytes | None) -> tuple[str, bytes]:
+    """A picture's kind and bytes at the size at which the page shows it; the PNG itself where Pillow is missing or cannot read it."""
+    if content is None:
+        return "png", b""
+    try:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(content)) as image:
+            shown = image.convert("RGB")
+        shown.thumbnail((SHOWN, SHOWN))
+        out = io.BytesIO()
+        shown.save(out, format="WEBP", quality=88, method=4)
+        return "webp", out.getvalue()
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return "png", content
+
+
+def as_data(content: bytes | None, kind: str = "png") -> str:
     """For an `img` of the page; empty where there is no picture."""
-    return "data:image/png;base64," + base64.b64encode(content).decode() if content else ""
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode() if content else ""

@@ -213,7 +213,7 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert train(loaded) == 0
     assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)
     page = write_report(tmp_path / "run").page.read_text()
-    assert "data:image/png;base64," in page
+    assert "data:image/webp;base64," in page
     assert "load_lora_weights" in page
     taken, pictures = draw_with(tmp_path / "run", ["a green square on white"])
     assert taken == "adapter"

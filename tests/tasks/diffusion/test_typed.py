@@ -12,8 +12,12 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from PIL import Image
 
+from isotype.config.kind import DIFFUSION, kind_of
+from isotype.config.load import load
 from isotype.config.schema import DiffusionSection, ImagesSection
+from isotype.config.write import init_yaml
 from isotype.errors import UsageError
+from isotype.report import write_report
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.captions import with_trained_captions
 from isotype.tasks.diffusion.loss import NoiseLevels, objective_of
@@ -178,3 +182,57 @@ def test_levels_by_default_are_as_before():
     assert plain.draw(generator) == pytest.approx(3.0 * t / (1 + 2.0 * t), rel=1e-12)
     assert replace(plain, most=0.5).draw(torch.Generator().manual_seed(5)) == pytest.approx(0.5 * 3.0 * t / (1 + 2.0 * t), rel=1e-12)
     assert math.isfinite(t)
+
+
+def test_the_report_begins_with_the_pictures(drawn, tmp_path):
+    prompts = {"samples": ["a red circle on white"], "sample_every": 2}
+    assert train(drawn(run=prompts, train={"ema": 0.5})) == 0
+    page = write_report(tmp_path / "run").page.read_text()
+    places = [page.index(f'id="{section}"') for section in ("samples", "curves", "precision", "data", "use")]
+    assert places == sorted(places)
+    assert 'alt="a red circle on white, step 4"' in page
+    assert page.count('href="samples/step_') == 6, "three rounds, of the trained weights and of their average; each opens in full"
+    assert page.index("(average of the weights)") > page.index('alt="a red circle on white, step 0"')
+    assert "the squared error of the predicted velocity or noise" in page
+    assert "-ln p" not in page
+    assert "With diffusers" in page
+    assert "training pictures" in page
+    assert "No facts were written." not in page
+    assert "a green circle on white" in page
+    assert page.count("data:image/webp") > 6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.png", b"", "an empty file"),
+        ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture, which is not read here: convert it"),
+        ("a.png", b"no picture at all", "not a picture"),
+        ("a.heic", b"\x00\x00\x00\x18ftypheic", "HEIC is not read here: convert it"),
+        ("a.png", None, "1 x 1 pixels: too small to learn from"),
+    ],
+)
+def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, name, content, said):
+    shutil.copytree(studio.pictures, tmp_path / "mine")
+    if content is None:
+        Image.new("RGB", (1, 1)).save(tmp_path / "mine" / name)
+    else:
+        (tmp_path / "mine" / name).write_bytes(content)
+    (tmp_path / "mine/a.txt").write_text("a")
+    loaded = drawn(images={"train": str(tmp_path / "mine")})
+    task = task_of(loaded.config)
+    with pytest.raises(UsageError, match=said):
+        task.encode(settle(task, loaded.sources).device)
+
+
+def test_init_writes_a_configuration_of_pictures(studio, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(init_yaml("lora", model=str(studio.sd3), data=str(studio.pictures)))
+    config = load(file).config
+    assert (kind_of(config), config.images.train) == (DIFFUSION, str(studio.pictures))
+    text = file.read_text()
+    assert all(f"{name}:" in text for name in ImagesSection.model_fields)
+    assert "\ndata:" not in text
+    hub = init_yaml("lora", model="black-forest-labs/FLUX.1-dev", data=str(studio.pictures))
+    assert "images:" in hub, "a folder of pictures says it"
+    assert "images:" not in init_yaml("lora", model="Qwen/Qwen2.5-0.5B", data="chats.jsonl")

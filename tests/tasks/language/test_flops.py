@@ -14,3 +14,10 @@ def test_attention_is_counted_by_the_layers_own_heads():
     assert step_flops(differing, differing.config).per_square == 6 * 4 * (8 + 8 + 16)
     products = [m for m in differing.modules() if isinstance(m, torch.nn.Linear)]
     assert step_flops(differing, differing.config).per_token == 6 * sum(m.weight.numel() for m in products)
+
+
+def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
+    model = tiny("mixtral")  # two of four experts
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    assert step_flops(model, model.config).per_token == 6 * linear + 6 * stacked / 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...finding import Finding
-from .check import check_combinations
+from .check import Result, check_combinations
 from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, parse_target, require_triton
 
 MOST_CONFIGURATIONS = 8  # of one autotuned kernel: the first configurations differ as much as the last
@@ -216,7 +216,7 @@ def input_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
                 yield f"bf16 inputs, float tensor {i} {word}", Reach.MIXED, [word if i == j else "bf16" for j in range(len(floats))]
 
 
-def call_trapped(function: Callable[..., Any], inputs: Any, target: Any, *, backward: bool = True, mixed: bool = True) -> Calls:
+def call_trapped(function: Callable[..., Any], inputs: Any, target: Any, *, backward: bool = True) -> Calls:
     """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can be asked for."""
     import torch
 
@@ -224,8 +224,6 @@ def call_trapped(function: Callable[..., Any], inputs: Any, target: Any, *, back
     if hasattr(function, "forward") and hasattr(function, "apply") and isinstance(function, type):
         function = getattr(function, "apply")  # noqa: B009  an autograd.Function
     for label, reach, words in input_variants(inputs):
-        if reach == Reach.MIXED and not mixed:
-            continue
         given = _cast(inputs, words)
         one = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
         if isinstance(one, torch.nn.Module) and words and label != "inputs as given":
@@ -295,34 +293,50 @@ def several(inputs: Any) -> list[Any]:
 
 
 @dataclass
-class WrapperResult:
+class Report:
+    """What was checked: findings, which kernels, how many compilations, and what a reader should know about the rest.
+
+    launches  of a wrapper; refused: label -> why the wrapper itself refuses that combination
+    """
+
     findings: list[Finding] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
-    launches: int = 0
     compiled: int = 0
     failed: int = 0
     usages: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    launches: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, result: Result) -> None:
+        self.findings += [f for f in result.findings if f not in self.findings]
+        self.kernels += [name] * (name not in self.kernels)
+        self.compiled += result.compiled
+        self.failed += result.failed
+        self.usages += result.usages
+
+    def add_wrapper(self, other: Report) -> None:
+        self.findings += [f for f in other.findings if f not in self.findings]
+        self.kernels += [k for k in other.kernels if k not in self.kernels]
+        self.compiled += other.compiled
+        self.failed += other.failed
+        self.usages += other.usages
+        self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in other.refused.items()] + other.remarks
 
 
 def check_wrapper(
     function: Callable[..., Any], inputs: Any, targets: Sequence[str | int] = (DEFAULT,), *, backward: bool = True, binary: bool = False
-) -> WrapperResult:
+) -> Report:
     """Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own launches have them."""
     require_triton()
     return check_reached(call_trapped(function, inputs, parse_target(targets[0]), backward=backward), targets, binary=binary)
 
 
-def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = False) -> WrapperResult:
-    result = WrapperResult(launches=calls.launches, refused=calls.refused, remarks=calls.remarks)
+def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = False) -> Report:
+    result = Report(launches=calls.launches, refused=calls.refused, remarks=calls.remarks)
     for reached in calls.reached.values():
         one = check_combinations(reached.function, reached.combinations, targets, binary=binary, extend=not _only_own(reached))
-        result.findings += one.findings
-        result.compiled += one.compiled
-        result.failed += one.failed
-        result.usages += one.usages
-        result.kernels.append(reached.function.__name__)
+        result.add(reached.function.__name__, one)
     return result
 
 

@@ -8,45 +8,16 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
-from ...finding import Finding
-from .calls import Calls, Recording, WrapperResult, check_reached, check_wrapper, several, trap_launches
-from .check import Result, check_combinations, check_kernel, given
+from .calls import Calls, Recording, Report, check_reached, check_wrapper, several, trap_launches
+from .check import check_combinations, check_kernel, given
 from .infer import inferable
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
-
-
-@dataclass
-class Report:
-    """What checking a TARGET showed: findings, which kernels, how many compilations, and what a reader should know about the rest."""
-
-    findings: list[Finding] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    compiled: int = 0
-    failed: int = 0
-    remarks: list[str] = field(default_factory=list)
-    usages: list[str] = field(default_factory=list)
-
-    def add(self, name: str, result: Result) -> None:
-        self.findings += [f for f in result.findings if f not in self.findings]
-        self.kernels.append(name)
-        self.compiled += result.compiled
-        self.failed += result.failed
-        self.usages += result.usages
-
-    def add_wrapper(self, result: WrapperResult) -> None:
-        self.findings += [f for f in result.findings if f not in self.findings]
-        self.kernels += [k for k in result.kernels if k not in self.kernels]
-        self.compiled += result.compiled
-        self.failed += result.failed
-        self.usages += result.usages
-        self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in result.refused.items()] + result.remarks
 
 
 def check_target(

@@ -25,9 +25,8 @@ from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
-from .watchers.autocast import Autocast
-from .watchers.defaults import Compiled, DefaultDtype
 from .watchers.parameters import Parameters
+from .watchers.process import Autocast, Compiled, DefaultDtype
 from .watchers.promotions import EngineCasts, Promotions
 from .watchers.ranges import Overflows, Positions
 from .watchers.sums import Sums

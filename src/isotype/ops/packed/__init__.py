@@ -1,3 +1,3 @@
-from .state import PackedState, widen, word_of_state
+from .state import PackedState, StackState, quantised, widen
 
-__all__ = ["PackedState", "widen", "word_of_state"]
+__all__ = ["PackedState", "StackState", "quantised", "widen"]

@@ -66,6 +66,44 @@ class PackedState:
         return self.mapped(lambda tensor: tensor.to(device))
 
 
+class StackState(PackedState):
+    """The same of the matrices of every expert of a mixture. One expert's are widened at a time.
+
+    layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below the other
+    tensors     [E pieces ...]
+    transposed  whether the model's code has a matrix as [K O]
+    """
+
+    def __init__(self, layout: Layout, word: str, tensors: dict[str, Tensor], *, transposed: bool) -> None:
+        super().__init__(layout, word, tensors)
+        first = next(iter(tensors.values()))
+        self.experts, self.pieces, self.transposed = first.shape[0], first.shape[1], transposed
+        rows, columns = self.pieces * layout.shape[0], layout.shape[1]
+        self.shape = torch.Size((self.experts, columns, rows) if transposed else (self.experts, rows, columns))
+
+    def widen(self, packed: Tensor, dtype: torch.dtype, beside: int = 0) -> Tensor:
+        """Every expert's matrix, as the model's code has them: dtype[E O K], or dtype[E K O]."""
+        out = torch.empty(self.shape, dtype=dtype, device=packed.device)
+        for expert in range(0 if packed.is_meta else self.experts):
+            wide = self.widen_expert(packed, expert, dtype)
+            out[expert] = wide.t() if self.transposed else wide
+        return out
+
+    def widen_expert(self, packed: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+        """The matrix of one expert: dtype[O K] for both layouts."""
+        rows, columns = self.layout.shape
+        out = torch.empty(self.pieces * rows, columns, dtype=dtype, device=packed.device)
+        pieces = packed.view(self.experts, self.pieces, -1)
+        for piece in range(0 if packed.is_meta else self.pieces):
+            one = PackedState(self.layout, self.word, {name: tensor[expert, piece] for name, tensor in self.tensors.items()})
+            one.widen_rows(pieces[expert, piece], slice(0, rows), out[piece * rows : (piece + 1) * rows])
+        return out
+
+    def mapped(self, make: Callable[[Tensor], Tensor]) -> StackState:
+        tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
+        return StackState(self.layout, self.word, tensors, transposed=self.transposed)
+
+
 def widen(packed: Tensor, state: Any, dtype: torch.dtype, beside: int = 0) -> Tensor:
     """A packed weight in `dtype`, with `beside` unwritten columns after its own.
 
@@ -76,6 +114,21 @@ def widen(packed: Tensor, state: Any, dtype: torch.dtype, beside: int = 0) -> Te
     return widen_4bit(packed, state, dtype, beside=beside)
 
 
-def word_of_state(state: Any) -> str:
-    """`nf4`, `fp8` and so on."""
-    return str(state.word if isinstance(state, PackedState) else state.quant_type)
+def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
+    """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its state).
+
+    The largest magnitude of a row becomes the largest number of the format.
+    """
+    rows, columns = weight.shape
+    dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
+    packed, scale = torch.empty(rows, columns, dtype=dtype, device=weight.device), weight.new_empty(rows, 1, dtype=torch.float32)
+    step = rows if weight.is_meta else max(1, (_CPU if weight.is_cpu else _GPU) // columns)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        values = weight[piece].float()
+        most = values.abs().amax(1, keepdim=True)
+        scale[piece] = torch.where(most > 0, most / largest, 1.0)
+        values = (values / scale[piece]).clamp_(-largest, largest)
+        packed[piece] = values.to(dtype) if word == "fp8" else values.round_().to(dtype)
+    layout = Layout("scaled", (rows, columns), ("weight", dtype, (rows, columns)), (1, columns))
+    return packed, PackedState(layout, word, {"weight_scale": scale})

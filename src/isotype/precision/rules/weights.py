@@ -18,13 +18,13 @@ def quantised_base_without_adapter(f: Facts) -> Iterator[Finding]:
 
     **Example.** `preset: nf4-lora` with `adapter: {kind: none}`.
 
-    **What to do.** `adapter.kind: lora`, or a preset with weights that can be trained (`bf16-mixed`, `bf16-pure`).
+    **What to do.** `adapter.kind: lora`, or of nf4 a preset with weights that can be trained (`bf16-mixed`, `bf16-pure`).
     """
     if f.value("base") in ("nf4", *PACKED) and f.value("adapter") == "none":
         yield finding(
             f, ("base", "adapter"), "a packed base is frozen, and there is no adapter to train",
             cause=f"{f.value('base')} weights are a few bits with scales; they take no gradient",
-            fix="adapter.kind: lora, or precision.preset: bf16-mixed",
+            fix="adapter.kind: lora" + ", or precision.preset: bf16-mixed" * (f.value("base") == "nf4"),
         )  # fmt: skip
 
 

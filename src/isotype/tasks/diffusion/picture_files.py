@@ -103,6 +103,7 @@ class Picture:
 
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+NOT_READ = (".heic", ".heif", ".avif")
 CAPTIONS = (".txt", ".caption")
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 Complain = Callable[[str, str], None]
@@ -124,6 +125,10 @@ def pictures_beside_captions(folder: Path, complain: Complain, *, uncaptioned: s
             continue
         if (captions := _captions_beside(path, complain)) is not None:
             yield Picture(InFile(path), captions, str(path))
+    for path in files:
+        if path.suffix.lower() in NOT_READ:
+            complain(str(path), f"{path.suffix[1:].upper()} is not read here: convert it to JPEG, PNG or WebP")
+            stems.setdefault(path.with_suffix(""), path)
     for path in files:
         if path.suffix in CAPTIONS and path.with_suffix("") not in stems:
             complain(str(path), "a caption without a picture")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...data.pictures import BadPicture, opened, why_bad
 
+LEAST = 16  # pixels of a training picture's side
 _STEPS = 16  # a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple allows
 
 
@@ -88,12 +89,15 @@ def shown_size(content: bytes) -> tuple[int, int]:
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
             return (image.height, image.width) if turned else (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(why_bad(error)) from None
+        raise BadPicture(why_bad(error, content)) from None
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
     """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises BadPicture."""
-    levels_HWC = np.array(_fitted(opened(content), window))
+    image = opened(content)
+    if min(image.size) < LEAST:
+        raise BadPicture(f"{image.width} x {image.height} pixels: too small to learn from, at least {LEAST} a side")
+    levels_HWC = np.array(_fitted(image, window))
     return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
@@ -119,4 +123,13 @@ def as_png(picture_CHW: Tensor) -> bytes:
     levels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     out = io.BytesIO()
     Image.fromarray(levels).save(out, format="PNG")
+    return out.getvalue()
+
+
+def as_webp(content: bytes, *, side: int) -> bytes:
+    """A picture's file, scaled down to `side` pixels of its longer side. Raises BadPicture."""
+    image = opened(content)
+    image.thumbnail((side, side))
+    out = io.BytesIO()
+    image.save(out, format="WEBP", quality=85)
     return out.getvalue()

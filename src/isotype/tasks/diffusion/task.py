@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,11 +37,12 @@ from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
-from .pixels import Size, buckets
+from .pixels import BadPicture, Size, as_webp, buckets
 from .result import load_result, refuse_adapter_of_another_model, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, sample, texts_of
 
 EMPTY = ""
+EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
 REHEARSED_STEPS = 2  # of a shortened sample
 
 
@@ -392,7 +395,22 @@ class DiffusionTask:
         return f"{self.objective}; evaluated at {draws} fixed ones"
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.found}}
+        return {
+            "data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.found},
+            "examples.json": self._examples(),
+        }
+
+    def _examples(self) -> dict[str, Any]:
+        """The first training pictures with their captions, small, for the report."""
+        shown = []
+        for picture in self.gathered.train[:EXAMPLES]:
+            with suppress(BadPicture, OSError):
+                webp = base64.b64encode(as_webp(picture.content.read(), side=EXAMPLE_SIDE)).decode()
+                parts = [{"text": caption + "\n", "learnt": False} for caption in picture.captions[:EXAMPLES]]
+                times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
+                where = f"{Path(picture.where).name}{times}"
+                shown.append({"which": where, "parts": parts, "pictures": [f"data:image/webp;base64,{webp}"]})
+        return {"examples": shown}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())

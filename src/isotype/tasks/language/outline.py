@@ -62,7 +62,7 @@ def outline(
                 base, to_torch(precision.compute), double=before is None or bool(before.double), layers=layers_to_quantise(base, kept)
             )
         elif precision.packed and not every_weight:
-            outline_packed(base, architecture, config.model)
+            outline_packed(base, architecture, config.model, precision, trained_in_full(config.adapter))
         model: nn.Module = base
         check_vision(base, config.adapter, pictures=pictures)
         if every_weight:

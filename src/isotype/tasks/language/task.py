@@ -21,7 +21,7 @@ from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...model.adapter import check_branch, save_adapter
+from ...model.adapter import check_branch, has_stack, save_adapter
 from ...model.architecture import layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
@@ -319,16 +319,23 @@ class StepFlops:
 
 
 def step_flops(model: nn.Module, config: Any) -> StepFlops:
-    """Counts every Linear of `model` (adapters included), without a vision tower; `config` is a transformers configuration."""
+    """Counts every Linear of `model` (adapters included), without a vision tower, and of stacked experts those that a token is sent to;
+    `config` is a transformers configuration."""
     per_token = 0.0
     inner = inner_model(model)
     parts = vision_parts(inner)
+    stacked = {name.split(".base_layer")[0]: m for name, m in inner.named_modules() if has_stack(m)}
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
     for name, module in inner.named_modules():
-        if isinstance(module, nn.Linear) and (parts is None or parts.of(name) == LANGUAGE):
-            weight = module.weight
-            elements = module.in_features * module.out_features
-            trained = weight.requires_grad and not is_quantised(weight)
-            per_token += elements * (6 if trained else 4)
+        if parts is not None and parts.of(name) != LANGUAGE:
+            continue
+        experts = next((m.num_experts for path, m in stacked.items() if name == path or name.startswith(f"{path}.")), chosen)
+        if isinstance(module, nn.Linear):
+            trained = module.weight.requires_grad and not is_quantised(module.weight)
+            per_token += module.in_features * module.out_features * (6 if trained else 4) * chosen / experts
+        elif has_stack(module):
+            weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+            per_token += sum(p.numel() * (6 if p.requires_grad else 4) for p in weights) * chosen / experts
     return StepFlops(per_token, sum(map(_attention_width, layer_settings(config))) * 4 * 3 / 2)
 
 

@@ -15,8 +15,7 @@ from triton.runtime import autotuner, jit
 from triton.runtime import interpreter as stock
 
 from ...errors import UsageError
-from .libdevice import stubs
-from .repairs import SUPPORTED, repairs, version_supported
+from .repairs import SUPPORTED, repairs, stubs, version_supported
 
 _active = threading.local()
 _MISSING = object()

@@ -225,8 +225,6 @@ class Updates(Watcher):
         states = groups.pop("state", [])
         if "parameter" in groups:
             found.append(self._parameters(groups["parameter"], states))
-        elif states:
-            found.append(self._states(states))
         if "tensor" in groups:
             found.append(self._tensors(groups["tensor"]))
         return found
@@ -265,19 +263,6 @@ class Updates(Watcher):
             fix="keep fp32 parameters (fp32 master weights) and let autocast lower the compute\nor use an optimizer with stochastic "
             "rounding or Kahan summation",
             details=tuple(details),
-        )
-
-    def _states(self, lost: list[Watched]) -> Finding:
-        first = lost[0]
-        word = dtype_name(first.dtype)
-        return Finding(
-            code="TR019",
-            severity=Severity.WARNING,
-            message=f"optimizer states in {word} do not decay: {', '.join(dict.fromkeys(w.op for w in lost))} rounds away",
-            place=place_of(first.site, "optimizer"),
-            cause=f"a decay factor such as 0.999 lies within half a step of 1 in {word} ({eps(word) / 2:.1e}): multiplying by it and "
-            "rounding gives the same value",
-            fix="keep optimizer states in fp32 (fp32 parameters, or an optimizer with fp32 or 8-bit states)",
         )
 
     def _tensors(self, lost: list[Watched]) -> Finding:
