@@ -97,7 +97,8 @@ def test_values_and_where_they_came_from(write):
         ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         (
             "# nothing\n",
-            "run.yaml: empty; expected sections (model, data, images, diffusion, adapter, precision, preference, train, run, parallel)",
+            "run.yaml: empty; expected sections "
+            "(model, data, images, diffusion, adapter, precision, preference, distil, train, run, parallel)",
         ),
         ("model:\n  config: {a: 1, a: 2}", "run.yaml:2: a is given twice"),
         ("model:\n  config: &x [*x]", "run.yaml"),

@@ -32,6 +32,7 @@ CASES = {
     "bf16-lora": ({"precision": {"preset": "bf16-lora"}}, 2e-5, 2e-3),
     "bf16-lora recomputed": ({"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
     "nf4-lora recomputed": ({"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "fp8 recomputed": ({"precision": {"preset": "bf16-lora", "base": "fp8"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
     "bf16-pure full": ({"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
     "fp16-mixed full": ({"precision": {"preset": "fp16-mixed"}, **FULL}, 2e-5, 2e-3),
     "packed": ({"data": {"packing": True}}, 2e-6, 2e-5),

@@ -19,6 +19,7 @@ from isotype.ops import (
     gelu,
     gelu_mul,
     linear_cross_entropy,
+    linear_divergence,
     linear_log_probs,
     modulated_layer_norm,
     rms_norm,
@@ -32,6 +33,7 @@ from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
 from isotype.ops.experts.op import EXPERTS, Adapter, experts, experts_reference
 from isotype.ops.gated.op import GELU, GELU_MUL, SILU_MUL, gelu_mul_reference, gelu_reference, silu_mul_reference
 from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
+from isotype.ops.linear_divergence.op import LINEAR_DIVERGENCE, linear_divergence_reference
 from isotype.ops.linear_log_probs.op import LINEAR_LOG_PROBS, linear_log_probs_reference
 from isotype.ops.modulation.op import GATED_RESIDUAL, MODULATED_LAYER_NORM, gated_residual_reference, modulated_layer_norm_reference
 from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
@@ -81,6 +83,10 @@ def head(rows: int) -> tuple[torch.Tensor, ...]:
 def mild_head(rows: int) -> tuple[torch.Tensor, ...]:
     """Logits of a few units: where one class has nearly all the probability, the entropy's gradient is what rounding the logits leaves."""
     return drawn(rows, 8) / 3, drawn(40, 8), labels(rows, 40)
+
+
+def two_heads(rows: int) -> tuple[torch.Tensor, ...]:
+    return drawn(rows, 8) / 3, drawn(40, 8), drawn(rows, 6) / 3, drawn(40, 6)
 
 
 def states(positions: int) -> tuple[torch.Tensor, ...]:
@@ -167,6 +173,13 @@ CASES = {
         log_probs_reference(logit_scale=1.5, softcap=8.0, temperature=0.7),
         LINEAR_LOG_PROBS,
         mild_head,
+    ),
+    "linear_divergence": both(linear_divergence, linear_divergence_reference, LINEAR_DIVERGENCE, two_heads, beta=0.3),
+    "linear_divergence-chunks": Case(
+        partial(linear_divergence, chunk=64, temperature=0.7, softcap=8.0),
+        partial(linear_divergence_reference, temperature=0.7, softcap=8.0),
+        LINEAR_DIVERGENCE,
+        two_heads,
     ),
     "rms_norm": both(rms_norm, rms_norm_reference, RMS_NORM, norm),
     "rms_norm-gemma": both(rms_norm, rms_norm_reference, RMS_NORM, norm, unit_offset=True),

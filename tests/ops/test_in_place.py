@@ -49,6 +49,7 @@ OPS = {
     "losses a row": lambda x: ops.cross_entropy(x, torch.zeros(x.shape[:-1], dtype=torch.long), reduction="none"),
     "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, WEIGHT, torch.zeros(x.shape[:-1], dtype=torch.long), reduction="none"),
     "linear_log_probs": lambda x: ops.linear_log_probs(x, WEIGHT, torch.zeros(x.shape[:-1], dtype=torch.long))[0],
+    "linear_divergence": lambda x: ops.linear_divergence(x, WEIGHT, x.detach() * 2, WEIGHT),
     "lora_linear": lambda x: lora_linear(x, WEIGHT, A.clone().requires_grad_(), B),
     "lora_group": lambda x: lora_group(x, [projection(), projection()], decide(x, x.dtype, x.dtype, quantised=False, branch_fp32=False)),
     "lora_mlp": lambda x: lora_mlp(

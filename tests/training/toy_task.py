@@ -117,6 +117,9 @@ class ToyTask:
     def before_training(self, model, device, folder, world, *, dtype):
         return []
 
+    def before_step(self, model, batches, world, *, dtype):
+        return batches
+
     def one_shape_each(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
         return [rows]
 

@@ -190,8 +190,30 @@ CASES: dict[str, Case] = {
         "axolotl",
         {"data.stream": True, "train.steps": 200, "data.train": [{"name": "hf:allenai/c4", "format": "text", "subset": "en"}]},
     ),
-    "axolotl_dpo": Case("dpo.yml", AXOLOTL + AXOLOTL_LORA + "rl: dpo\n", refused="rl: dpo is not offered"),
-    "axolotl_reward": Case("reward.yml", AXOLOTL + "reward_model: true\n", refused="reward models are not offered"),
+    "axolotl_dpo": Case(
+        "dpo.yml",
+        "rl_beta: 0.2\n" + AXOLOTL.replace("type: alpaca", "type: chat_template.default") + AXOLOTL_LORA + "rl: dpo\ndpo_label_smoothing: 0.1\n",
+        "axolotl",
+        {
+            "train.objective": "dpo", "preference.beta": 0.2, "preference.label_smoothing": 0.1, "data.packing": False,
+            "adapter.dropout": 0.0, "data.train": [{"name": "hf:teknium/GPT4-LLM-Cleaned"}],
+        },
+    ),
+    "axolotl_simpo": Case(
+        "simpo.yml", AXOLOTL + "rl: simpo\nrl_beta: 2.0\nsimpo_gamma: 0.7\n", "axolotl",
+        {"train.objective": "simpo", "preference.beta": 2.0, "preference.simpo_gamma": 0.7, "preference.nll": 1.0},
+    ),
+    "axolotl_orpo": Case("orpo.yml", AXOLOTL + "rl: orpo\norpo_alpha: 0.2\n", "axolotl", {"train.objective": "orpo", "preference.beta": 0.2}),
+    "axolotl_kto": Case(
+        "kto.yml", AXOLOTL + "rl: kto\nkto_desirable_weight: 0.5\nkto_undesirable_weight: 2\n", "axolotl",
+        {"train.objective": "kto", "preference.desirable_weight": 0.5, "preference.undesirable_weight": 2.0},
+    ),
+    "axolotl_reward": Case(
+        "reward.yml", AXOLOTL + "reward_model: true\nnum_labels: 1\ncenter_rewards_coefficient: 0.01\n", "axolotl",
+        {"train.objective": "reward", "preference.center_rewards_coefficient": 0.01},
+    ),
+    "axolotl_grpo": Case("grpo.yml", AXOLOTL + "rl: grpo\n", refused="rl: grpo is not offered"),
+    "axolotl_process_reward": Case("prm.yml", AXOLOTL + "process_reward_model: true\n", refused="reward models are not offered"),
     "axolotl_pictures": Case("vision.yml", AXOLOTL + "processor_type: AutoProcessor\n", refused="a model with pictures"),
     # LLaMA-Factory
     "llamafactory_lora": Case(
@@ -223,7 +245,25 @@ CASES: dict[str, Case] = {
         "llamafactory",
         {"model.name": "Qwen/Qwen2.5-7B", "train.batch_size": 2, "train.learning_rate": 5e-5, "precision.preset": "fp16-mixed"},
     ),
-    "llamafactory_dpo": Case("dpo.yaml", FACTORY.replace("stage: sft", "stage: dpo"), refused="stage: dpo is not offered"),
+    "llamafactory_dpo": Case(
+        "dpo.yaml", FACTORY.replace("stage: sft", "stage: dpo\npref_beta: 0.3\npref_ftx: 0.5\npref_loss: sigmoid"), "llamafactory",
+        {"train.objective": "dpo", "preference.beta": 0.3, "preference.nll": 0.5},
+    ),
+    "llamafactory_simpo": Case(
+        "simpo.yaml", FACTORY.replace("stage: sft", "stage: dpo\npref_loss: simpo\nsimpo_gamma: 0.7"), "llamafactory",
+        {"train.objective": "simpo", "preference.simpo_gamma": 0.7},
+    ),
+    "llamafactory_orpo": Case(
+        "orpo.yaml", FACTORY.replace("stage: sft", "stage: dpo\npref_loss: orpo\npref_ftx: 0.5"), "llamafactory",
+        {"train.objective": "orpo", "preference.nll": 1.5},
+    ),
+    "llamafactory_kto": Case(
+        "kto.yaml", FACTORY.replace("stage: sft", "stage: kto\npref_beta: 0.2\nkto_chosen_weight: 0.5"), "llamafactory",
+        {"train.objective": "kto", "preference.beta": 0.2, "preference.desirable_weight": 0.5},
+    ),
+    "llamafactory_reward": Case("rm.yaml", FACTORY.replace("stage: sft", "stage: rm"), "llamafactory", {"train.objective": "reward"}),
+    "llamafactory_hinge": Case("hinge.yaml", FACTORY.replace("stage: sft", "stage: dpo\npref_loss: hinge"), refused="pref_loss: hinge is not offered"),
+    "llamafactory_ppo": Case("ppo.yaml", FACTORY.replace("stage: sft", "stage: ppo"), refused="stage: ppo is not offered"),
     "llamafactory_export": Case(
         "merge.yaml", "model_name_or_path: a/b\nadapter_name_or_path: saves/x\nfinetuning_type: lora\ntemplate: llama3\nexport_dir: out\n",
         refused="isotype merge",

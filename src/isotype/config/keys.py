@@ -162,8 +162,8 @@ _DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge tak
 _ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
 # a section, a key or a value -> the answer
 NOT_OFFERED = {
-    **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "ipo"), _OBJECTIVE),
-    **dict.fromkeys(("kto", "grpo", "ppo", "rlhf", "reward", "reward_model", "distil"), _NOT_YET),
+    **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE),
+    **dict.fromkeys(("grpo", "ppo", "rlhf"), _NOT_YET),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
     **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _TENSOR),
     **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp", "cp_size"), _CONTEXT),

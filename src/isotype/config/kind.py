@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import UsageError
 from .schema import RunConfig
@@ -23,13 +23,13 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "train.objective", "train.aux_loss", "adapter.parameters",
+        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
         "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
         "run.sample_tokens",
     ),
 }  # fmt: skip
-# objectives that learn from pairs -> their keys of `preference`, and those beside the model as the run starts
+# objectives -> their keys of `preference`, and those beside the model as the run starts
 OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("beta", "label_smoothing", "nll"),
@@ -37,8 +37,15 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "simpo": ("beta", "simpo_gamma", "nll"),
     "orpo": ("beta", "nll"),
     "cpo": ("beta", "label_smoothing", "nll"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "distil": (),
 }
-WITH_REFERENCE = ("dpo", "ipo")
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+# the one format of data that an objective learns from; sft learns from the others
+FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "reward"), "preference"), "kto": "labelled"
+}  # fmt: skip
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
@@ -111,6 +118,8 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
             continue
         if applies(key, kind):
             section, _, name = key.partition(".")
+            if section == "distil" and objective != "distil":
+                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to distil")
             if section == "preference" and name not in OBJECTIVES[objective]:
                 whose = [one for one, its in OBJECTIVES.items() if name in its]
                 lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to {', '.join(whose)}")

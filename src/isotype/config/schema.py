@@ -81,8 +81,9 @@ class DataSection(Section):
     its own, `eval_loss_NAME`; without it `eval_split` of the training rows are held out."""
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"
-    """The format of a row; `auto` detects it from the keys and prints the reason. `preference`: for objectives that learn from pairs."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"] = "auto"
+    """The format of a row; `auto` detects it from the keys and prints the reason. `preference`: for objectives that learn from pairs,
+    `labelled`: for kto."""
     columns: dict[str, str] | None = None
     """The data's own names for keys: `{prompt: question, completion: answer}` reads `question` as the prompt."""
     max_length: PositiveInt = 1024
@@ -271,21 +272,41 @@ class PrecisionSection(Section):
 
 class PreferenceSection(Section):
     beta: PositiveFloat = 0.1
-    """How strongly the answers' log-probabilities are told apart: of dpo and ipo, also how near the model stays to its start. simpo's paper
-    has 2 to 10."""
+    """How strongly the answers' log-probabilities are told apart: of dpo, ipo and kto, also how near the model stays to its start. simpo's
+    paper has 2 to 10."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Of dpo and cpo, the share of the pairs that is taken to be labelled the wrong way round."""
     simpo_gamma: Annotated[float, Field(ge=0.0)] = 0.5
     """Of simpo, the margin by which the chosen answer shall be ahead, after `beta`."""
+    desirable_weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of kto, the weight of the losses of wanted answers."""
+    undesirable_weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of kto, the weight of the losses of unwanted answers."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of reward, the weight of (s + t)^2, which keeps the mean of a pair's scores near 0; 0.01 is usual."""
     nll: Annotated[float, Field(ge=0.0)] | None = None
     """Weight of the chosen answer's negative log-likelihood, the mean over its tokens, added to a pair's loss. Default: 1 for orpo and cpo,
     0 for the others."""
 
 
+class DistilSection(Section):
+    teacher: str | None = None
+    """The teacher: a folder or a hub id, of the same vocabulary. It is frozen, in the dtype of products."""
+    revision: str | None = None
+    """Branch, tag or commit of the teacher."""
+    beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """The divergence of a token: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both; the loss is not multiplied by its square."""
+    cross_entropy: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the loss that is the cross-entropy of the data's own tokens."""
+
+
 class TrainSection(Section):
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo"] = "sft"
-    """What is learnt. `sft`: the answers. The others learn from pairs of a chosen and a rejected answer: dpo and ipo beside the model as
-    the run starts, simpo, orpo and cpo without it."""
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward", "distil"] = "sft"
+    """What is learnt. `sft`: the answers. dpo, ipo, simpo, orpo and cpo learn from pairs of a chosen and a rejected answer, kto from
+    answers with a label; dpo, ipo and kto beside the model as the run starts. reward trains a score head on pairs. distil learns from a
+    teacher (section `distil`)."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides `epochs`."""
     epochs: PositiveFloat = 1.0
@@ -405,6 +426,7 @@ class RunConfig(Section):
     adapter: AdapterSection = AdapterSection()
     precision: PrecisionSection = PrecisionSection()
     preference: PreferenceSection = PreferenceSection()
+    distil: DistilSection = DistilSection()
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()

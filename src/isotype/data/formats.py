@@ -1,5 +1,5 @@
-"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, a preference pair, or text. Detects the format and checks every
-row.
+"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, a preference pair, a labelled answer, or text. Detects the
+format and checks every row.
 
 A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used, and the facts name and count them. A checked
 row of any format becomes an `Example`: a conversation, a pair, or a text.
@@ -22,7 +22,7 @@ from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_m
 from .other_shapes import refuse_data_frame, refuse_turn
 from .read import Record, column_name
 
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"]
 Columns = Mapping[str, str] | None
 
 
@@ -40,6 +40,7 @@ FORMATS: dict[FormatName, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
     "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
+    "labelled": Format(("prompt", "completion", "label"), ("tools",)),
     "text": Format(("text",)),
 }
 # keys of data made for other trainings, or whose meaning a person has to say
@@ -53,6 +54,15 @@ _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_pr
 _TURN = {"role", "author", "from", "parts"}
 _QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
 _LEARN_PAIRS = "train.objective=dpo learns from pairs (docs/preferences.md)"
+_LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
+# formats of one kind of objective: the keys by which they are told, their name, what to write, and which objective reads them
+_JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
+    "preference": (
+        _PREFERENCES, "pairs of answers", "rows with prompt, chosen and rejected, or chosen and rejected conversations", _LEARN_PAIRS
+    ),
+    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", _LEARN_LABELS),
+}  # fmt: skip
+_LABELS: Mapping[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 _ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each, or, of parts of one answer, their text joined"
 
 
@@ -74,25 +84,27 @@ class Example:
     """Where the paths of pictures begin."""
     rejected: Example | None = None
     """Of a preference pair, whose chosen answer this is: the same prompt with the rejected one."""
+    wanted: bool = True
+    """The label of an answer; every other answer is wanted."""
 
 
-def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns = None, *, pairs: bool = False) -> tuple[FormatName, str]:
-    """The format of a file from its first row, and why. `pairs`: the run learns from preference pairs, and from nothing else."""
+def detect(
+    record: Record, asked: FormatName | Literal["auto"], columns: Columns = None, *, only: FormatName | None = None
+) -> tuple[FormatName, str]:
+    """The format of a file from its first row, and why. `only`: the one format of which the run's objective learns."""
     refuse_data_frame(record, {(columns or {}).get(key, key) for form in FORMATS.values() for key in form.keys})
     row = renamed(record, columns)
-    if pairs and (asked not in ("auto", "preference") or not any(key in row for key in _PREFERENCES)):
-        refuse_other_than_pairs(
-            f"{record.place}: the row has {_listed(row)}" if asked in ("auto", "preference") else f"data.format: {asked}"
-        )
-    if asked == "preference" and not pairs:
-        raise UsageError("data.format: preference has no effect: the run learns one answer a row", fix=_LEARN_PAIRS)
-    if asked != "auto" or pairs:
-        asked = "preference" if asked == "auto" else asked
+    if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
+        refuse_other_than(only, f"{record.place}: the row has {_listed(row)}" if asked in ("auto", only) else f"data.format: {asked}")
+    if asked in _JUDGED and not only:
+        raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
+    if only:
+        _require(row, only, record.place)
+        return only, f"the first row ({record.place}) has {' and '.join(_JUDGED[only][0])}"
+    if asked != "auto":
         _require(row, asked, record.place)
-        if pairs:
-            return asked, f"the first row ({record.place}) has chosen and rejected"
         return asked, f"data.format is {asked}"
-    found = [name for name, form in FORMATS.items() if name != "preference" and all(key in row for key in form.keys)]
+    found = [name for name, form in FORMATS.items() if name not in _JUDGED and all(key in row for key in form.keys)]
     preferences = [key for key in _PREFERENCES if key in row]
     if len(preferences) == 2 or (preferences and not found):
         raise UsageError(
@@ -103,7 +115,7 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
     if found and isinstance(row.get("label"), bool):
         raise UsageError(
             f"{record.place}: the row has a label that is true or false: answers wanted and unwanted, and a run learns every answer",
-            fix=f"keep the wanted rows only, and set data.format: {found[0]}",
+            fix=f"{_LEARN_LABELS}; or keep the wanted rows only, and set data.format: {found[0]}",
         )
     if len(found) > 1:
         names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
@@ -120,12 +132,13 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
 
-def refuse_other_than_pairs(what: str) -> NoReturn:
-    """Raises UsageError for data without pairs in a run that learns from pairs."""
+def refuse_other_than(only: FormatName, what: str) -> NoReturn:
+    """Raises UsageError for data of another format in a run whose objective learns from `only`."""
+    _, name, rows, _ = _JUDGED[only]
+    others = "; ".join(learns for form, (*_, learns) in _JUDGED.items() if form != only)
     raise UsageError(
-        f"{what}, and train.objective learns from pairs of answers",
-        fix="rows with prompt, chosen and rejected, or chosen and rejected conversations; data.columns names keys that are called "
-        "otherwise; train.objective: sft learns answers",
+        f"{what}, and train.objective learns from {name}",
+        fix=f"{rows}; data.columns names keys that are called otherwise; train.objective: sft learns answers; {others}",
     )
 
 
@@ -185,6 +198,8 @@ def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answ
         return _pair(row, place)
     if name == "preference":
         return _preference(row, place)
+    if name == "labelled":
+        return replace(_pair(row, place), wanted=_label(row["label"], place))
     if name == "sharegpt":
         messages = sharegpt_messages(row["conversations"], place, system=row.get("system"))
     else:
@@ -240,6 +255,13 @@ def _preference(row: Mapping[str, Any], place: str) -> Example:
         raise RowError(f"{place}: no key 'prompt': chosen and rejected as text need it; write what both answer as prompt")
     sides = {key: {"prompt": prompt, key: value, "tools": row.get("tools")} for key, value in zip(_PREFERENCES, (chosen, rejected))}
     return replace(_pair(sides["chosen"], place, "chosen"), rejected=_pair(sides["rejected"], place, "rejected"))
+
+
+def _label(value: Any, place: str) -> bool:
+    found = _LABELS.get(value.strip().casefold() if isinstance(value, str) else value) if isinstance(value, str | int) else None
+    if found is None:
+        raise RowError(f"{place}: label must be true or false, got {json.dumps(value, default=str)}")
+    return found
 
 
 def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:

@@ -33,8 +33,9 @@ from .facts import (
     template_facts,
     token_facts,
 )
-from .formats import Example
+from .formats import Example, FormatName
 from .hub import note_unread_splits
+from .labels import label_note
 from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
 from .progress import Meter, watched
@@ -48,22 +49,24 @@ _LOOKED_AT = 256  # rows, for samples that differ
 _OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
-def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = False, pictures: Pictures | None = None) -> LoadedData:
+def load_data(
+    data: DataSection, tokenizer: Any, *, seed: int, only: FormatName | None = None, pictures: Pictures | None = None
+) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
     data       the data section
     tokenizer  the model's
     seed       of the held-out share
     pictures   of a vision-language model: its processor reads those of the rows
-    pairs      rows are preference pairs, each of which becomes two rows: they stay together, and a limit counts pairs
+    only       the one format of which the objective learns. A preference pair becomes two rows, which stay together; a limit counts pairs
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
     """
     if data.train is None:
         raise UsageError("data.train is not set: give a file (.jsonl, .csv, .parquet, .txt, ...), a folder, hf:NAME or stdlib")
     answers = data.loss_on == "assistant"
-    sources = [source(spec, needs_answer=answers, pairs=pairs, streaming=data.stream) for spec in source_specs(data, "train")]
-    eval_sources = [source(spec, needs_answer=answers, pairs=pairs) for spec in source_specs(data, "eval")]
+    sources = [source(spec, needs_answer=answers, only=only, streaming=data.stream) for spec in source_specs(data, "train")]
+    eval_sources = [source(spec, needs_answer=answers, only=only) for spec in source_specs(data, "eval")]
     read_once(sources)
     read_once(eval_sources)
     note_unread_splits(sources + eval_sources)
@@ -77,6 +80,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
         evaluation = _tokenised(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
 
+    pairs = only == "preference"
     each = 2 if pairs else 1
     train = _limited(_tokenised(sources, encoder, data), data.limit, sources, each)
     was_held_out = not eval_sources
@@ -112,6 +116,8 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int, pairs: bool = Fal
     for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
         facts[side] |= pair_facts(rows_of_side)
     said = [note for s in sources + eval_sources for note in s.notes] + (pair_notes(facts["train"]) if pairs else [])
+    if only == "labelled":
+        said.append(label_note(train))
     facts["notes"] = said + notes(facts, encoder, tallies)
     shown, of = (evaluation, eval_sources or sources) if len(evaluation) else (train, sources)
     rows: Sequence[Row] = train
@@ -129,7 +135,7 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pi
     """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
     with this template when the model is used."""
     formats = {form for s in sources for form in s.formats}
-    pairs_in_template = bool(formats & {"prompt_completion", "preference"}) and (
+    pairs_in_template = bool(formats & {"prompt_completion", "preference", "labelled"}) and (
         data.chat_template is not None or bool(tokenizer.chat_template)
     )
     wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template
@@ -223,12 +229,12 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
 
     read = 0
     encoded = encoder.rows(handed(), tally)
-    groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally) if one.pairs else ((row,) for row in encoded)
+    groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally) if one.only == "preference" else ((row,) for row in encoded)
     for group in watched(groups, f"tokenising {one.name}", meter):
         while waiting.popleft() is not group[0][0]:
             read += 1
-        for _, row, cut in group:
-            writer.add(row, example=read, cut=cut)
+        for example, row, cut in group:
+            writer.add(row, example=read, cut=cut, wanted=example.wanted)
         read += 1
     read += len(waiting)
     of_source = one.counts() | ({"more": True} if one.more else {})

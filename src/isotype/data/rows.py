@@ -80,7 +80,7 @@ class LoadedData:
     """A `Pictures`, where a row has some."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the training rows before packing, and one of the evaluation rows: of their tokens and of which are learnt."""
+        """A hash of the training rows before packing, and one of the evaluation rows: of tokens, labels, and which are learnt."""
         return {"training": _hash_of(self.documents), "evaluation": _hash_of(self.eval)}
 
     @property
@@ -120,6 +120,8 @@ def _hash_of(rows: Sequence[Row]) -> str:
     summed = hashlib.blake2b(digest_size=16)
     column = getattr(rows, "column", None)
     parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
+    if column is not None and not (wanted := column("wanted")).all():
+        parts.append(wanted)
     for part in parts:
         summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
         summed.update(b",")

@@ -25,7 +25,7 @@ _LOOKED_AT = 64  # rows from whose first sound one the format is taken
 class Source:
     """One entry of data.train or data.eval, found and looked at, not yet read.
 
-    pairs     its rows are preference pairs
+    only      the one format of which the objective learns
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
     splits    a key such as split, and its value -> how many rows have it and the first one's place, counted while reading
@@ -35,7 +35,7 @@ class Source:
 
     spec: SourceSpec
     needs_answer: bool
-    pairs: bool = False
+    only: FormatName | None = None
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Source:
         for record in first:
             try:
                 asked: Any = self.spec.format  # config.sources checked it
-                self.forms.append(detect(record, asked, self.spec.columns, pairs=self.pairs))
+                self.forms.append(detect(record, asked, self.spec.columns, only=self.only))
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
                 continue

@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..wording import counted
 from .bad_rows import BadRow, RowError
 from .folder import BESIDE_DATA, is_saved, note_splits, without_runs
-from .formats import Example, refuse_other_than_pairs
+from .formats import Example, FormatName, refuse_other_than
 from .json_rows import first_line, read_json
 from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
@@ -139,8 +139,8 @@ class FileSource(Source):
             if not alone and file.is_blank:
                 return False
             if file.is_text:
-                if self.pairs:
-                    refuse_other_than_pairs(f"{file.name}: plain text")
+                if self.only:
+                    refuse_other_than(self.only, f"{file.name}: plain text")
                 if self.spec.format not in ("auto", "text"):
                     raise UsageError(
                         f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is plain text: use .jsonl"
@@ -222,8 +222,8 @@ class StdlibSource(Source):
     """`stdlib`: questions and answers from the docstrings of the Python that runs this."""
 
     def __post_init__(self) -> None:
-        if self.pairs:
-            refuse_other_than_pairs("data.train: stdlib holds questions with one answer each")
+        if self.only:
+            refuse_other_than(self.only, "data.train: stdlib holds questions with one answer each")
         if self.spec.format not in ("auto", "messages"):
             raise UsageError(f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto")
         self.forms.append(("messages", "question and answer pairs from the docstrings of the Python that runs this"))
@@ -261,16 +261,16 @@ def refuse_absent(spec: SourceSpec) -> None:
         _files(spec)
 
 
-def source(spec: SourceSpec, *, needs_answer: bool, pairs: bool = False, streaming: bool = False) -> Source:
+def source(spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False) -> Source:
     """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
     if spec.name == STDLIB:
-        return StdlibSource(spec, needs_answer, pairs)
+        return StdlibSource(spec, needs_answer, only)
     if spec.name.startswith(HUB) or is_saved(spec.name):
         from .hub import HubSource
 
-        return HubSource(spec, needs_answer, pairs, streaming=streaming)
+        return HubSource(spec, needs_answer, only, streaming=streaming)
     files, notes = _files(spec)
-    found = FileSource(spec, needs_answer, pairs, files=files)
+    found = FileSource(spec, needs_answer, only, files=files)
     found.notes += notes
     return found
 

@@ -5,6 +5,7 @@ learnt      bool[N]    whether a token is learnt
 ends        int64[R]   where each row ends in them
 example     int64[R]   which of its source's rows it is, from 0; -1 for a window of plain text
 cut         bool[R]    longer than data.max_length
+wanted      bool[R]    the label of an answer; true where rows have none
 supervised  int32[R]   tokens that give a loss
 digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40 million among a million rows)
 prompt      uint64[R]  of the tokens before the first learnt one; 0 where that is the first of all
@@ -28,8 +29,9 @@ from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of
 
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
-    "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "supervised": "int32", "digest": "uint64",
-    "prompt": "uint64", "pictures": "uint8", "pictures_end": "int64",
+    "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "wanted": "bool",
+    "supervised": "int32", "digest": "uint64", "prompt": "uint64", "pictures": "uint8",
+    "pictures_end": "int64",
 }  # fmt: skip
 
 
@@ -38,7 +40,7 @@ class TokenBlock:
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
-        self.example, self.cut, self.supervised = (columns[n] for n in ("example", "cut", "supervised"))
+        self.example, self.cut, self.wanted, self.supervised = (columns[n] for n in ("example", "cut", "wanted", "supervised"))
         self.digest, self.prompt = columns["digest"], columns["prompt"]
         self.pictures, self.pictures_end = columns["pictures"], columns["pictures_end"]
         self.facts = facts
@@ -84,13 +86,14 @@ class TokenWriter:
         self.files: Mapping[str, IO[bytes]] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
         self.end = self.rows = self.pictures_end = 0
 
-    def add(self, row: Row, *, example: int, cut: bool) -> None:
+    def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
         ids = np.asarray(row.input_ids, np.int32)
         learnt = np.asarray(row.labels, np.int64) != IGNORED
         self.end += len(ids)
         self.rows += 1
         values: dict[str, Any] = {
-            "ends": np.int64(self.end), "example": np.int64(example), "cut": np.bool_(cut), "supervised": np.int32(learnt[1:].sum()),
+            "ends": np.int64(self.end), "example": np.int64(example), "cut": np.bool_(cut), "wanted": np.bool_(wanted),
+            "supervised": np.int32(learnt[1:].sum()),
         }  # fmt: skip
         self.files["ids"].write(ids.tobytes())
         self.files["learnt"].write(learnt.tobytes())
@@ -151,7 +154,7 @@ class TokenRows(Sequence[Row]):
         return block, row - self._starts[block]
 
     def column(self, name: str) -> np.ndarray:
-        """One value a row: `lengths`, `supervised`, `cut`, `digest`, `prompt`, `example`."""
+        """One value a row: `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt`, `example`."""
         return np.concatenate([np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)])[self.chosen]
 
     @cached_property

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -74,6 +74,8 @@ def load_run(folder: Path) -> LoadedRun:
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
     config = loaded.config
+    if config.train.objective == "reward":
+        refuse_scores(folder)
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
     precision = resolve_precision(config, loaded.sources, hardware).precision
@@ -134,10 +136,20 @@ def _load_newest(store: CheckpointStore, folder: Path) -> Checkpoint:
     return store.load(_newest(store, folder))
 
 
+def refuse_scores(folder: Path) -> NoReturn:
+    """Raises UsageError for a reward model."""
+    raise UsageError(
+        f"{folder}: a reward model gives scores, and answers nothing",
+        fix="transformers.AutoModelForSequenceClassification loads it with num_labels=1; the run's report has the lines",
+    )
+
+
 def load_adapter(folder: Path) -> LoadedRun:
     """Loads an adapter on the base that its file names, under the precision file next to it, else in the dtype of the base's file."""
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     name = settings.get("base_model_name_or_path")
+    if settings.get("task_type") == "SEQ_CLS":
+        refuse_scores(folder)
     if not name:
         raise UsageError(f"{folder / 'adapter_config.json'}: base_model_name_or_path is missing: which model is this an adapter of?")
     config = RunConfig(model=ModelSection(name=name, revision=settings.get("revision")))

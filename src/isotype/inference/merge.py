@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from ..config.kind import FORMATS
 from ..config.schema import DataSection
 from ..data.load import load_data
 from ..data.pictures import Pictures
@@ -244,7 +245,7 @@ def _rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     if data.train is None:
         return _any_rows(run), None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
-    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, pairs=run.config.train.objective != "sft",
+    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed, only=FORMATS.get(run.config.train.objective),
                        pictures=pictures_of(run.config.model, section, run.tokenizer))  # fmt: skip
     return list((loaded.eval or loaded.train)[:ROWS]), loaded.pictures
 

@@ -29,6 +29,7 @@ from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from ..wording import counted
+from .architecture import SCORE
 from .tokens import token_modules
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def attach_adapter(
     """
     from peft import LoraConfig, get_peft_model
 
+    if task_type == "CAUSAL_LM" and hasattr(model, SCORE):
+        task_type = "SEQ_CLS"
     torch.manual_seed(seed)
     if section.start_from is not None:
         if new_tokens:
@@ -146,6 +149,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def _linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
     """All but the head, in the parts of the model that get an adapter."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, SCORE, head)
     parts = vision_parts(model)
     of = _adapted_parts(section)
     return (

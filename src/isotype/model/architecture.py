@@ -60,15 +60,29 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
     return UsageError(f"model.attention: {attention}: {who} does not have it in transformers", fix="model.attention: auto")
 
 
-def auto_class(architecture: Any, *, of_text: bool = False) -> Any:
+SCORE = "score"  # the head of transformers' sequence classifiers
+
+
+def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False) -> Any:
     """transformers' class that loads this configuration as the class that it was released as.
 
     A vision-language model is loaded as one for text too: an adapter then has the names that servers of the released model expect.
 
     of_text  the family's class for text alone, where it has one
+    scored   the family's sequence classifier; of one label
+    Raises   UsageError for a family without one
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+    if scored:
+        family = getattr(architecture, "model_type", None) or "this model"
+        if is_vision_language(architecture) or family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            raise UsageError(
+                f"train.objective: reward: transformers has no sequence classifier of text for {family}", fix="Llama, Qwen, Gemma, ..."
+            )
+        architecture.num_labels = 1
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if is_vision_language(architecture) and not of_text else AutoModelForCausalLM
 
 

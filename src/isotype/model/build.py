@@ -43,6 +43,8 @@ def build_model(
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
     mapped = part is not None and every_weight
     notes = base_notes(source, precision)
+    if source.scored:
+        torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
         source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
         embedding=config.model.embedding, in_full=trained_in_full(config.adapter),

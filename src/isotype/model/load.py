@@ -36,7 +36,7 @@ from ..precision.quantised_base import check_base, of_config, of_settings
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..wording import counted
 from .adapter import kept_whole, layers_to_quantise
-from .architecture import AUTO, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
+from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
 from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
@@ -54,12 +54,14 @@ class Source:
     """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
 
     of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    scored   as a sequence classifier of one label, whose head is drawn where the files have none
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
     of_text: bool = False
+    scored: bool = False
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -71,7 +73,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     revision = section.revision if section.tokenizer is None else None
-    with _explained(name, "tokenizer", revision):
+    with explained(name, "tokenizer", revision):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
         tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
     if section.add_tokens:
@@ -107,7 +109,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
-    with _explained(section.name, "model", section.revision):
+    with explained(section.name, "model", section.revision):
         found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
     refuse_other_objectives(found, section.name)
     return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
@@ -122,7 +124,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
                 f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
                 fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
             )
-        with _explained(source.name, "model", source.revision):
+        with explained(source.name, "model", source.revision):
             model = auto_class(architecture).from_pretrained(
                 source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
             )
@@ -180,7 +182,7 @@ def load_base(
 def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel | None:
     """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
     model than the one that is loaded in `options["dtype"]`."""
-    with _explained(source.name, "model", source.revision, attention):
+    with explained(source.name, "model", source.revision, attention):
         dtype = dtype_of_files(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
@@ -193,14 +195,20 @@ def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes:
 
 def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
-    with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        of_it = auto_class(_architecture(source), of_text=source.of_text)
+    with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
+        of_it = auto_class(_architecture(source), of_text=source.of_text, scored=source.scored)
+        options = options | {"num_labels": 1} if source.scored else options
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
     model: PreTrainedModel
     model, loaded = made
-    absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
+    mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"]}
+    absent = sorted({*loaded["missing_keys"], *mismatched})
+    if source.scored:
+        if not isinstance(getattr(model, SCORE, None), torch.nn.Linear):
+            raise UsageError(f"train.objective: reward: {type(model).__name__} has no linear {SCORE}", fix="Llama, Qwen, Gemma, ...")
+        absent = [name for name in absent if name != f"{SCORE}.weight" or name in mismatched]
     if absent:
         # transformers fills these with random numbers and a warning
         what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
@@ -225,7 +233,7 @@ def base_notes(source: Source, precision: Precision) -> list[str]:
 
 
 def _architecture(source: Source) -> PretrainedConfig:
-    with _explained(source.name, "model", source.revision):
+    with explained(source.name, "model", source.revision):
         found: PretrainedConfig = AutoConfig.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
@@ -257,7 +265,7 @@ def outline_packed(
         return
     assert section.name is not None
     assert found.packing is not None
-    with _explained(section.name, "model", section.revision):
+    with explained(section.name, "model", section.revision):
         wait_for_packed(model, parts_of_files(_files(section.name, section.revision)), found.packing, section.name)
         pack(model, found.packing)
 
@@ -283,11 +291,13 @@ def require_bitsandbytes() -> None:
 
 def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
     """What nf4 leaves as it is; None for transformers' own choice."""
-    with _explained(source.name, "model", source.revision), torch.device("meta"):
+    with explained(source.name, "model", source.revision), torch.device("meta"):
         architecture = _architecture(source)
         if not in_full and not is_vision_language(architecture):
             return None
-        return kept_whole(auto_class(architecture).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full)
+        return kept_whole(
+            auto_class(architecture, scored=source.scored).from_config(architecture, trust_remote_code=source.trust_remote_code), in_full
+        )
 
 
 def _nf4(precision: Precision, kept: list[str] | None) -> Any:
@@ -323,7 +333,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     if given is None:
         if section.name is None:
             raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
-        with _explained(section.name, "model", section.revision):
+        with explained(section.name, "model", section.revision):
             found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
         refuse_other_objectives(found, section.name)
         architecture: PretrainedConfig = found
@@ -364,7 +374,7 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
+def explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         _reach(name, revision)

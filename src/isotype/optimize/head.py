@@ -187,7 +187,7 @@ class Targets:
     each: bool = False
     dtype: str = "fp32"
 
-    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def of_hidden(self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Without logits, by an op, in fp32."""
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
@@ -235,7 +235,7 @@ def takes_targets(model: nn.Module) -> bool:
 class AfterHead:
     """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap), or scale * z."""
 
-    scale: float | None
+    scale: float
     softcap: float | None
 
 
@@ -323,9 +323,12 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
     try:
         with torch.no_grad():
-            logits = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+            output = type(model).forward(twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
     except Exception as error:
         return f"its forward does not run on a probe ({type(error).__name__})"
+    if not isinstance(output, dict):
+        return f"its forward gives a {type(output).__name__}, not one of transformers' outputs"
+    logits = output.get("logits")
     if not isinstance(logits, DeferredLogits) or len(stub.made) != 1 or logits.computed is not None:
         return "its forward does more to the logits than a scale and a softcap"
     if logits.recipe.hidden.shape != hidden.shape:

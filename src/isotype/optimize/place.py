@@ -58,6 +58,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     if not isinstance(model, nn.Module):
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     precision = declared(precision)
+    vars(model).pop(attention.NEEDS, None)
     word = getattr(precision, "compute", precision)
     # probes draw numbers, and a module's own dropout may; they have values, also while a model is outlined under torch.device("meta")
     with generation.random_state_kept(), torch.device("cpu"):
@@ -162,6 +163,7 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     vars(model).pop(PLACED, None)
+    vars(model).pop(attention.NEEDS, None)
     undone = unfuse_lora(model)
     uncompile_layers(model.modules())
     for module in model.modules():

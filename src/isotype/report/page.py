@@ -319,23 +319,25 @@ def use(record: RunRecord) -> dict[str, Any]:
     folder = shlex.quote(str(run))
     if record.plan.get("task") == "diffusion":
         return _of_diffusion(record, adapter, model, dtype)
+    scored = record.setting("train", "objective") == "reward"
+    kind, labels = ("AutoModelForSequenceClassification", ", num_labels=1") if scored else ("AutoModelForCausalLM", "")
     if adapter.is_dir():
         base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
         base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
         code = (
-            "import torch\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}, dtype={dtype})\n"
+            "import torch\nfrom peft import PeftModel\nfrom transformers import "
+            f"{kind}, AutoTokenizer\n\nbase = {kind}.from_pretrained({_quoted(base)}{labels}, dtype={dtype})\n"
             f"model = PeftModel.from_pretrained(base, {_quoted(adapter)})\n"
             f"tokenizer = AutoTokenizer.from_pretrained({_quoted(adapter)})\n"
         )
-        commands = [f"isotype merge {folder}"]
+        commands = [] if scored else [f"isotype merge {folder}"]
     elif model.is_dir():
         code = (
-            "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f"model = AutoModelForCausalLM.from_pretrained({_quoted(model)}, dtype={dtype})\n"
+            f"import torch\nfrom transformers import {kind}, AutoTokenizer\n\n"
+            f"model = {kind}.from_pretrained({_quoted(model)}, dtype={dtype})\n"
             f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})\n"
         )
-    if code or (run / "checkpoints").is_dir():
+    if not scored and (code or (run / "checkpoints").is_dir()):
         asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
         commands = [*asked, *commands]
     if record.status not in ("done", "running"):

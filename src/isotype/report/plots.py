@@ -181,8 +181,15 @@ def _preferences(record: RunRecord) -> list[Plot]:
     """Of a run that learns from pairs: how far the chosen answer is ahead, and in how many pairs it is."""
     found = []
     for key, title, note, written in (
-        ("rewards/margins", "Margin", "The chosen answer's reward above the rejected one's, the mean over pairs.", plain),
-        ("rewards/accuracies", "Accuracy of pairs", "Pairs in which the chosen answer has the larger reward.", percent),
+        ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
+        ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
+        ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
+        (
+            "rewards/accuracies",
+            "Accuracy",
+            "Pairs with the larger reward on the chosen side; of kto, answers on their side of its reference point.",
+            percent,
+        ),
     ):
         points, evaluations = record.curve(key), record.curve(f"eval_{key}")
         many = len(points) > MANY

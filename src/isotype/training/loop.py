@@ -150,6 +150,7 @@ class Loop:
         self.model.train()
         together = self.stepper.sharding is not None
         batches = [batch.to(self.device) for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)]
+        batches = list(self.task.before_step(self.model, batches, self.world, dtype=self.resolved.precision.loss))
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
@@ -173,7 +174,7 @@ class Loop:
         row = {
             "step": step,
             "loss": result.loss,
-            **dict(zip(words.measures, result.measures)),
+            **words.named(dict(zip(words.measures, result.measures))),
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,

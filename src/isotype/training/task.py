@@ -46,8 +46,10 @@ class Words:
     """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
     measures: tuple[str, ...] = ()
     """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives their sums."""
+    named: Callable[[dict[str, float]], Mapping[str, float]] = dict
+    """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
     live: tuple[str, ...] = ()
-    """Those of the measures that the live line shows."""
+    """Those of these numbers that the live line shows."""
 
 
 class LossSum(Protocol):
@@ -134,7 +136,8 @@ class Evaluation:
         def mean(value: Callable[[Evaluation], float]) -> float:
             return sum(value(one) * one.weight for one in sets.values()) / max(1, weight)
 
-        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in next(iter(sets.values())).measures}  # type: ignore[misc]  # mypy does not infer a lambda with a default
+        common = [name for name in next(iter(sets.values())).measures if all(name in one.measures for one in sets.values())]
+        measures = {name: mean(lambda one, name=name: one.measures[name]) for name in common}  # type: ignore[misc]  # mypy does not infer a lambda with a default
         return cls(mean(lambda one: one.loss), weight, {name: one.loss for name, one in sets.items()}, measures)
 
 
@@ -180,6 +183,8 @@ class StepOutline:
     loss_sum: LossSum
     evaluation: Callable[[nn.Module, torch.device], None] | None = None
     sampling: Callable[[nn.Module, torch.device], None] | None = None
+    beside: int = 0
+    """Bytes of other frozen models that the run holds."""
 
 
 class Task(Protocol):
@@ -261,6 +266,9 @@ class Task(Protocol):
         """The rows, in parts that `collate` can make one batch of."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
+
+    def before_step(self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str) -> Iterable[Batch]:
+        """Gives the batches of a whole step what they share, without gradient. Every process calls it with its own."""
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with `words.measures`, float[1 + measures]: their sums

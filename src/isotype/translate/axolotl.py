@@ -11,6 +11,7 @@ from .transforms import (
     GPUS,
     IRRELEVANT,
     OWN_OPS,
+    REFERENCE,
     Handler,
     changed,
     each,
@@ -25,8 +26,10 @@ from .transforms import (
     to_count,
     to_either,
     to_number,
+    to_preference,
     to_truth,
     when_on,
+    without_what_preferences_refuse,
 )
 
 _FORMATS = {
@@ -39,20 +42,51 @@ _FORMATS = {
 }
 
 
+# axolotl's `rl`, which is Isotype's `train.objective`
+_RL = ("dpo", "ipo", "orpo", "simpo", "kto")
+
+
+def _objective(draft: Draft) -> str | None:
+    """Of the whole file, since settings may stand before it."""
+    if draft.keys.get("reward_model"):
+        return "reward"
+    rl = draft.keys.get("rl")
+    return "ipo" if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"] else str(rl) if rl in _RL else None
+
+
+def _of(name: str, *objectives: str) -> Handler:
+    """A setting of `preference`, wherever in the file `rl` stands."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if (objective := _objective(draft)) is not None:
+            draft.settings["train.objective"] = objective
+        to_preference(name, *objectives)(draft, given)
+
+    return handler
+
+
+def _rl(draft: Draft, given: Given) -> None:
+    if (objective := _objective(draft)) is None:
+        draft.no_effect(given, "training is on given answers")
+    else:
+        draft.set(given, "train.objective", objective, REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+
+
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    if (rl := source.has("rl")) and rl.value not in (None, "", False):
-        return f"line {rl.line}: rl: {rl.value} is not offered: Isotype trains on given answers (SFT) and on text"
+    if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL):
+        return f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL)}, reward or distil"
     for key, what in (
-        ("reward_model", "reward models are"),
         ("process_reward_model", "reward models are"),
         ("num_labels", "classification is"),
         ("processor_type", "a model with pictures is"),
         ("qat", "quantisation-aware training is"),
         ("diffusion", "diffusion language models are"),
     ):
-        if (given := source.has(key)) and given.value:
+        if (given := source.has(key)) and given.value and not (key == "num_labels" and source.get("reward_model")):
             return f"line {given.line}: {key}: {what} not offered"
+    if (given := source.has("dpo_loss_type")) and given.value not in (None, ["sigmoid"], ["ipo"]):
+        return f"line {given.line}: dpo_loss_type: {given.value}: train.objective: dpo and ipo have one loss each"
     adapter = source.get("adapter")
     if adapter not in (None, "", "lora", "qlora"):
         return f"adapter: {adapter} is not offered: lora and qlora are"
@@ -70,6 +104,9 @@ def _datasets(target: str) -> Handler:
         for one in given.value if isinstance(given.value, list) else []:
             if isinstance(one, dict):
                 entry, note = _dataset(one)
+                if _objective(draft) is not None:  # pairs and labels are read in one format
+                    entry = {key: value for key, value in entry.items() if key not in ("format", "columns")}
+                    note.append("rows have prompt, chosen and rejected (kto: prompt, completion, label); other names: data.columns")
                 entries.append(entry)
                 notes += note
         if not entries:
@@ -190,6 +227,23 @@ KEYS: dict[str, Handler] = {
         "special_tokens tokens",
     ),
     "resize_token_embeddings_to_32x": no_effect("embeddings keep their size"),
+    # preferences
+    **each(_rl, "rl reward_model"),
+    "rl_beta": _of("beta", "dpo", "ipo", "simpo", "kto"),
+    "orpo_alpha": _of("beta", "orpo"),
+    "simpo_gamma": _of("simpo_gamma", "simpo"),
+    "cpo_alpha": _of("nll", "simpo"),
+    "rpo_alpha": _of("nll", "dpo", "ipo"),
+    "dpo_label_smoothing": _of("label_smoothing", "dpo"),
+    "kto_desirable_weight": _of("desirable_weight", "kto"),
+    "kto_undesirable_weight": _of("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
+    "dpo_loss_type": no_effect("part of train.objective"),
+    **each(no_effect(REFERENCE), "precompute_ref_log_probs rl_adapter_ref_model"),
+    **each(no_effect(OWN_OPS), "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free"),
+    **each(not_offered("a pair's weight is 1"), "dpo_use_weighting dpo_norm_loss dpo_loss_weights"),
+    "dpo_generate_during_eval": no_effect("samples come by run.sample_every"),
+    "num_labels": no_effect("a reward model has one"),
     # adapter
     "adapter": _adapter,
     "lora_target_modules": _lora_targets,
@@ -282,4 +336,7 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default("train.accumulate", 1)
     draft.default("data.max_length", 512)
     draft.default("train.schedule", "cosine")
+    if draft.settings.get("train.objective") == "simpo":
+        draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
     hold_out_nothing(draft)
+    without_what_preferences_refuse(draft)

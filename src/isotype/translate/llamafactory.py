@@ -14,6 +14,7 @@ from .transforms import (
     GPUS,
     ONLY_ADAMW,
     OWN_OPS,
+    REFERENCE,
     Handler,
     attention,
     changed,
@@ -27,18 +28,54 @@ from .transforms import (
     to,
     to_count,
     to_either,
+    to_preference,
     to_truth,
     truth,
+    without_what_preferences_refuse,
 )
 
 _FORMATTING = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
 
+_PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}  # of stage: dpo
+
+
+def _objective(draft: Draft) -> str | None:
+    """Of the whole file, since settings may stand before it."""
+    stage = draft.keys.get("stage")
+    if stage == "dpo":
+        return _PREF_LOSSES[str(draft.keys.get("pref_loss") or "sigmoid")]
+    return {"kto": "kto", "rm": "reward"}.get(str(stage))
+
+
+def _of(name: str, *objectives: str) -> Handler:
+    """A setting of `preference`, wherever in the file `stage` stands."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if (objective := _objective(draft)) is not None:
+            draft.settings["train.objective"] = objective
+        to_preference(name, *objectives)(draft, given)
+
+    return handler
+
+
+def _ftx(draft: Draft, given: Given) -> None:
+    """A weight of the chosen answer's likelihood, beside the one that ORPO has."""
+    if _objective(draft) == "orpo":
+        draft.set(given, "preference.nll", 1.0 + float(given.value), "beside the 1 that orpo has")
+    elif _objective(draft) == "kto":
+        not_offered("kto has no likelihood part")(draft, given)
+    else:
+        _of("nll", "dpo", "ipo", "simpo")(draft, given)
+
+
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    stage = source.get("stage")
-    if stage not in (None, "sft", "pt"):
-        return f"stage: {stage} is not offered: Isotype trains on given answers (sft) and on text (pt)"
+    stage, loss = source.get("stage"), source.get("pref_loss") or "sigmoid"
+    if stage not in (None, "sft", "pt", "dpo", "kto", "rm"):
+        return f"stage: {stage} is not offered: sft, pt, dpo, kto and rm are"
+    if stage == "dpo" and loss not in _PREF_LOSSES:
+        return f"pref_loss: {loss} is not offered: {', '.join(_PREF_LOSSES)} are"
     kind = source.get("finetuning_type")
     if kind not in (None, "lora", "full"):
         return f"finetuning_type: {kind} is not offered: lora and full are"
@@ -57,7 +94,9 @@ def refusal(source: Source) -> str | None:
 
 
 def _stage(draft: Draft, given: Given) -> None:
-    if given.value == "pt":
+    if (objective := _objective(draft)) is not None:
+        draft.set(given, "train.objective", objective, REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+    elif given.value == "pt":
         draft.set(given, "data.format", "text", "plain text, learnt whole")
     else:
         draft.no_effect(given, "training is on given answers")
@@ -74,6 +113,8 @@ def _datasets(target: str) -> Handler:
                 unknown.append(name)
             entries.append(_entry(draft, name, described or {}))
         note = "named in dataset_info.json"
+        if _objective(draft) is not None:
+            note += "; rows have prompt, chosen and rejected (kto: prompt, completion, label); other names: data.columns"
         if unknown:
             note = f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's path there"
         draft.set(given, target, entries, note)
@@ -99,7 +140,11 @@ def _entry(draft: Draft, name: str, described: dict[str, Any]) -> dict[str, Any]
     hub = described.get("hf_hub_url")
     entry: dict[str, Any] = {"name": f"hf:{hub}" if hub else f"{folder}/{described.get('file_name', name + '.json')}"}
     formatting = _FORMATTING.get(str(described.get("formatting", "alpaca")))
-    if described and formatting:
+    if _objective(draft) is not None:  # pairs and labels are read in one format, whose prompt Alpaca's files call instruction
+        columns = described.get("columns") or {}
+        if described and formatting == "alpaca" and (prompt := columns.get("prompt", "instruction")) != "prompt":
+            entry["columns"] = {"prompt": str(prompt)}
+    elif described and formatting:
         entry["format"] = formatting
     if described.get("split") not in (None, "train"):
         entry["split"] = str(described["split"])
@@ -136,6 +181,17 @@ KEYS: dict[str, Handler] = {
     "adapter_name_or_path": to("adapter.start_from"),
     "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
     **each(not_offered("PiSSA is not offered"), "pissa_init pissa_iter pissa_convert"),
+    # preferences
+    "pref_loss": no_effect("part of train.objective"),
+    "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
+    "pref_ftx": _ftx,
+    "simpo_gamma": _of("simpo_gamma", "simpo"),
+    "dpo_label_smoothing": _of("label_smoothing", "dpo"),
+    "kto_chosen_weight": _of("desirable_weight", "kto"),
+    "kto_rejected_weight": _of("undesirable_weight", "kto"),
+    "pref_bco_weight": not_offered("the loss has no classifier of answers"),
+    "ld_alpha": not_offered("every token of an answer counts alike"),
+    **each(not_offered(REFERENCE), "ref_model ref_model_adapters ref_model_quantization_bit"),
     # data
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
@@ -192,3 +248,4 @@ def finish(draft: Draft, source: Source) -> None:
     draft.default("train.warmup", 0)
     draft.default("data.max_length", 2048)
     hold_out_nothing(draft)
+    without_what_preferences_refuse(draft)

@@ -146,6 +146,36 @@ def only(words: str, why: str, use: str) -> Handler:
     return lambda draft, given: draft.no_effect(given, why) if str(given.value) in words.split() else draft.not_offered(given, use)
 
 
+REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
+
+
+def to_preference(name: str, *objectives: str) -> Handler:
+    """A setting of `preference`, for a method that has it."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if given.value is None:
+            draft.no_effect(given, "the default")
+        elif draft.settings.get("train.objective") in objectives:
+            draft.set(given, f"preference.{name}", number(given.value))
+        else:
+            draft.no_effect(given, f"of {', '.join(objectives)}")
+
+    return handler
+
+
+def without_what_preferences_refuse(draft: Draft) -> None:
+    """Leaves out settings that other tools ignore or switch off for these methods."""
+    objective = draft.settings.get("train.objective")
+    left_out = {
+        "data.packing": (objective is not None, "each answer is judged as a whole"),
+        "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
+        "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
+    }
+    for key, (refused, why) in left_out.items():
+        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
+            draft.notes.append(f"{key} is left out: {why}")
+
+
 optimizer = to_word("train.optimizer", _OPTIMIZERS, ONLY_ADAMW)
 
 

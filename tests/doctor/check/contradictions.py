@@ -84,6 +84,13 @@ AUTO = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 BF16_MODEL = {"model.json": j(model_name_or_path="m", dtype="bfloat16")}
 LORA = {"adapter_config.json": j(peft_type="LORA", r=16, lora_alpha=32, target_modules=["q_proj"])}
 CHECKPOINT = {"config.json": j(architectures=["LlamaForCausalLM"], hidden_size=64, model_type="llama", torch_dtype="bfloat16")}
+
+
+def published(**quantisation: Any) -> dict[str, str]:
+    sizes = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 448, "model_type": "llama", "torch_dtype": "bfloat16"}
+    return {"config.json": j(**sizes, quantization_config=quantisation)}
+
+
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 
 
@@ -172,6 +179,9 @@ CASES: dict[str, Case] = {
     "a dict filled later": Case("CF001", {"t.py": "c = dict(output_dir='o')\nc['fp16'] = True\nc['bf16'] = True\na = TrainingArguments(**c)\n"}, {"t.py": "c = dict(output_dir='o', bf16=True)\nif old:\n    c['fp16'] = True\na = TrainingArguments(**c)\n"}),
     "second command of a line": Case("CF009", {"run.sh": "cd x && accelerate launch --mixed_precision fp16 t.py --bf16 --output_dir o\n"}, {"run.sh": "cd x && accelerate launch --mixed_precision bf16 t.py --bf16 --output_dir o\n"}),
     "nested section": Case("CF001", y("c.yaml", data={"name": "x"}, training_args={"output_dir": "o", "fp16": True, "bf16": True}), y("c.yaml", data={"name": "x"}, training_args={"output_dir": "o", "bf16": True})),
+    "rounded activations": Case("CF064", {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="float-quantized", config_groups={"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": True}}})}, {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="dense", config_groups={"group_0": {"weights": {"num_bits": 8}, "input_activations": None}})}),
+    "blocks that do not divide": Case("CF065", {**hf(bf16=True), **LORA, **published(quant_method="fp8", weight_block_size=[128, 128])}, {**hf(bf16=True), **LORA, **published(quant_method="fp8", weight_block_size=[64, 64])}, "cpu"),
+    "widened for good": Case("CF066", {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": {"weights": {"num_bits": 4}}})}, {**hf(bf16=True), **LORA, **published(quant_method="gptq", bits=4)}, note=True),
     "a checkpoint's compute dtype": Case("CF010", {**hf(bf16=True), **LORA, "config.json": j(architectures=["A"], hidden_size=8, model_type="llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"})}, {**hf(bf16=True), **LORA, "config.json": j(architectures=["A"], hidden_size=8, model_type="llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"})}),
     "Lightning 16-true": Case("CF017", y("c.yaml", trainer={"accelerator": "gpu", "precision": "16-true", "max_epochs": 1}), y("c.yaml", trainer={"accelerator": "gpu", "precision": "16-mixed", "max_epochs": 1})),
     "torchtitan float16": Case("CF097", {"t.toml": '[job]\ndump_folder = "o"\n[training]\nsteps = 1\nmixed_precision_param = "float16"\n'}, {"t.toml": '[job]\ndump_folder = "o"\n[training]\nsteps = 1\nmixed_precision_param = "bfloat16"\n'}),

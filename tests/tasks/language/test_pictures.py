@@ -167,7 +167,7 @@ def save(tmp_path, name, image, **options):
     [
         (turns([{"type": "image", "path": "none.png"}]), "picture 1: none.png: no such picture"),
         (turns([{"type": "image", "path": "cut.png"}]), "picture 1: not a whole picture"),
-        (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a whole picture"),
+        (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a picture"),
         (turns([{"type": "image", "path": "large.png"}]), "100 megapixels"),
         (turns([{"type": "image", "path": "thin.png"}]), "the processor refuses it"),
         (turns([{"type": "image", "url": "https://example.org/a.png"}]), "not fetched from the network"),

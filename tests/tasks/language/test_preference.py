@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -19,7 +20,10 @@ from safetensors.torch import load_file, save_file
 from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
+from isotype.data.labels import drawn_partners, with_answer_of
+from isotype.data.rows import Row
 from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
 from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
@@ -77,7 +81,7 @@ def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "48 training pairs, 12 evaluation pairs" in said
     assert "24 steps of 4 x 1 pairs" in said
-    assert {"Margin", "Accuracy of pairs"} <= {plot.title for plot in plots(read_run(tmp_path / "run"))}
+    assert {"Margin", "Accuracy"} <= {plot.title for plot in plots(read_run(tmp_path / "run"))}
     base = AutoModelForCausalLM.from_pretrained(loaded.config.model.name)
     PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
 
@@ -184,7 +188,7 @@ def test_settings_of_another_objective_are_refused():
     with pytest.raises(UsageError, match=r"preference\.beta: expected"):
         load(None, ["preference.beta=0"], {})
     with pytest.raises(UsageError, match=r"train\.objective: expected one of sft dpo"):
-        load(None, ["train.objective=kto"], {})
+        load(None, ["train.objective=ppo"], {})
 
 
 def test_the_reference_of_another_model_is_refused(paired, tmp_path):
@@ -234,32 +238,129 @@ def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
     assert [row["step"] for row in metrics(Path("runs/pairs"))] == [1, 2]
 
 
+def labelled(pairs: list[dict]) -> list[dict]:
+    return [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"} for pair in pairs for side in ("chosen", "rejected")
+    ]
+
+
+def test_kto_learns_the_taste_from_labels(paired, tmp_path, capsys):
+    steps = {"steps": 24, "batch_size": 8, "eval_every": 24, "learning_rate": 3e-2}
+    assert train(paired("kto", rows=labelled(taste(40)), preference={"beta": 0.5}, train=steps)) == 0
+    rows = metrics(tmp_path / "run")
+    first = next(row for row in rows if row["step"] == 1)
+    assert first["loss"] == 0.5
+    assert first["kl"] == 0.0
+    assert first["answers"] == 8
+    assert rows[-1]["eval_rewards/accuracies"] > 0.9
+    assert rows[-1]["eval_rewards/margins"] == pytest.approx(rows[-1]["eval_rewards/chosen"] - rows[-1]["eval_rewards/rejected"], abs=1e-5)
+    assert "answers are labelled as wanted" in capsys.readouterr().out
+
+
+def test_the_reference_point_of_kto_is_one_number_of_the_whole_step(paired, tmp_path):
+    # mostly wanted answers, so that those to other prompts become likelier too, and the point is above 0
+    rows = [row for i, row in enumerate(labelled(taste(16))) if row["label"] or i % 8 == 1]
+    assert train(paired("kto", rows=rows, folder="one", train={"batch_size": 8, "steps": 4})) == 0
+    assert train(paired("kto", rows=rows, folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 4})) == 0
+    one, eight = (metrics(tmp_path / name) for name in ("one", "eight"))
+    assert max(row["kl"] for row in one if "kl" in row) > 0
+    for mine, other in zip(one, eight, strict=True):
+        for key in {"loss", "kl", "grad_norm", "rewards/margins", "eval_loss", "eval_kl"} & mine.keys():
+            assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+
+
+def test_partners_of_kto_have_other_prompts_and_follow_the_seed():
+    prompts = np.array([7, 7, 7, 7, 3, 9], np.uint64)
+    drawn = drawn_partners(prompts, prompts, 0)
+    assert (prompts[drawn] != prompts).all()
+    assert (drawn == drawn_partners(prompts, prompts, 0)).all()
+    every = np.stack([drawn_partners(prompts, prompts, seed) for seed in range(64)])
+    assert [sorted(set(column)) for column in every.T] == [[4, 5]] * 4 + [[0, 1, 2, 3, 5], [0, 1, 2, 3, 4]]
+    row, other = Row((1, 2, 3, 4), (-100, -100, 3, 4), 2), Row((5, 6, 7), (-100, 6, 7), 1)
+    assert with_answer_of(row, other, 3) == Row((1, 2, 6), (-100, -100, 6), 2)
+
+
+def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    steps = {"steps": 16, "batch_size": 8, "eval_every": 16, "learning_rate": 1e-2}
+    loaded = paired("reward", train=steps, run={"report": True, "samples": []}, precision={"preset": "fp32"})
+    assert train(loaded) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["eval_accuracy"] > 0.9
+    assert rows[-1]["eval_margin"] > 0
+    base = AutoModelForSequenceClassification.from_pretrained(loaded.config.model.name, num_labels=1)
+    model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    model.config.pad_token_id = tokenizer.pad_token_id
+    margins = []
+    for pair in taste(12, seed=1):
+        chats = [
+            [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")
+        ]
+        scores = [
+            model(tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]).logits.item() for chat in chats
+        ]
+        margins.append(scores[0] - scores[1])
+    assert sum(margin > 0 for margin in margins) >= 11
+    assert sum(margins) / 12 == pytest.approx(rows[-1]["eval_margin"], rel=0.2)
+    assert "AutoModelForSequenceClassification" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match="a reward model gives scores"):
+        load_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"run\.samples has no effect"):
+        train(paired("reward", folder="samples", run={"samples": ["a?"]}))
+
+
+LABELLED = {"prompt": "a?", "completion": "b", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "said", "fix"),
+    [
+        ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], "every training answer is labelled true", "rows of the other label"),
+        ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
+        ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], "every training row has the same prompt", "two prompts"),
+        ("kto", [PAIR], "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
+        ("dpo", [LABELLED], "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
+        ("sft", [LABELLED], "the row has a label that is true or false", "train.objective=kto"),
+    ],
+)  # fmt: skip
+def test_labels_that_cannot_be_learnt_are_refused(paired, objective, rows, said, fix):
+    with pytest.raises(UsageError) as refused:
+        train(paired(objective, rows=rows))
+    assert said in refused.value.message
+    assert fix in (refused.value.fix or "")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_two_processes_make_the_run_of_one(paired, tmp_path, kind):
-    sections = {"train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
-    assert train(paired(folder="one", **sections)) == 0
-    paired(folder="two", parallel={"kind": kind}, **sections)
+@pytest.mark.parametrize(("kind", "objective"), [("replicate", "dpo"), ("shard", "dpo"), ("replicate", "kto"), ("shard", "kto")])
+def test_two_processes_make_the_run_of_one(paired, tmp_path, kind, objective):
+    rows = labelled(taste(30)) if objective == "kto" else taste(60)
+    sections = {"rows": rows, "train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
+    assert train(paired(objective, folder="one", **sections)) == 0
+    paired(objective, folder="two", parallel={"kind": kind}, **sections)
     command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
     for mine, other in zip(one, two):
-        for key in {"loss", "pairs", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/accuracies"} & mine.keys():
+        for key in {"loss", "pairs", "kl", "rewards/margins", "logps/chosen", "eval_loss", "eval_rewards/accuracies"} & mine.keys():
             assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
-    assert one[1]["loss"] == two[1]["loss"] == float(torch.tensor(math.log(2.0)))
+    assert one[1]["loss"] == two[1]["loss"] == (0.5 if objective == "kto" else float(torch.tensor(math.log(2.0))))
     references = [load_file(tmp_path / name / "reference.safetensors") for name in ("one", "two")]
     assert all(torch.equal(references[0][side], references[1][side]) for side in ("training", "evaluation"))
 
 
 @pytest.mark.full
-def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
-    """Every weight of an fp32 model, so that both have one reference and one start."""
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
+def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypatch, objective):
+    """Every weight of an fp32 model, so that both have one reference and one start; kto has TRL's partners, the row before in a batch."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     base = tmp_path / "base"
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
@@ -267,19 +368,24 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
     tokenizer.save_pretrained(base)
     AutoModelForCausalLM.from_pretrained(workshop.base).save_pretrained(base)
     pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
+    if objective == "kto":
+        pairs = [row for i, row in enumerate(labelled(pairs)) if row["label"] or i % 4 == 1][:12]
+        monkeypatch.setattr("isotype.data.labels.drawn_partners", lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]))
     alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
     loaded = paired(
-        rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
+        objective, rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},
         train={"steps": 3, "batch_size": 4, **alike},
     )  # fmt: skip
     assert train(loaded) == 0
-    args = DPOConfig(
+    config, trainer = (KTOConfig, KTOTrainer) if objective == "kto" else (DPOConfig, DPOTrainer)
+    own = {"dpo": {}, "ipo": {"loss_type": "ipo"}, "kto": {"train_sampling_strategy": "sequential"}}[objective]
+    args = config(
         output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="constant",
         warmup_steps=0, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", max_grad_norm=1.0,
-        gradient_checkpointing=False, max_length=64,
+        gradient_checkpointing=False, max_length=64, **own,
     )  # fmt: skip
 
-    class InOrder(DPOTrainer):
+    class InOrder(trainer):
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -289,5 +395,5 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path):
     logged = [row for row in theirs.state.log_history if "loss" in row]
     ours = [row for row in metrics(tmp_path / "run") if "loss" in row]
     for mine, other in zip(ours, logged, strict=True):
-        for key in ("loss", "rewards/margins", "logps/chosen"):
-            assert mine[key] == pytest.approx(float(other[key]), abs=1e-4 if key == "logps/chosen" else 1e-5), (key, mine["step"])
+        for key in {"loss", "kl", "rewards/margins", "logps/chosen"} & mine.keys():
+            assert mine[key] == pytest.approx(float(other[key]), rel=1e-5, abs=1e-4 if "logps" in key else 1e-5), (key, mine["step"])

@@ -1,6 +1,7 @@
 // Cross-entropy and per-token values of rows that stay in a core's cache: a row is read once for its maximum, once for exp and its sums, once
 // for the gradient.
 // fp32 inside whatever the logits' dtype; block sums are added in double, so that the error does not grow with the vocabulary.
+#include <algorithm>
 #include <vector>
 
 #include "lanes.h"
@@ -39,9 +40,77 @@ struct Row {
 
 constexpr int64_t BLOCK = 8192;
 
+// What bf16 logits were made of: x[rows size] W[classes size]^T + bias[classes] (or null), each row's elements adjacent. Null x: unknown.
+struct Source {
+  const void* x;
+  int64_t x_stride;
+  const void* weight;
+  int64_t weight_stride, size;
+  const void* bias;
+};
+
+// A bf16 product loses its fp32 sum where the logit is largest, and there the softmax weighs most: the target's and the LARGEST logits of
+// a row are made again in fp32. Of 9 logits of 32,000 that is 0.03% of the product.
+constexpr int LARGEST = 8, MADE_AGAIN = LARGEST + 1;
+
+// after the rule: what a logit was, and what it is in fp32; at -1: fewer classes than MADE_AGAIN, or none was made again
+struct Exact {
+  int count = 0;
+  int64_t at[MADE_AGAIN];
+  float was[MADE_AGAIN], is[MADE_AGAIN];
+
+  int of(int64_t column) const {
+    for (int k = 0; k < count; ++k)
+      if (at[k] == column) return k;
+    return -1;
+  }
+};
+
+template <bool CAPPED, class T>
+Exact made_again(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Source& source, int64_t r) {
+  constexpr int UNROLLED = 4;
+  Exact exact;
+  if (!source.x) return exact;
+  float least = -INFINITY;
+  const auto offer = [&](f32 z, int64_t i, int64_t here) {
+    for (int64_t k = 0; k < here; ++k) {
+      if (!(z[k] > least)) continue;
+      int into = exact.count;
+      if (into < LARGEST) ++exact.count;
+      else into = std::min_element(exact.was, exact.was + LARGEST) - exact.was;
+      exact.was[into] = z[k], exact.at[into] = i + k;
+      if (exact.count == LARGEST) least = *std::min_element(exact.was, exact.was + LARGEST);
+    }
+  };
+  int64_t i = 0;
+  for (; i + UNROLLED * LANES <= columns; i += UNROLLED * LANES) {
+    f32 z[UNROLLED], top = all(-INFINITY);
+    for (int k = 0; k < UNROLLED; ++k) {
+      z[k] = rule_logits<CAPPED>(load(logits + i + k * LANES), rule);
+      top = z[k] > top ? z[k] : top;
+    }
+    if (max(top) > least)
+      for (int k = 0; k < UNROLLED; ++k) offer(z[k], i + k * LANES, LANES);
+  }
+  for (; i < columns; i += LANES) offer(rule_logits<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
+  if (exact.of(target) < 0) {
+    exact.was[exact.count] = rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0];
+    exact.at[exact.count++] = target;
+  }
+  const T* x = (const T*)source.x + r * source.x_stride;
+  for (int k = 0; k < exact.count; ++k) {
+    const T* w = (const T*)source.weight + exact.at[k] * source.weight_stride;
+    f32 total = {};
+    each_vector(source.size, [&](int64_t j, auto left) { total += load(x + j, left, 0.0f) * load(w + j, left, 0.0f); });
+    const float z = sum(total) + (source.bias ? load_one((const T*)source.bias + exact.at[k]) : 0.0f);
+    exact.is[k] = rule_logits<CAPPED>(all(z), rule)[0];
+  }
+  return exact;
+}
+
 // The row's loss and logsumexp; exp(z - top) of every element into `kept` where it is wanted.
 template <bool CAPPED, class T>
-Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule, float* kept) {
+Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Exact& exact, float* kept) {
   constexpr int UNROLLED = 4;
   f32 top[UNROLLED];
   for (auto& m : top) m = all(-INFINITY);
@@ -86,9 +155,15 @@ Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule,
     }
     sum_of_exp += sum(total);
   }
+  for (int k = 0; k < exact.count; ++k) {
+    const float e = std::exp(exact.is[k] - shift);
+    sum_of_exp += (double)e - std::exp(exact.was[k] - shift);
+    if (kept) kept[exact.at[k]] = e;
+  }
   row.total = (float)sum_of_exp;
   row.lse = (float)std::log(sum_of_exp) + row.top;
-  const float picked = rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0];
+  const int k = exact.of(target);
+  const float picked = k < 0 ? rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0] : exact.is[k];
   row.loss = (1 - rule.smoothing) * (row.lse - picked) + rule.z_loss * row.lse * row.lse;
   if (rule.smoothing != 0) row.loss += rule.smoothing * (row.lse - (float)(mean / columns));
   return row;
@@ -100,8 +175,8 @@ void zero(T* out, int64_t columns) {
 }
 
 template <bool CAPPED, class T>
-void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float* lse, Rule rule, T* out, int64_t out_stride, float dloss,
-            int threads) {
+void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float* lse, Rule rule, Source source, T* out, int64_t out_stride,
+            float dloss, int threads) {
 #pragma omp parallel num_threads(team(s.rows * s.columns, threads))
   {
     std::vector<float> kept(out ? s.columns : 0);
@@ -115,7 +190,7 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
         if (out) zero(g, s.columns);
         continue;
       }
-      const Row row = row_loss<CAPPED>(x, s.columns, target, rule, kept.data());
+      const Row row = row_loss<CAPPED>(x, s.columns, target, rule, made_again<CAPPED>(x, s.columns, target, rule, source, r), kept.data());
       loss[r] = row.loss, lse[r] = row.lse;
       if (!out) continue;
       const float factor = dloss * (1 + 2 * rule.z_loss * row.lse) / row.total, uniform = dloss * rule.smoothing / s.columns;
@@ -161,6 +236,9 @@ void gradients(const T* logits, Shape s, const int64_t* targets, const float* ls
 struct RowValues {
   float *log_probs, *lse, *entropy, *log_sum_sq, *mean;
   int64_t* top1;
+  // [rows MADE_AGAIN], for the gradients
+  int64_t* at;
+  float* is;
 };
 
 struct Upstream {
@@ -174,7 +252,7 @@ inline void by_block(int64_t columns, F&& f) {
 }
 
 template <bool CAPPED, class T>
-void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule, int64_t r, const RowValues& values) {
+void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule, const Exact& exact, int64_t r, const RowValues& values) {
   f32 highest = all(-INFINITY);
   double mean = 0;
   by_block(columns, [&](int64_t start, int64_t stop) {
@@ -213,15 +291,35 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
     if (i < stop) add(rule_logits<CAPPED>(load(x + i, stop - i, 0.0f), rule) - shift, stop - i);
     sum_of_exp += sum(total), weighted += sum(products), squared += sum(squares);
   });
+  for (int k = 0; k < exact.count; ++k) {
+    const double was = exact.was[k] - shift, is = exact.is[k] - shift;
+    const double before = std::exp(was), now = std::exp(is);
+    sum_of_exp += now - before;
+    weighted += now * is - (before > 0 ? before * was : 0);
+    squared += now * now - before * before;
+  }
+  if (values.at)
+    for (int k = 0; k < MADE_AGAIN; ++k) {
+      values.at[r * MADE_AGAIN + k] = k < exact.count ? exact.at[k] : -1;
+      values.is[r * MADE_AGAIN + k] = k < exact.count ? exact.is[k] : 0;
+    }
   const double log_total = std::log(sum_of_exp);
   const float lse = (float)log_total + shift;
   values.lse[r] = lse;
-  values.log_probs[r] = rule_logits<CAPPED>(all(load_one(x + target)), rule)[0] - lse;
+  const int here = exact.of(target);
+  values.log_probs[r] = (here < 0 ? rule_logits<CAPPED>(all(load_one(x + target)), rule)[0] : exact.is[here]) - lse;
   if (values.entropy) values.entropy[r] = (float)(log_total - weighted / sum_of_exp);
   if (values.log_sum_sq) values.log_sum_sq[r] = (float)(std::log(squared) - 2 * log_total);
   if (values.mean) values.mean[r] = (float)(mean / columns);
   if (!values.top1) return;
   values.top1[r] = 0;
+  if (exact.count) {
+    int best = 0;
+    for (int k = 1; k < exact.count; ++k)
+      if (exact.is[k] > exact.is[best] || (exact.is[k] == exact.is[best] && exact.at[k] < exact.at[best])) best = k;
+    values.top1[r] = exact.at[best];
+    return;
+  }
   bool found = false;
   for (int64_t i = 0; i < columns && !found; i += LANES) {
     const int64_t left = columns - i < LANES ? columns - i : LANES;
@@ -233,14 +331,17 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
 }
 
 template <bool CAPPED, class T>
-void values(const T* logits, Shape s, const int64_t* targets, Rule rule, RowValues into, int threads) {
+void values(const T* logits, Shape s, const int64_t* targets, Rule rule, Source source, RowValues into, int threads) {
 #pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
-  for (int64_t r = 0; r < s.rows; ++r) values_of_row<CAPPED>(logits + r * s.row_stride, s.columns, targets[r], rule, r, into);
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const T* x = logits + r * s.row_stride;
+    values_of_row<CAPPED>(x, s.columns, targets[r], rule, made_again<CAPPED>(x, s.columns, targets[r], rule, source, r), r, into);
+  }
 }
 
 template <bool CAPPED, class T>
-void value_gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, Upstream up, Rule rule, T* out, int64_t out_stride,
-              int64_t first, int threads) {
+void value_gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, Upstream up, const int64_t* again, const float* is,
+                     Rule rule, T* out, int64_t out_stride, int64_t first, int threads) {
 #pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
     const T* x = logits + r * s.row_stride;
@@ -248,12 +349,13 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
     const float at = up.dlog_probs ? up.dlog_probs[r] : 0.0f;
     const float constant = (up.dlse ? up.dlse[r] : 0.0f) - at;
     const float dentropy = up.dentropy ? up.dentropy[r] : 0.0f, entropy = up.entropy ? up.entropy[r] : 0.0f;
-    const auto gradient = [&](f32 v) {
-      const f32 log_p = rule_logits<CAPPED>(v, rule) - lse[r];
+    const auto of_z = [&](f32 z) {
+      const f32 log_p = z - lse[r];
       f32 factor = all(constant);
       if (dentropy != 0) factor -= dentropy * ((log_p > -1e30f ? log_p : all(-1e30f)) + entropy);
       return exp(log_p) * factor;
     };
+    const auto gradient = [&](f32 v) { return of_z(rule_logits<CAPPED>(v, rule)); };
     const int64_t target = targets[r] - first;
     const bool here = up.dlog_probs && target >= 0 && target < s.columns;
     float at_target = 0;
@@ -262,11 +364,20 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
       const f32 v = all(load_one(x + target));
       at_target = ((gradient(v) + at) * slope<CAPPED>(v, rule))[0];
     }
+    float made[MADE_AGAIN];
+    for (int k = 0; again && k < MADE_AGAIN; ++k) {
+      const int64_t column = again[r * MADE_AGAIN + k] - first;
+      if (column < 0 || column >= s.columns) continue;
+      const f32 v = all(load_one(x + column));
+      made[k] = ((of_z(all(is[r * MADE_AGAIN + k])) + (here && column == target ? at : 0.0f)) * slope<CAPPED>(v, rule))[0];
+    }
     each_vector(s.columns, [&](int64_t i, auto left) {
       const f32 v = load(x + i, left, 0.0f);
       store(g + i, gradient(v) * slope<CAPPED>(v, rule), left);
     });
     if (here) store(g + target, all(at_target), 1);
+    for (int k = 0; again && k < MADE_AGAIN; ++k)
+      if (const int64_t column = again[r * MADE_AGAIN + k] - first; column >= 0 && column < s.columns) store(g + column, all(made[k]), 1);
   }
 }
 
@@ -275,12 +386,14 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
 // out may be null (no gradient), or the logits themselves
 extern "C" void losses_and_gradients(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride,
                                      const int64_t* targets, float* loss, float* lse, int64_t ignore_index, float smoothing, float scale,
-                                     float softcap, float z_loss, void* out, int64_t out_stride, float dloss, int threads) {
+                                     float softcap, float z_loss, const void* x, int64_t x_stride, const void* weight,
+                                     int64_t weight_stride, int64_t size, const void* bias, void* out, int64_t out_stride, float dloss,
+                                     int threads) {
   const Rule rule{ignore_index, smoothing, scale, softcap, z_loss};
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
-    (softcap != 0 ? losses<true, T> : losses<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, loss, lse, rule, (T*)out,
-                                                        out_stride, dloss, threads);
+    (softcap != 0 ? losses<true, T> : losses<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, loss, lse, rule,
+                                                        {x, x_stride, weight, weight_stride, size, bias}, (T*)out, out_stride, dloss, threads);
   });
 }
 
@@ -299,23 +412,25 @@ extern "C" void gradients_from_lse(int64_t dtype, const void* logits, int64_t ro
 
 extern "C" void row_values(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride, const int64_t* targets,
                              float scale, float softcap, float* log_probs, float* lse, float* entropy, float* log_sum_sq, float* mean,
-                             int64_t* top1, int threads) {
+                           int64_t* top1, const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, int64_t size,
+                           const void* bias, int64_t* at, float* is, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     (softcap != 0 ? values<true, T> : values<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, Rule{0, 0, scale, softcap, 0},
-                                                          {log_probs, lse, entropy, log_sum_sq, mean, top1}, threads);
+                                                        {x, x_stride, weight, weight_stride, size, bias},
+                                                        {log_probs, lse, entropy, log_sum_sq, mean, top1, at, is}, threads);
   });
 }
 
 // the logits' columns are the classes from `first` on; out may be the logits themselves
 extern "C" void row_value_gradients(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride,
                                   const int64_t* targets, const float* lse, const float* dlog_probs, const float* dlse,
-                                  const float* dentropy, const float* entropy, float scale, float softcap, void* out, int64_t out_stride,
-                                  int64_t first, int threads) {
+                                    const float* dentropy, const float* entropy, const int64_t* at, const float* is, float scale,
+                                    float softcap, void* out, int64_t out_stride, int64_t first, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     (softcap != 0 ? value_gradients<true, T> : value_gradients<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, lse,
-                                                            {dlog_probs, dlse, dentropy, entropy}, Rule{0, 0, scale, softcap, 0}, (T*)out, out_stride,
-                                                            first, threads);
+                                                            {dlog_probs, dlse, dentropy, entropy}, at, is,
+                                                                      Rule{0, 0, scale, softcap, 0}, (T*)out, out_stride, first, threads);
   });
 }

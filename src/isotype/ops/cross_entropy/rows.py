@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from .rule import LossRule
 
 KERNELS = CppKernels(
     __file__,
-    losses_and_gradients="dpiiipppiffffpif",
+    losses_and_gradients="dpiiipppiffffpipiippif",
     gradients_from_lse="dpiiipppiffffpiii",
-    row_values="dpiiipffpppppp",
-    row_value_gradients="dpiiippppppffpii",
+    row_values="dpiiipffpppppppipiippp",
+    row_value_gradients="dpiiippppppppffpii",
 )
 
 
@@ -28,7 +28,53 @@ def _rows(logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
 
 
-def _losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None, dloss: float) -> tuple[Tensor, Tensor]:
+MADE_AGAIN = 9  # as cpu.cpp has it
+
+
+class Again(NamedTuple):
+    """at     int64[N 9]  classes of the logits of a row that were made again; -1: none
+    exact  fp32[N 9]   these logits, after scale and softcap
+    """
+
+    at: Tensor
+    exact: Tensor
+
+    @classmethod
+    def room(cls, rows: int, device: torch.device) -> Again:
+        shape = rows, MADE_AGAIN
+        return cls(torch.full(shape, -1, device=device), torch.empty(shape, dtype=torch.float32, device=device))
+
+
+class Source:
+    """What bf16 logits of a CPU product were made of: the C++ kernels make the target's and the largest ones again in fp32.
+
+    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. Of peaked rows (mean log-probability -1.2, V 32,000) that is a root
+    mean square of 4.5e-2 a token, and of 6.2e-4 with these.
+
+    again  which logits `row_values` has made again
+    """
+
+    def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
+        self.x_NH, self.weight_VH, self.bias_V = _rows(x_NH), weight_VH, bias_V
+        self.again: Again | None = None
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Source | None:
+        """None where the product keeps its fp32 sums."""
+        narrow = logits_NV.is_cpu and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16 and weight_VH.stride(-1) == 1
+        return cls(x_NH, weight_VH, bias_V) if narrow else None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.x_NH, self.x_NH.stride(0), self.weight_VH, self.weight_VH.stride(0), self.x_NH.shape[1], self.bias_V
+
+
+_UNKNOWN = (None, 0, None, 0, 0, None)
+
+
+def _losses(
+    logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor | None, dloss: float, source: Source | None
+) -> tuple[Tensor, Tensor]:
     logits_TV, targets_T = _rows(logits_TV), targets_T.long().contiguous()
     tokens, classes = logits_TV.shape
     loss_T = torch.empty(tokens, dtype=torch.float32)
@@ -36,7 +82,7 @@ def _losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor
     stride = 0 if out_TV is None else out_TV.stride(0)
     KERNELS(
         "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
-        *rule.values, out_TV, stride, dloss,
+        *rule.values, *(source.arguments if source else _UNKNOWN), out_TV, stride, dloss,
     )  # fmt: skip
     return loss_T, lse_T
 
@@ -45,18 +91,20 @@ class Cpp:
     """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride."""
 
     @staticmethod
-    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, source: Source | None = None) -> tuple[Tensor, Tensor]:
         """(loss, logsumexp), each fp32[T]; 0 for an ignored row."""
-        return _losses(logits_TV, targets_T, rule, None, 0.0)
+        return _losses(logits_TV, targets_T, rule, None, 0.0, source)
 
     @staticmethod
-    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(
+        logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor, source: Source | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
 
         out_TV   may be `logits_TV` itself when the caller owns it
         """
         assert out_TV.dtype == logits_TV.dtype, "a CPU product's result has its operands' dtype"
-        return _losses(logits_TV, targets_T, rule, out_TV, float(dloss))
+        return _losses(logits_TV, targets_T, rule, out_TV, float(dloss), source)
 
     @staticmethod
     def cross_entropy_backward(
@@ -74,26 +122,31 @@ class Cpp:
         return out_TV
 
     @staticmethod
-    def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues:
+    def row_values(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted, source: Source | None = None) -> RowValues:
         """The values of each row; no target is ignored."""
+        if source:
+            source.again = Again.room(logits_NV.shape[0], logits_NV.device)
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         values = room(logits_NV.shape[0], torch.float32, logits_NV.device, wanted)
         KERNELS(
             "row_values", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, rule.logit_scale, rule.softcap,
             *(t if t.numel() else None for t in (*values[:5], values.top1)),
+            *((*source.arguments, *(source.again or ())) if source else (*_UNKNOWN, None, None)),
         )  # fmt: skip
         return values
 
     @staticmethod
     def row_value_gradients(
-        logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
-    ) -> Tensor:
+        logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0,
+        again: Again | None = None,
+    ) -> Tensor:  # fmt: skip
         """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
         assert out_NV.dtype == logits_NV.dtype, "a CPU product's result has its operands' dtype"
         logits_NV, targets_N = _rows(logits_NV), targets_N.long().contiguous()
         held = [None if t is None else t.to(torch.float32).contiguous() for t in upstream]
         KERNELS(
             "row_value_gradients", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, lse_N.contiguous(), *held,
+            *(again or (None, None)),
             rule.logit_scale, rule.softcap, out_NV, out_NV.stride(0), first,
         )  # fmt: skip
         return out_NV

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...environment.planned import stands_for
 from ...errors import ShapeError, UsageError
 from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
-from ..cross_entropy.rows import loss_paths
+from ..cross_entropy.rows import Cpp, Source, loss_paths
 from ..cross_entropy.rule import LossRule
 
 # Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new buffer's pages cost 0.3 ms a MiB; a head's
@@ -245,6 +245,7 @@ def forward_with_gradients(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
+    exact: bool = True,
 ) -> Forward:
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
@@ -257,10 +258,12 @@ def forward_with_gradients(
     compute = loss_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
+        # only the C++ kernels are given bf16 logits of an fp32 sum
+        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
         if not wants_gradient:
-            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule)
+            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
             continue
-        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into)
+        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
             out.dbias_V.add_(dbias_V if back is None else dbias_V * back)

@@ -92,13 +92,13 @@ def weighted_losses(
 
 
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    chunk, want_dhidden, want_dweight, want_dbias = rest[-4:]
+    chunk, want_dhidden, want_dweight, want_dbias, _ = rest[-5:]
     return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
 
 
 @library_op(
     f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
-    "bool want_dhidden, bool want_dweight, bool want_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool want_dhidden, bool want_dweight, bool want_dbias, bool exact) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -113,10 +113,11 @@ def _forward(
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
+    exact: bool,
 ) -> tuple[Tensor, ...]:
     rule = LossRule.from_arguments(ignore_index, factors)
     made = chunked.forward_with_gradients(
-        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias
+        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, exact
     )
     # a plain tuple, as the schema says
     return tuple(made)
@@ -181,6 +182,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *rule,
                 chunk,
                 *now,
+                not ctx.later,  # backward then makes plain logits, whose softmax needs their own logsumexp
             )
         )
         loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...environment.planned import stands_for
 from ...errors import UsageError
 from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
 from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rows import row_paths
+from ..cross_entropy.rows import Again, Cpp, Source, row_paths
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
 from ..debug import checked_in_debug
 from ..library import library_op
@@ -74,18 +75,26 @@ def linear_log_probs_reference(
 
 
 class Forward(NamedTuple):
-    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was not asked for."""
+    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was not asked for. `again` are the logits
+    that the C++ kernels made again; empty where they made none."""
 
     values: RowValues
     dhidden_TH: Tensor
+    again: Again
 
 
-def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str) -> Forward:
+def rounds(hidden_TH: Tensor) -> bool:
+    """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits again."""
+    return hidden_TH.dtype == torch.bfloat16 and stands_for(hidden_TH.device) == "cpu"
+
+
+def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Forward:
     """Outputs of the right shapes and dtypes; ignored rows stay 0."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
         room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
         torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device),
+        Again.room(hidden_TH.shape[0] if again else 0, hidden_TH.device),
     )
 
 
@@ -103,22 +112,30 @@ def forward(
 
     gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
     """
-    out = like(hidden_TH, wanted, gradient_of)
+    out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
     into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
     compute = row_paths(chunks.logits)
-    for rows, _, z_NV, g_NV in chunks:
+    for rows, x_NH, z_NV, g_NV in chunks:
         ignored = targets_T[rows] == rule.ignore_index
         targets_N = targets_T[rows].masked_fill(ignored, 0)
-        values = compute.row_values(z_NV, targets_N, rule, wanted)
+        more: dict[str, Any] = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
+        values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
         for whole, part in zip(out.values, values):
             if whole.numel():
                 whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
+        source = more.get("source")
+        given: dict[str, Any] = {}
+        if source and source.again:
+            given["again"] = source.again
+            for whole, part in zip(out.again, source.again):
+                whole[rows] = part
         if not gradient_of:
             continue
         one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
         upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
-        compute.row_value_gradients(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
+        lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
+        compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
         chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
     return out
 
@@ -130,6 +147,7 @@ def backward(
     targets_T: Tensor,
     lse_T: Tensor,
     entropy_T: Tensor | None,
+    again: Again,
     upstream_T: tuple[Tensor | None, Tensor | None, Tensor | None],
     rule: LossRule,
     want_dhidden: bool,
@@ -145,11 +163,14 @@ def backward(
     ignored = targets_T[rows] == rule.ignore_index
     targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
     entropy_N = None if entropy_T is None else entropy_T[rows]
+    again_N = Again(*(x[rows].contiguous() for x in again)) if again.at.numel() else None
     given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in upstream_T]
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled = [u if u is None or factor is None else u * factor for u in given]
-        row_paths(z).row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
+        compute = row_paths(z)
+        more: dict[str, Any] = {"again": again_N} if compute is Cpp and again_N else {}
+        compute.row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first, **more)
 
     unit = largest(*(u for u in given if u is not None))
     return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
@@ -179,14 +200,14 @@ class TokenLogProbs(NamedTuple):
 
 def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *wanted, gradient_of = rest[-5:]
-    made = like(hidden_TH, Wanted(*wanted), gradient_of)
-    return (*made.values, made.dhidden_TH)
+    made = like(hidden_TH, Wanted(*wanted), gradient_of, rounds(hidden_TH))
+    return (*made.values, made.dhidden_TH, *made.again)
 
 
 @library_op(
     f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool want_entropy, "
     "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, str gradient_of) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -206,12 +227,13 @@ def _forward(
     rule = LossRule.from_arguments(ignore_index, factors)
     wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
     made = forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wanted, gradient_of)
-    return (*made.values, made.dhidden_TH)
+    return (*made.values, made.dhidden_TH, *made.again)
 
 
 @library_op(
     "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
-    f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    f"Tensor at, Tensor exact, Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> "
+    "(Tensor, Tensor, Tensor)",
     fake=like_gradients,
 )
 def _backward(
@@ -221,6 +243,8 @@ def _backward(
     targets_T: Tensor,
     lse_T: Tensor,
     entropy_T: Tensor | None,
+    at_T9: Tensor,
+    exact_T9: Tensor,
     dlog_probs_T: Tensor | None,
     dlse_T: Tensor | None,
     dentropy_T: Tensor | None,
@@ -231,7 +255,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rule = LossRule.from_arguments(ignore_index, factors)
     return backward(
-        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, (dlog_probs_T, dlse_T, dentropy_T), rule, want_dhidden, want_dweight
+        hidden_TH,
+        weight_VH,
+        bias_V,
+        targets_T,
+        lse_T,
+        entropy_T,
+        Again(at_T9, exact_T9),
+        (dlog_probs_T, dlse_T, dentropy_T),
+        rule,
+        want_dhidden,
+        want_dweight,
     )
 
 
@@ -256,7 +290,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            *values, dhidden_TH = _forward(
+            *values, dhidden_TH, at_T9, exact_T9 = _forward(
                 hidden_TH.to(dtype),
                 weight_VH.to(dtype),
                 None if bias_V is None else bias_V.to(dtype),
@@ -270,7 +304,15 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
         ctx.save_for_backward(
-            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dhidden_TH if now else None
+            hidden_TH,
+            weight_VH,
+            bias_V,
+            targets_T,
+            lse_T,
+            entropy_T if wanted.entropy else None,
+            dhidden_TH if now else None,
+            at_T9,
+            exact_T9,
         )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
@@ -282,7 +324,7 @@ class LinearLogProbs(torch.autograd.Function):
             why="what it keeps are gradients, not logits",
             fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
         )
-        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
             return (*grads, None, None, None, None, None, None, None)
@@ -294,8 +336,8 @@ class LinearLogProbs(torch.autograd.Function):
             else:
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
                 dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
-                given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T
-                made = _backward(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2])
+                given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T, *again
+                made = _backward(*(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2]))
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return (*grads, None, None, None, None, None, None, None)
 

@@ -302,6 +302,9 @@ class DiffusionTask:
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum() / divisor
 
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return batches
+
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         """The forward's, and as many for the gradients of activations and of trained weights each."""
         factor = 3 if self.config.adapter.kind == "none" else 2

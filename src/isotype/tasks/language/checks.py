@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
-ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference"}
+ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
 NEAR_ZERO = 1e-3  # of the median norm
 TRIAL = 64  # tokens of each document in the trials of packing and padding: a leak is there from the first token on

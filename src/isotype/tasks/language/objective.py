@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...data.formats import FormatName
 from ...data.pictures import Pictures
 from ...data.rows import LoadedData, Row
 from ...distributed.world import World
 from ...environment.planned import stands_for
 from ...optimize.head import loss_of
+from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, Words
 from .balance import NAME as AUX_LOSS
 from .balance import coefficient_of, scores_of, with_balance
@@ -26,17 +28,27 @@ from .checks import CHECKS
 Header = list[tuple[str, str]]  # rows of a label and a text
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Other models that a run holds: their bytes, and lines about them."""
+
+    bytes: int = 0
+    notes: Sequence[str] = ()
+
+
 class Objective(Protocol):
     """The part of a language run that depends on what is learnt.
 
-    pairs        the data are preference pairs
+    format       the one format of data that the objective learns from; None for formats of one answer a row
     each         rows of the model that are one of the data's
+    scored       the model has a score head in place of one for tokens
     train, eval  the rows, after `take`
     """
 
     words: Words
-    pairs: bool
+    format: FormatName | None
     each: int
+    scored: bool
 
     @property
     def train(self) -> Sequence[Any]: ...
@@ -52,6 +64,9 @@ class Objective(Protocol):
     def check_model(self, model: nn.Module) -> None:
         """Raises  UsageError for a model that the objective cannot train"""
 
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        """Loads the other models that the objective reads; only counts them without a device. Raises UsageError"""
+
     def feed(self) -> Feed[Any]: ...
 
     def largest(self, count: int) -> list[Any]: ...
@@ -63,6 +78,9 @@ class Objective(Protocol):
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor: ...
 
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        """As `Task.before_step`, of a step or of all batches of an evaluation."""
+
     def checks(self) -> Mapping[str, tuple[Check, ...]]: ...
 
     def before_training(self, model: nn.Module, device: torch.device, folder: Path, world: World, *, pad_id: int, dtype: str) -> Header: ...
@@ -72,8 +90,9 @@ class NextToken:
     """`sft`: cross-entropy of every learnt token."""
 
     words = Words(units="tokens", unit="tok", weight="supervised")
-    pairs = False
+    format: FormatName | None = None
     each = 1
+    scored = False
 
     train: Sequence[Row]
     eval: Sequence[Row]
@@ -93,6 +112,9 @@ class NextToken:
         if self.balance:
             self.words = replace(self.words, measures=(AUX_LOSS,), live=(AUX_LOSS,))
 
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        return Beside()
+
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
 
@@ -111,6 +133,9 @@ class NextToken:
         with scores_of(model) as scores:
             loss = batch_loss_sum(model, batch, divisor, dtype=dtype)
         return with_balance(loss, scores.loss(batch.attention_mask), batch.weight / divisor, self.balance, training=model.training)
+
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS

@@ -13,7 +13,7 @@ from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
 from ...model.adapter import attach_adapter, check_vision, freeze_vision, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
-from ...model.architecture import AUTO, attention_options, auto_class, explain_attention
+from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
 from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import outline_packed, require_bitsandbytes
 from ...ops.attention import Documents
@@ -43,12 +43,14 @@ def outline(
     attention = attention_options(AUTO if asked in ("flash", "flex") else asked, torch.device(device_type))
     with torch.device("meta"), without_warnings():
         try:
-            base = auto_class(architecture).from_config(
+            base = auto_class(architecture, scored=config.train.objective == "reward").from_config(
                 architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
             )
         except (ValueError, ImportError) as error:
             raise explain_attention(f"model {config.model.name or 'model.config'}", asked, error) or error from error
         base.config.use_cache = False
+        if hasattr(base, SCORE):  # finds a row's last token by the padding, for which a run gives it the tokenizer's
+            base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())
         if on_host:
             keep_on_host(base, outlined_on_host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
-from ...training.task import Evaluation, eval_mode
+from ...training.task import Evaluation, Idle, eval_mode
 from .batches import with_and_without_pictures
 from .objective import NextToken, Objective
 
@@ -56,7 +56,7 @@ def load_result(
         )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:
-        saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
+        saved = Source(str(folder), trust_remote_code=source.trust_remote_code, scored=source.scored)
         model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None, part=part)
         freeze_vision(model, adapter or AdapterSection(), precision)
     if config.optimize:
@@ -80,16 +80,21 @@ def evaluate(
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, weight = torch.zeros(1 + len(objective.words.measures), dtype=torch.float64), 0
-    with eval_mode(model):
+
+    def batches() -> Iterator[Any]:
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
             chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
             for alike in with_and_without_pictures(chosen):
                 batch = objective.collate(alike, pad_id=pad_id, device_type=device.type).to(device)
-                sums = objective.loss_sum(model, batch, dtype=loss_dtype).double().cpu()
-                if start < len(by_length):
-                    total += sums
-                    weight += batch.weight
+                yield batch if start < len(by_length) else Idle(batch)
+
+    with eval_mode(model):
+        for batch in objective.before_step(model, batches(), world, dtype=loss_dtype):
+            idle = isinstance(batch, Idle)
+            sums = objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype).double().cpu()
+            total += 0.0 * sums if idle else sums
+            weight += batch.weight
     *totals, counted = world.sum([*total.tolist(), weight])
     loss, *measures = (value / max(1, counted) for value in totals)
-    return Evaluation(loss, int(counted), measures=dict(zip(objective.words.measures, measures)))
+    return Evaluation(loss, int(counted), measures=objective.words.named(dict(zip(objective.words.measures, measures))))

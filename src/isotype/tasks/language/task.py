@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_branch, has_stack, save_adapter
-from ...model.architecture import layer_settings
+from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
@@ -39,9 +39,12 @@ from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
 from .batches import longest_of, padded_length, with_and_without_pictures
+from .distil import Distil
 from .objective import NextToken, Objective
 from .outline import of_data, outline
+from .preference.labelled import FromLabels
 from .preference.objective import Preference
+from .preference.reward import Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
@@ -49,6 +52,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
+    "sft": NextToken,
+    "kto": FromLabels,
+    "reward": Reward,
+    "distil": Distil,
+}  # the others learn from pairs
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
 
@@ -65,7 +74,10 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.objective: Objective = NextToken(config) if config.train.objective == "sft" else Preference(config)
+        if config.train.objective == "reward" and config.adapter.kind != "none":
+            in_full = [*config.adapter.modules_to_save, SCORE]
+            self.config = config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})})
+        self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
 
     @property
     def words(self) -> Words:
@@ -95,13 +107,13 @@ class LanguageTask:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         pictures = pictures_of(config.model, config.data, self.tokenizer)
-        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, pairs=self.objective.pairs, pictures=pictures)
+        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed, only=self.objective.format, pictures=pictures)
         if data.pictures is None and (config.data.min_pixels or config.data.max_pixels):
             raise UsageError("data.min_pixels, data.max_pixels: no row has a picture", fix="leave them out")
         self.objective.take(data)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        self.prompts = prompts_of_run(config.run, data, self.tokenizer)
+        self.prompts = [] if self.objective.scored else prompts_of_run(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
         """No other model reads the data."""
@@ -109,11 +121,13 @@ class LanguageTask:
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
-        self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        self.source = replace(source, scored=self.objective.scored)
         if self.data.pictures is not None:
             self.data.pictures.dtype = to_torch(precision.vision)
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
         self.objective.check_model(model)
+        manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
         return model, manifest
 
     @property
@@ -142,7 +156,8 @@ class LanguageTask:
         return outline(self.architecture(), self.config, precision, device_type=device_type, pictures=shows)
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        return of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
+        step = of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
+        return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
@@ -163,6 +178,9 @@ class LanguageTask:
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
+
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return self.objective.before_step(model, batches, world, dtype=dtype)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.objective.loss_sum(model, batch, divisor, dtype=dtype)
@@ -254,6 +272,7 @@ class LanguageTask:
             notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
         if on_host := bytes_on_host(made.model):
             notes.append(f"model.embedding: host: the input embedding, {shown(on_host)}, is in pinned host memory and not counted")
+        notes += self.objective.beside(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def plan_memory(
     `held` is still exact, and `not_simulated` gives the reason.
     """
     held = _held(made.model, train, precision)
+    held = replace(held, frozen=held.frozen + largest.beside)
     apply_checkpointing(made.model, checkpointing)
     try:
         return _simulated(made.model, train, precision, largest, device_type=device_type, held=held, earlier=earlier)

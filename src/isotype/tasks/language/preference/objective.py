@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ....config.kind import WITH_REFERENCE
 from ....config.schema import RunConfig
-from ....data.pairs import Pair, Pairs
+from ....data.formats import FormatName
+from ....data.labels import Labelled
+from ....data.pairs import Pairs
 from ....data.rows import LoadedData, Share
 from ....data.tokens import TokenRows
 from ....distributed.world import World
 from ....errors import UsageError
+from ....precision.precision import Precision
 from ....training.feed import RowStream
 from ....training.task import Check, Feed, Words, micro_batch
 from ..batches import Batch, longest_of
 from ..checks import CHECKS
+from ..objective import Beside
 from .batch import PairBatch, answer_log_probs, collate_pairs
 from .losses import Answers, judged
 from .reference import Header, add_reference
@@ -36,11 +40,12 @@ class Preference:
         units="tokens", unit="tok", weight="pairs", row="pair", evaluated="pairs", measures=REWARDS + LOGPS,
         live=("rewards/margins", "rewards/accuracies"),
     )  # fmt: skip
-    pairs = True
+    format: FormatName | None = "preference"
     each = 2
+    scored = False
 
-    train: Pairs
-    eval: Pairs
+    train: Pairs | Labelled
+    eval: Pairs | Labelled
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.name = config, config.train.objective
@@ -49,10 +54,10 @@ class Preference:
     def check(self) -> None:
         data, adapter, aux_loss = self.config.data, self.config.adapter, self.config.train.aux_loss
         reasons = {
-            "data.packing: true": ("a pair is two rows, and each is judged as a whole", data.packing),
-            "data.stream: true": ("pairs are read before training", data.stream),
-            "data.loss_on: all": ("an answer is judged, not its prompt, which both have", data.loss_on == "all"),
-            f"train.aux_loss: {aux_loss}": ("its loss judges pairs, and no balancing loss beside it", bool(aux_loss)),
+            "data.packing: true": ("each answer is judged as a whole", data.packing),
+            "data.stream: true": ("all its rows are read before training", data.stream),
+            "data.loss_on: all": ("an answer is judged, not its prompt", data.loss_on == "all"),
+            f"train.aux_loss: {aux_loss}": ("its loss judges answers, and no balancing loss beside it", bool(aux_loss)),
             f"adapter.dropout: {adapter.dropout:g}": (
                 "the reference has no dropout, so that the first step would already differ", self.beside_reference and adapter.dropout > 0
             ),
@@ -63,9 +68,16 @@ class Preference:
                 raise UsageError(f"train.objective: {self.name} cannot run with {setting}: {reason}", fix=f"leave out {key}")
 
     def take(self, data: LoadedData) -> None:
+        self._refuse_pictures(data)
         self.train, self.eval = Pairs(cast(TokenRows, data.train)), Pairs(cast(TokenRows, data.eval))
-        self.shares = [Share(share.rows // 2, share.weight) for share in data.shares]
+        self.shares: Sequence[Share] = [Share(share.rows // 2, share.weight) for share in data.shares]
         self.fingerprints = data.fingerprints()
+
+    def _refuse_pictures(self, data: LoadedData) -> None:
+        if data.pictures is not None:
+            raise UsageError(
+                f"train.objective: {self.name} with pictures is not offered", fix="train.objective: sft, or rows without pictures"
+            )
 
     def check_model(self, model: nn.Module) -> None:
         if not self.beside_reference:
@@ -79,19 +91,22 @@ class Preference:
                     fix="set it to 0 in the model's config.json",
                 )
 
-    def feed(self) -> Feed[Pair]:
+    def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
+        return Beside()
+
+    def feed(self) -> Feed[Any]:
         return RowStream(self.train, seed=self.config.train.seed, shuffle=self.config.data.shuffle, shares=self.shares)
 
-    def largest(self, count: int) -> list[Pair]:
+    def largest(self, count: int) -> list[Any]:
         return longest_of(self.train, count)
 
-    def collate(self, rows: Sequence[Pair], *, pad_id: int, device_type: str) -> PairBatch:
+    def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
         return collate_pairs(rows, pad_id=pad_id, device_type=device_type)
 
-    def outlined(self, batch: Batch) -> PairBatch:
+    def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
-    def loss_sum(self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as it is in the first step."""
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
@@ -103,6 +118,13 @@ class Preference:
         measures = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, made.chosen_logps, made.rejected_logps)
         return torch.stack([made.losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
 
+    def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
+        """fp32[2 B]: two values a row of the data."""
+        return answer_log_probs(model, batch.answers, dtype=dtype)
+
+    def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
+        return batches
+
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS
 
@@ -110,9 +132,9 @@ class Preference:
         if not self.beside_reference:
             return []
 
-        def log_probs(pairs: Sequence[Pair]) -> list[float]:
-            batch = self.collate(pairs, pad_id=pad_id, device_type=device.type).to(device)
-            found: list[float] = answer_log_probs(model, batch.answers, dtype=dtype).tolist()
+        def log_probs(rows: Sequence[Any]) -> list[float]:
+            batch = self.collate(rows, pad_id=pad_id, device_type=device.type).to(device)
+            found: list[float] = self.reference_log_probs(model, batch, dtype=dtype).tolist()
             return found
 
         return add_reference(

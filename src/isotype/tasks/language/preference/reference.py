@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ....data.pairs import Pair, Pairs
+from ....data.labels import Labelled
+from ....data.pairs import Pairs
 from ....data.progress import watched
 from ....distributed.agree import fingerprint_of_weights
 from ....distributed.world import World
@@ -28,16 +30,17 @@ from ....wording import counted
 
 FILE = "reference.safetensors"
 Header = list[tuple[str, str]]
+Rows = Pairs | Labelled
 SHARED = "shared"  # in place of a fingerprint where no process has the whole model
 
 
 def add_reference(
-    model: nn.Module, train: Pairs, evaluation: Pairs, *, log_probs: Callable[[Sequence[Pair]], list[float]], batch_size: int,
+    model: nn.Module, train: Rows, evaluation: Rows, *, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int,
     fingerprints: Mapping[str, str], folder: Path, world: World,
 ) -> Header:  # fmt: skip
-    """Gives the pairs their reference, from the run folder where it has one of these rows; returns a row of the header.
+    """Gives the rows their reference, from the run folder where it has one of these rows; returns a row of the header.
 
-    log_probs  of both answers of each pair
+    log_probs  two values a row: of both answers of a pair, or of an answer and its partner
     Raises     UsageError where the folder's is of another model
     """
     shared = any(local_part(p) is not p for p in model.parameters())
@@ -61,7 +64,7 @@ def add_reference(
 
 
 def _computed(
-    model: nn.Module, pairs: Pairs, log_probs: Callable[[Sequence[Pair]], list[float]], batch_size: int, world: World
+    model: nn.Module, pairs: Rows, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int, world: World
 ) -> list[float]:
     """In the flat order. The processes take batches in turn, and all make as many passes, as a shared model needs."""
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []

@@ -1,0 +1,325 @@
+"""`linear_divergence`: divergences of two heads' distributions with gradients. T tokens, H and G hidden sizes, V vocabulary.
+
+Chunks of rows: the logits of both heads exist for one chunk at a time. Where the student's head is frozen, its hidden states' gradient is
+made in forward from the same logits; else backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import ShapeError, UsageError
+from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..contract import OpContract
+from ..cross_entropy.eager import blocks, widen_, work_buffer
+from ..cross_entropy.op import rule_logits
+from ..cross_entropy.rule import LossRule
+from ..debug import checked_in_debug
+from ..library import library_op
+from ..linear_cross_entropy.chunked import (
+    Chunks,
+    HeadGradient,
+    check_head,
+    extent,
+    gradient_factors,
+    gradients_wanted,
+    largest,
+    operand_dtype,
+    result_dtype,
+    scaled,
+    stored_gradient_dtype,
+)
+
+LINEAR_DIVERGENCE = OpContract(
+    "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
+    inside="fp32",
+    grads={"hidden": "X", "weight": "W"},
+    autocast="fp32",
+)
+# of the student and of the teacher: factor and softcap of the logits, both over the temperature; then beta
+RULES = "float[] rules"
+
+
+def linear_divergence_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+) -> Tensor:
+    """What `linear_divergence` computes, differentiated by PyTorch."""
+    sides = (
+        (hidden, weight, bias, logit_scale, softcap),
+        (teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap),
+    )
+    log_probs = []
+    for x, w, b, scale, cap in sides:
+        dtype = product_dtype(x, w)
+        with autocast_off(x):
+            logits = F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+            log_probs.append(
+                (rule_logits(logits, LossRule.of(ignore_index=-100, logit_scale=scale, softcap=cap)) / temperature).log_softmax(-1)
+            )
+    s, t = log_probs[0], log_probs[1].detach()
+    with autocast_off(hidden):
+        return divergence(s, t, beta)
+
+
+def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """Of log-probabilities [*n V], differentiated by PyTorch."""
+    if beta == 0.0:
+        return (t.exp() * (t - s)).sum(-1)
+    if beta == 1.0:
+        return (s.exp() * (s - t)).sum(-1)
+    m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+    return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+
+
+def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
+    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of the student's logits where wanted."""
+    if beta == 0.0:
+        p = t.exp()
+        found = p.mul(t.sub_(s)).sum(-1)
+        if gradient:
+            s.exp_().sub_(p)
+        return found
+    m = t if beta == 1.0 else torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+    found = torch.zeros_like(s[:, 0]) if beta == 1.0 else beta * t.exp().mul_(t.sub_(m)).sum(-1)
+    weight = 1.0 if beta == 1.0 else 1.0 - beta
+    p, ratio = s.exp(), s.sub_(m)
+    kl = (p * ratio).sum(-1)
+    if gradient:
+        # through the mixture the derivatives cancel
+        ratio.sub_(kl.unsqueeze(-1)).mul_(p).mul_(weight)
+    return found.add_(kl, alpha=weight)
+
+
+class Sides(NamedTuple):
+    """The logits of both heads, `chunk` rows at a time."""
+
+    student: Chunks
+    teacher: Chunks
+    rules: tuple[LossRule, LossRule]
+    beta: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], rules: Sequence[float], chunk: int, gradients: bool) -> Sides:
+        hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V = tensors
+        assert hidden_TH is not None
+        assert weight_VH is not None
+        assert teacher_TG is not None
+        assert weight_VG is not None
+        one, other = (LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2))
+        every_T = torch.zeros(hidden_TH.shape[0], dtype=torch.int64, device=hidden_TH.device)
+        return cls(
+            Chunks(hidden_TH, weight_VH, bias_V, every_T, one, chunk, gradients),
+            Chunks(teacher_TG, weight_VG, teacher_bias_V, every_T, other, chunk, False),
+            (one, other),
+            rules[4],
+        )
+
+    def rows(self, z_NV: Tensor, teacher_NV: Tensor, upstream_N: Tensor | None, out_NV: Tensor) -> Tensor:
+        """Divergences of a chunk, fp32[N]; with `upstream_N` the gradient of the student's logits goes to `out_NV`."""
+        found = torch.empty(z_NV.shape[0], dtype=wide(z_NV.dtype), device=z_NV.device)
+        room = work_buffer(z_NV), work_buffer(teacher_NV)
+        (one, other), wanted = self.rules, upstream_N is not None
+        for rows in blocks(z_NV.shape[0], z_NV.shape[1], z_NV.device):
+            s, t = (buffer[: rows.stop - rows.start] for buffer in room)
+            widen_(s, z_NV[rows], one)
+            widen_(t, teacher_NV[rows], other)
+            slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
+            for z in (s, t):
+                z.sub_(z.logsumexp(-1, keepdim=True))
+            found[rows] = divergence_(s, t, self.beta, gradient=wanted)
+            if upstream_N is not None:
+                s.mul_((upstream_N[rows] * one.logit_scale).unsqueeze(-1))
+                out_NV[rows] = s if slope is None else s.mul_(slope)
+        return found
+
+
+def like(hidden_TH: Tensor, want_now: bool) -> tuple[Tensor, Tensor]:
+    """Room for the divergences, and for the gradient of the hidden rows where it is made in forward."""
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape[0], dtype=wide(hidden_TH.dtype)),
+        hidden_TH.new_empty(hidden_TH.shape if want_now else (0,), dtype=stored),
+    )
+
+
+def like_gradients(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    want_dhidden, want_dweight = rest[-2:]
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
+        weight_VH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=wide(hidden_TH.dtype)),
+        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=wide(hidden_TH.dtype)),
+    )
+
+
+_TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+
+
+@library_op(
+    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now) -> (Tensor, Tensor)",
+    fake=lambda hidden_TH, *rest: like(hidden_TH, rest[-1]),
+)
+def _forward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_TG: Tensor, weight_VG: Tensor, teacher_bias_V: Tensor | None,
+    rules: Sequence[float], chunk: int, want_now: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found_T, dhidden_TH = like(hidden_TH, want_now)
+    sides = Sides.of((hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, want_now)
+    into, back = gradient_factors(sides.student.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
+    for (rows, _, z_NV, g_NV), (_, _, teacher_NV, _) in zip(sides.student, sides.teacher):
+        found_T[rows] = sides.rows(z_NV, teacher_NV, into.expand(z_NV.shape[0]) if want_now else None, g_NV)
+        if want_now:
+            sides.student.write_dhidden(dhidden_TH, rows, g_NV, back)
+    return found_T, dhidden_TH
+
+
+@library_op(
+    f"linear_divergence_backward({_TENSORS}, {RULES}, int chunk, Tensor upstream, bool want_dhidden, bool want_dweight) -> "
+    "(Tensor, Tensor, Tensor)",
+    fake=like_gradients,
+)
+def _backward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_TG: Tensor, weight_VG: Tensor, teacher_bias_V: Tensor | None,
+    rules: Sequence[float], chunk: int, upstream_T: Tensor, want_dhidden: bool, want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dhidden_TH, dweight_VH, dbias_V = like_gradients(hidden_TH, weight_VH, bias_V, want_dhidden, want_dweight)
+    sides = Sides.of((hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, True)
+    unit = largest(upstream_T)
+    into, back = gradient_factors(sides.student.operand, unit)
+    factor = 1.0 if back is None else into / unit
+    head = HeadGradient(dweight_VH, back)
+    dbias_V.zero_()
+    for (rows, x_NH, z_NV, g_NV), (_, _, teacher_NV, _) in zip(sides.student, sides.teacher):
+        sides.rows(z_NV, teacher_NV, upstream_T[rows] * factor, g_NV)
+        if bias_V is not None:
+            dbias_V += g_NV.sum(0, dtype=dbias_V.dtype) * (1.0 if back is None else back)
+        if want_dhidden:
+            sides.student.write_dhidden(dhidden_TH, rows, g_NV, back)
+        if want_dweight:
+            head.add(g_NV, x_NH)
+    return dhidden_TH, dweight_VH, dbias_V
+
+
+class LinearDivergence(torch.autograd.Function):
+    """Decides the dtype of the products once and switches autocast off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher: tuple[Tensor, Tensor, Tensor | None],
+        rules: Sequence[float], dtypes: tuple[torch.dtype, torch.dtype], chunk: int, want: tuple[bool, bool, bool],
+    ) -> Tensor:  # fmt: skip
+        now = want[0] and not (want[1] or want[2])
+        with autocast_off(hidden_TH):
+            given: list[Any] = [x if x is None else x.to(dtypes[0]) for x in (hidden_TH, weight_VH, bias_V)]
+            taught: list[Any] = [x if x is None else x.to(dtypes[1]) for x in teacher]
+            found_T, dhidden_TH = _forward(*(*given, *taught, rules, chunk, now))
+        ctx.rules, ctx.types, ctx.chunk, ctx.want, ctx.now = rules, dtypes, chunk, want, now
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        # a frozen head needs the gradient alone
+        ctx.save_for_backward(*((dhidden_TH,) if now else (hidden_TH, weight_VH, bias_V, *teacher)))
+        return found_T
+
+    @staticmethod
+    def backward(ctx: Any, upstream_T: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative(
+            "linear_divergence",
+            why="what it keeps are gradients, not logits",
+            fix="the divergence of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
+        )
+        grads: list[Tensor | None] = [None, None, None]
+        upstream_T = upstream_T.contiguous()
+        if ctx.now:
+            grads[0] = scaled(ctx.saved_tensors[0], upstream_T.unsqueeze(-1), ctx.dtypes[0])
+        elif any(ctx.want):
+            saved = ctx.saved_tensors
+            with autocast_off(upstream_T):
+                given: list[Any] = [x if x is None else x.to(dtype) for part, dtype in zip((saved[:3], saved[3:]), ctx.types) for x in part]
+                made = _backward(*(*given, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2]))
+                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return (*grads, None, None, None, None, None)
+
+
+@checked_in_debug(LINEAR_DIVERGENCE)
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Per-token divergence of a student's next-token distribution from a teacher's, without tokens x vocabulary logits of either.
+
+    hidden          X[*n H]   the student's hidden states, any float dtype
+    weight          W[V H]    its head, frozen or trainable
+    teacher_hidden  Y[*n G]   without gradient, as all of the teacher's
+    teacher_weight  U[V G]    of the same vocabulary
+    bias, teacher_bias  [V]
+    ->              fp32[*n]  nats; fp64 for fp64 inputs
+    beta            0: KL(teacher || student). 1: KL(student || teacher). Between: beta KL(t || m) + (1 - beta) KL(s || m), where
+                    m = (1 - beta) s + beta t. Source: Agarwal et al. 2024, as TRL's GKD has it
+    temperature     divides the logits of both; the result is not multiplied by its square
+    inside          each product in autocast's dtype, or the promoted one of its operands; the rest in fp32
+    grads           hidden: X   weight: W   bias: B   for any upstream gradient a token
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    Raises          ShapeError SH001; UsageError
+    """
+    check_head(hidden, weight, bias, chunk)
+    check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)
+    if hidden.shape[:-1] != teacher_hidden.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
+        raise ShapeError(
+            f"a student of {list(hidden.shape[:-1])} tokens and {weight.shape[0]} classes, a teacher of {list(teacher_hidden.shape[:-1])} "
+            f"and {teacher_weight.shape[0]}: expected the same",
+            code="SH001",
+        )
+    if not temperature > 0.0:
+        raise UsageError(f"temperature is {temperature}: expected a positive number")
+    if not 0.0 <= beta <= 1.0:
+        raise UsageError(f"beta is {beta}: expected 0 to 1")
+    given: dict[str, Any] = {
+        "bias": bias, "teacher_bias": teacher_bias, "beta": beta, "temperature": temperature, "logit_scale": logit_scale,
+        "softcap": softcap, "teacher_logit_scale": teacher_logit_scale, "teacher_softcap": teacher_softcap,
+    }  # fmt: skip
+    if reference_runs():
+        return linear_divergence_reference(hidden, weight, teacher_hidden, teacher_weight, **given)
+    dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
+    if chunk is None:
+        held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)
+        chunk = extent(hidden.shape[:-1].numel(), weight.shape[0], held, hidden.device, head=False)
+    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
+             for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip
+    values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
+    teacher = (teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach(),
+               None if teacher_bias is None else teacher_bias.detach())  # fmt: skip
+    found: Tensor = applied(
+        LinearDivergence, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, [*values, beta], dtypes, chunk,
+        gradients_wanted(hidden, weight, bias),
+    )  # fmt: skip
+    return found.reshape(hidden.shape[:-1])
