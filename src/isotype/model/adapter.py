@@ -95,6 +95,9 @@ def attach_adapter(
         lost = [name for name in lost if name in adapted_parts]
     if section.targets == "all-linear":
         unseen = layers_of_pictures(model, parts) if parts is not None and not pictures else []
+        if parts is not None:  # the pattern of last names also matches a tower's patch embedding, a convolution named as a linear layer is
+            last = {name.rpartition(".")[2] for name in adapted_parts}
+            unseen += [n for n, m in model.named_modules() if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)]
         config.exclude_modules = _other_products(model) + lost + unseen or None
         gone = {f"{_tail(name)}.weight" for name in lost} | _lost_stacks(model, config)
         config.target_parameters = [name for name in parameters if name not in gone] or None
@@ -182,7 +185,12 @@ def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None
     for key, how in (("adapter.vision", section.vision), ("adapter.projector", section.projector)):
         if how == "none":
             continue
-        if vision_parts(model) is None:
+        parts = vision_parts(model)
+        if parts is not None and key == "adapter.projector" and not parts.projectors(model):
+            raise UsageError(
+                f"{key}: {how} has no effect: the projector of {type(model).__name__} is part of its tower", fix=f"{key}: none"
+            )
+        if parts is None:
             raise UsageError(f"{key}: {how} has no effect: {type(model).__name__} has no vision tower", fix=f"{key}: none")
         if not pictures:
             raise UsageError(f"{key}: {how} has no effect: no row has a picture, and the tower does not run", fix=f"{key}: none")

@@ -20,7 +20,7 @@ from ..environment import planned
 from ..instance_method import MadeMethod
 from .parts import Part
 from .precision import Precision
-from .vision import is_of_vision
+from .vision import is_of_vision, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
@@ -246,11 +246,14 @@ def remove_precision(model: nn.Module) -> None:
 
 def _called_alone(inner: nn.Module) -> list[nn.Module]:
     """Parts of a transformers model whose forward is called past the whole model's: the model without its head, by some losses; the
-    encoder of an encoder-decoder model, by `generate`."""
+    encoder of an encoder-decoder model and a vision tower, by `generate`."""
     parts = [getattr(inner, "base_model", None)]
     encoder = getattr(inner, "get_encoder", None)
     if callable(encoder) and getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         parts.append(encoder())
+    of_vision = vision_parts(inner)
+    if of_vision is not None:
+        parts += [inner.get_submodule(path) for path in (*of_vision.towers, *of_vision.projectors(inner))]
     return [part for part in parts if isinstance(part, nn.Module) and part is not inner]
 
 

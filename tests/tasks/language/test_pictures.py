@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ def save(tmp_path, name, image, **options):
     [
         (turns([{"type": "image", "path": "none.png"}]), "picture 1: none.png: no such picture"),
         (turns([{"type": "image", "path": "cut.png"}]), "picture 1: not a whole picture"),
-        (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a whole picture"),
+        (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a picture"),
         (turns([{"type": "image", "path": "large.png"}]), "100 megapixels"),
         (turns([{"type": "image", "path": "thin.png"}]), "the processor refuses it"),
         (turns([{"type": "image", "url": "https://example.org/a.png"}]), "not fetched from the network"),
@@ -218,6 +219,12 @@ def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(fold
     assert f"{len(row.input_ids)} tokens" in str(refused.value)
     (smaller,) = read(folders("qwen2_5_vl"), file, max_pixels=28 * 28 * 2)[0].train
     assert len(smaller.input_ids) < len(row.input_ids)
+
+
+def test_plan_says_how_many_rows_have_pictures_and_how_long_they_are(folders, seen):
+    said = ask("plan", "--model", folders("qwen2_5_vl"), "--data", many(seen), "data.eval_split=0", "precision.preset=bf16-lora")
+    assert "9 training rows with pictures; rows have" in said
+    assert "the memory plan counts no vision tower" in said
 
 
 def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
@@ -312,3 +319,73 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
     assert measured["rows"] == 12
     ask("merge", run, "--out", tmp_path / "merged", "--dtype", "fp32")
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "trained"),
+    [
+        ("gemma3", {"vision": "lora", "projector": "full"}, {"tower": ".lora_", "projector": "modules_to_save"}),
+        ("qwen2_5_vl", {"vision": "lora"}, {"tower": ".lora_"}),
+        ("qwen2_5_vl", {"vision": "full"}, {"tower": "modules_to_save"}),
+    ],
+)
+def test_tower_and_projector_are_trained_as_asked(family, section, trained, folders, seen, tmp_path):
+    """Each trained tensor gets a gradient, and the saved adapter gives the same loss on a fresh model."""
+    from transformers import AutoModelForImageTextToText
+
+    from isotype.model.adapter import load_adapter, save_adapter
+    from isotype.precision import PRESETS
+    from isotype.precision.vision import LANGUAGE, vision_parts
+
+    data, tokenizer = read(folders(family), seen(turns(asked(0)), turns(asked(1, 2))))
+    batch = collate(list(data.train), pad_id=tokenizer.pad_token_id, pictures=data.pictures)
+    base = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+    model = attach_adapter(base, AdapterSection(r=2, **section), seed=0, pictures=True)
+    parts = vision_parts(model.get_base_model())
+    found = {}
+    for name, parameter in model.named_parameters():
+        part = parts.of(name.removeprefix("base_model.model."))
+        if parameter.requires_grad and part != LANGUAGE:
+            found.setdefault(part, set()).add(trained[part] in name)
+    assert found == {part: {True} for part in trained}
+    batch_loss_sum(model, batch).backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert all("vision_tower.head" in n or "post_layernorm" in n for n in without)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.01)
+    save_adapter(model, tmp_path / "adapter", PRESETS["fp32"])
+    fresh = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+    again = load_adapter(fresh, tmp_path / "adapter")
+    assert batch_loss_sum(again, batch).item() == pytest.approx(batch_loss_sum(model, batch).item(), rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_two_processes_compute_the_run_of_one(folders, seen, tmp_path):
+    """Where one of them has no picture in its batch, the tower's adapter gets its gradient from the other alone."""
+    from safetensors.torch import load_file
+
+    from tests.distributed.processes import ended, environment
+    from tests.warm import interpreter
+
+    file = seen(*(turns(asked(i % 6) if i % 2 else "what colour?", f"it is {[*COLOURS][i % 3]}.") for i in range(8)))
+    losses, weights = [], []
+    for count in (1, 2):
+        run = tmp_path / f"run{count}"
+        command = [
+            interpreter(), "-m", "isotype", "train", "--model", folders("gemma3"), "--data", file, "--out", run, "--processes", count,
+            "precision.preset=fp32", "train.steps=3", "train.batch_size=1", "train.accumulate=2", "data.shuffle=false", "data.eval_split=0",
+            "adapter.vision=lora", "run.sample_every=0", "run.report=false", "data.cache=none",
+        ]  # fmt: skip
+        status, said = ended(
+            subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        assert status == 0, said
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+        weights.append(load_file(run / "adapter" / "adapter_model.safetensors"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-4
+    assert any("vision_tower" in name for name in weights[0])

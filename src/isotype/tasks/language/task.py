@@ -284,6 +284,8 @@ class LanguageTask:
             "train_tokens": int(sum(row_lengths(data.train))),
             "supervised_tokens": data.facts["train"]["supervised_tokens"],
             "longest": len(data.longest(1)[0].input_ids),
+            "lengths": data.facts["train"]["lengths"],
+            "pictures": data.facts.get("pictures"),
             "stream": data.stream is not None,
             "packed_from": data.facts["packing"]["rows"] if data.facts.get("packing") else None,
             "sources": source_lines(data.facts),
@@ -299,7 +301,15 @@ class LanguageTask:
             rows += f" packed from {facts['packed_from']:,}"
         evaluation = counted(facts["eval_rows"], f"evaluation {row}")
         line = f"{rows}, {counted(facts['train_tokens'], 'token')}, longest {facts['longest']}; {evaluation}"
-        return [line, *facts["sources"], *facts["notes"]]
+        shown = [] if facts["pictures"] is None else [_pictures_line(facts)]
+        return [line, *shown, *facts["sources"], *facts["notes"]]
+
+
+def _pictures_line(facts: dict[str, Any]) -> str:
+    """How many training rows have pictures, and how long rows are: pictures are most of a row's tokens."""
+    lengths, shown = facts["lengths"], facts["pictures"]
+    spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
+    return f"{counted(shown['rows'], 'training row')} with pictures; rows have {spread}; the memory plan counts no vision tower"
 
 
 def data_line(data: LoadedData, objective: Objective) -> str:
