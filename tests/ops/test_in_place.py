@@ -34,6 +34,11 @@ def heads(x):
     return x.reshape(1, 1, -1, 8)
 
 
+def expert_rows(x):
+    index = torch.arange(2 * len(x)).view(-1, 2) % 3
+    return ops.experts(x, index, torch.full(index.shape, 0.5), drawn(3, 8, 8), drawn(3, 8, 4))
+
+
 TABLES = drawn(1, 6, 4).cos(), drawn(1, 6, 4).sin()
 OPS = {
     "rms_norm": lambda x: ops.rms_norm(x, torch.ones(8)),
@@ -50,6 +55,7 @@ OPS = {
     "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, WEIGHT, torch.zeros(x.shape[:-1], dtype=torch.long), reduction="none"),
     "linear_log_probs": lambda x: ops.linear_log_probs(x, WEIGHT, torch.zeros(x.shape[:-1], dtype=torch.long))[0],
     "linear_divergence": lambda x: ops.linear_divergence(x, WEIGHT, x.detach() * 2, WEIGHT),
+    "experts": lambda x: expert_rows(x.reshape(-1, 8)),
     "lora_linear": lambda x: lora_linear(x, WEIGHT, A.clone().requires_grad_(), B),
     "lora_group": lambda x: lora_group(x, [projection(), projection()], decide(x, x.dtype, x.dtype, quantised=False, branch_fp32=False)),
     "lora_mlp": lambda x: lora_mlp(

@@ -25,7 +25,7 @@ class Console:
 )
 def test_the_untrained_models_loss_is_not_called_the_best(loss, step, said):
     console = Console()
-    check = {"rows": 1, "trained_loss": 5.8, "reloaded_loss": 5.8}
+    check = {"rows": 1, "trained_loss": 5.8, "reloaded_loss": 5.8, "tensors": 28}
     result = {"adapter": "a", "steps": 9, "trained_seconds": 3.0, "best_eval_loss": loss, "best_step": step, "check": check}
     say_result(result, console)
     assert console.lines[1] == said

@@ -87,7 +87,13 @@ CHECKPOINT = {"config.json": j(architectures=["LlamaForCausalLM"], hidden_size=6
 
 
 def published(**quantisation: Any) -> dict[str, str]:
-    sizes = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 448, "model_type": "llama", "torch_dtype": "bfloat16"}
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 448,
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+    }
     return {"config.json": j(**sizes, quantization_config=quantisation)}
 
 
