@@ -124,6 +124,15 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
 
 
+def trained_in(trainer: Any, name: str) -> set[str]:
+    """Names of the parameters of one of `models_of` that are trained, or that a reference has from the trained model. A teacher is another
+    model."""
+    if name == "teacher_model":
+        return set()
+    trained = {parameter for parameter, p in trainer.model.named_parameters() if p.requires_grad}
+    return trained & {parameter for parameter, _ in models_of(trainer)[name].named_parameters()}
+
+
 _ABSENT = object()
 
 
