@@ -217,5 +217,6 @@ def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(conf
     then = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
     assert early["loss"] == pytest.approx(then[2], rel=1e-6)
     assert last["loss"] == pytest.approx(then[3], rel=1e-6)
+    assert ask("chat", tmp_path / "run/adapters/step_2", "--tokens", 4, text="one?\n")
     ask("merge", tmp_path / "run/adapters/step_2", "--out", tmp_path / "merged")
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

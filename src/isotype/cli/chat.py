@@ -41,10 +41,10 @@ def chat(
 
         isotype chat runs/gemma --image photo.jpg
     """
-    from ..runs.folder import require_run, without_run
+    from ..runs.folder import require_run, run_and_result, without_run
 
     if without_run(run) is None:
-        require_run(run)  # checked first, since loading takes seconds
+        require_run(run_and_result(run)[0])  # checked first, since loading takes seconds
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
