@@ -80,7 +80,7 @@ def detach(trainer: Any) -> list[str]:
     if is_running(trainer):
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
     if trainer.is_in_train:  # its train() raised: what that made goes too
-        trainer.optimizer, trainer.lr_scheduler = attached.optimizers
+        attached.give_back_optimizers()
     unprepare(trainer)
     del trainer.__dict__[ATTACHED]
     return _take_off(attached)

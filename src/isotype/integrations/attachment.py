@@ -62,6 +62,12 @@ class Attachment:
         """A parameter's summed gradient, wherever it is."""
         return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
 
+    def give_back_optimizers(self) -> None:
+        """After a `train` that raised: the next one makes its optimizer and scheduler from the arguments as they are then."""
+        self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
+        self.trainer.accelerator._optimizers.clear()
+        self.trainer.accelerator._schedulers.clear()
+
     @property
     def manifest(self) -> Manifest:
         """Of the trained model."""

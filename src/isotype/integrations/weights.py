@@ -135,15 +135,20 @@ class PureWeights(TrainerCallback):
         self.accumulator = GradientAccumulator(trainer.model.parameters(), dtype=precision.grads)
 
     def install(self) -> None:
+        self.methods.wrap("create_optimizer", self._create_optimizer)
+        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
+        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
+        self.trainer.add_callback(self)
+
+    def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """By the arguments as they are when a training begins."""
         trainer = self.trainer
         _, given = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         trainer.optimizer_cls_and_kwargs = ResumableAdamW, {
             "lr": given["lr"], "betas": given["betas"], "eps": given["eps"], "gradient": self.accumulator.gradient,
             "state": self.precision.optimizer, "rounding": self.precision.rounding, "seed": trainer.args.seed,
         }  # fmt: skip
-        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
-        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
-        trainer.add_callback(self)
+        return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises UsageError where the trainer runs another optimizer: it would find no gradient, and train nothing."""
