@@ -269,6 +269,18 @@ def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
     assert curve(trainer) == curve(fresh)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-pure", marks=pytest.mark.full)])
+def test_a_refused_trainer_that_is_mended_trains_as_a_fresh_one(precision, models):
+    trainer = plain(Setting(models, "full", bf16=True, rate=0.0))
+    attach(trainer, precision, quiet=True)
+    with pytest.raises(PreflightError, match="PF003"):
+        trainer.train()
+    trainer.args.learning_rate = 2e-3
+    fresh = plain(Setting(models, "full", bf16=True))
+    attach(fresh, precision, quiet=True)
+    assert curve(trainer) == curve(fresh)
+
+
 def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer_goes_on(models):
     first, second = trainer_of("Trainer", models), trainer_of("Trainer", models)
     second.model = second.model_wrapped = first.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isotype.errors import RunError
+from isotype.errors import RunError, UsageError
 from isotype.integrations import attach
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, plain
 
@@ -179,3 +179,16 @@ def test_a_full_evaluation_in_bf16_leaves_the_model_as_it_was(models):
     assert {n: p.dtype for n, p in trainer.model.named_parameters()} == before
     assert torch.float32 in set(before.values())
     assert trainer.args.bf16_full_eval
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Liger's kernels run there")
+@pytest.mark.parametrize("name", ["Trainer", "SFT"])
+def test_ligers_kernels_without_a_gpu_are_refused_by_their_option(name, models):
+    trainer = TRAINERS[name](Setting(models, bf16=True, more={"use_liger_kernel": True}))
+    with pytest.raises(UsageError, match="use_liger_kernel=True in the trainer's arguments") as caught:
+        attach(trainer, "bf16-lora")
+    assert "use_liger_kernel=False" in caught.value.fix
+    trainer.args.use_liger_kernel = False
+    attach(trainer, "bf16-lora", quiet=True)
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps

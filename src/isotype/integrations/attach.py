@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from ..errors import UsageError
 from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
-from .attachment import Attachment, Methods, is_running, models_of, overridden, unprepare
+from .attachment import Attachment, Methods, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
 from .steps import Evaluation, Guards
@@ -80,7 +80,7 @@ def detach(trainer: Any) -> list[str]:
     if is_running(trainer):
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
     if trainer.is_in_train:  # its train() raised: what that made goes too
-        trainer.optimizer, trainer.lr_scheduler = attached.optimizers
+        attached.give_back_optimizers()
     unprepare(trainer)
     del trainer.__dict__[ATTACHED]
     return _take_off(attached)
@@ -107,7 +107,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     weights = Weights()
     attached.undo.append(weights.restore)
     for name, model in models.items():
-        weights.cast(model, precision, frozen=name != "model", keep=reversible)
+        weights.cast(model, precision, trained=trained_in(trainer, name), read_only=name != "model", keep=reversible)
         # before the precision, which wraps the forward that the ops look at
         attached.undo.append(lambda model=model: _unoptimize(model))
         attached.manifests[name] = optimize(model, precision, device_type=device)

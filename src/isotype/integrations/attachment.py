@@ -62,6 +62,12 @@ class Attachment:
         """A parameter's summed gradient, wherever it is."""
         return parameter.grad if self.accumulator is None else self.accumulator.gradient(parameter)
 
+    def give_back_optimizers(self) -> None:
+        """After a `train` that raised: the next one makes its optimizer and scheduler from the arguments as they are then."""
+        self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
+        self.trainer.accelerator._optimizers.clear()
+        self.trainer.accelerator._schedulers.clear()
+
     @property
     def manifest(self) -> Manifest:
         """Of the trained model."""
@@ -122,6 +128,15 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     """The trained model, and those that the trainer only reads."""
     named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
     return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+
+
+def trained_in(trainer: Any, name: str) -> set[str]:
+    """Names of the parameters of one of `models_of` that are trained, or that a reference has from the trained model. A teacher is another
+    model."""
+    if name == "teacher_model":
+        return set()
+    trained = {parameter for parameter, p in trainer.model.named_parameters() if p.requires_grad}
+    return trained & {parameter for parameter, _ in models_of(trainer)[name].named_parameters()}
 
 
 _ABSENT = object()

@@ -25,7 +25,7 @@ from ..precision.quantised_base import Quantisation, check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.codes import check_skips
 from ..training.preflight.static import TYPICAL, stuck_share
-from .attachment import Claim, is_running
+from .attachment import Claim, is_running, models_of, trained_in
 from .weights import check_pure
 
 _WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
@@ -158,7 +158,8 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     found.append(Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now))
     named = list(model.named_parameters())
     trained = [(n, p) for n, p in named if p.requires_grad]
-    found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))
+    if len(trained) < len(named):
+        found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
@@ -175,6 +176,9 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
         found.append(
             Claim("training arguments", f"optim={getattr(args.optim, 'value', args.optim)}", "Isotype's AdamW, which rounds stochastically")
         )
+    for name, other in models_of(trainer).items():
+        if name != "model":
+            found.append(Claim(f"checkpoint, {name}", dtypes_of(other.parameters()), _read_only_becomes(trainer, name, precision)))
     if getattr(args, "cast_lm_head_to_fp32", False):
         found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
@@ -183,6 +187,12 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
         if getattr(args, flag, False):
             found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
     return found
+
+
+def _read_only_becomes(trainer: Any, name: str, precision: Precision) -> str:
+    """What becomes of the weights of a model that the trainer only reads."""
+    rounded = precision.trainable == precision.unquantised or not trained_in(trainer, name)
+    return f"base {precision.unquantised}" if rounded else f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
 
 
 def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
@@ -269,6 +279,11 @@ def _check_model(trainer: Any) -> None:
         raise UsageError(
             "attach() does not support accelerate's FSDP: its mixed-precision policy casts the weights that the ops read",
             fix="DDP or a single process; or isotype train, which shards with FSDP2",
+        )
+    if trainer.args.use_liger_kernel and trainer.args.device.type in ("cpu", "mps"):
+        raise UsageError(
+            f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {trainer.args.device.type}",
+            fix="use_liger_kernel=False: attach() brings kernels of its own",
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of this model is trained", fix="give the trainer a peft_config, or requires_grad_(True)")

@@ -341,6 +341,7 @@ def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[st
     try:
         return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks, world=world)
     except PreflightError as error:
+        attached.give_back_optimizers()  # their rates may be what was refused
         first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
         fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
         raise PreflightError(in_trainers_words(error.message), fix=fix) from None

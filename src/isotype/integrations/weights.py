@@ -9,7 +9,7 @@ by `Accelerator.native_amp`, an attribute of this trainer's accelerator. fp16 ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,22 +40,24 @@ class Weights:
     originals: dict[int, Tensor] = field(default_factory=dict)
     rounded: int = 0
 
-    def cast(self, model: nn.Module, precision: Precision, *, frozen: bool, keep: bool) -> None:
-        """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are.
+    def cast(self, model: nn.Module, precision: Precision, *, trained: Collection[str], read_only: bool, keep: bool) -> None:
+        """Floating parameters become `trainable` where they are trained, else `base`; quantised ones and buffers stay as they are.
 
-        frozen  the whole model is only read (a reference model), whatever requires_grad says
-        keep    keeps what narrowing would lose
+        trained    names of the trained parameters. A reference's of the same name is rounded no further than the trained one: both models
+                   compute the same before step 1. It becomes `base` where that loses nothing
+        read_only  the model is a reference or a teacher
+        keep       keeps what narrowing would lose
         """
         base, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or is_quantised(parameter):
                 continue
-            dtype = trainable if parameter.requires_grad and not frozen else base
+            dtype = base if name not in trained or (read_only and _is_exact(parameter, base)) else trainable
             if parameter.dtype == dtype:
                 continue
             self.dtypes.append((parameter, parameter.dtype))
             made = parameter.data.to(dtype)
-            if not torch.equal(made.to(parameter.dtype), parameter.data):
+            if not _is_exact(parameter, dtype):
                 if keep:
                     self.originals[id(parameter)] = parameter.data.cpu()
                 else:
@@ -79,6 +81,11 @@ class Weights:
         self.dtypes.clear()
         self.originals.clear()
         return [said] if self.rounded else []
+
+
+def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` keeps every value."""
+    return torch.equal(parameter.data.to(dtype).to(parameter.dtype), parameter.data)
 
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -128,15 +135,20 @@ class PureWeights(TrainerCallback):
         self.accumulator = GradientAccumulator(trainer.model.parameters(), dtype=precision.grads)
 
     def install(self) -> None:
+        self.methods.wrap("create_optimizer", self._create_optimizer)
+        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
+        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
+        self.trainer.add_callback(self)
+
+    def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """By the arguments as they are when a training begins."""
         trainer = self.trainer
         _, given = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         trainer.optimizer_cls_and_kwargs = ResumableAdamW, {
             "lr": given["lr"], "betas": given["betas"], "eps": given["eps"], "gradient": self.accumulator.gradient,
             "state": self.precision.optimizer, "rounding": self.precision.rounding, "seed": trainer.args.seed,
         }  # fmt: skip
-        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
-        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
-        trainer.add_callback(self)
+        return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises UsageError where the trainer runs another optimizer: it would find no gradient, and train nothing."""
