@@ -77,11 +77,13 @@ NEEDED = (
     "rich",
     "packaging",
 )
-NEEDED_BY_TESTS = ("pytest", "hypothesis", "datasets", "jinja2")
+# triton, also on a CPU: without it modules of kernels collect nothing, and the rest fails one by one
+NEEDED_BY_TESTS = ("pytest", "hypothesis", "datasets", "jinja2", "triton")
 
 
 def collected(root: Path) -> tuple[list[str], dict[str, str]]:
-    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them; file -> why it could not be imported).
+    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them; file -> why it gives no tests: an
+    import that failed, or its own skip).
 
     Only files whose text has such a mark are collected: the others take a minute to import, and one that an older library lacks something
     for says nothing about a GPU.
@@ -99,6 +101,8 @@ def collected(root: Path) -> tuple[list[str], dict[str, str]]:
             "def pytest_collectreport(report):\n"
             "    if report.failed:\n"
             "        failed[report.nodeid] = str(report.longrepr).strip().splitlines()[-1].removeprefix('E').strip()\n"
+            "    elif report.skipped:\n"
+            "        failed[report.nodeid] = report.longrepr[2]\n"
             "def pytest_collection_finish(session):\n"
             f"    json.dump([[item.nodeid for item in session.items], failed], open({str(seen)!r}, 'w'))\n"
         )

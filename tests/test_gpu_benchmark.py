@@ -55,6 +55,7 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
 @pytest.mark.parametrize("what", ["probe", "tests", "profile", "goal", "ops", "benchmarks"])
 def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_path, capsys, what):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "installed", lambda name: True)
     monkeypatch.delenv("ISOTYPE_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(sys, "argv", ["gpu.py", what, "--out", str(tmp_path / "out")])
     assert gpu.main() == 2
@@ -66,6 +67,9 @@ def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_p
 
 def test_what_is_not_installed_is_named_before_anything_runs(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package", "no_such.module"))
+    monkeypatch.setattr(gpu, "installed", lambda name, own=gpu.installed: name != "triton" and own(name))
+    assert started(gpu, monkeypatch, "tests", "--out", str(tmp_path / "out")) == 2
+    assert "no_such.module triton (python -m pip install" in capsys.readouterr().err
     assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / "out")) == 2
     assert capsys.readouterr().err.startswith("gpu.py ops: not installed: no_such_package no_such.module (python -m pip install")
 
@@ -131,7 +135,14 @@ def test_collects_every_way_of_marking_a_gpu_test(gpu, tmp_path):
     ]
     assert gpu.shards(ids) == {"runs": ids[3:], "others": ids[:3]}
     (tmp_path / "tests/test_c.py").write_text("import no_such_module\n# needs pytest.mark.gpu\n")
-    assert gpu.collected(tmp_path) == (ids, {"tests/test_c.py": "ModuleNotFoundError: No module named 'no_such_module'"})
+    (tmp_path / "tests/test_d.py").write_text("import pytest\npytest.importorskip('no_such_kernels')\n# needs pytest.mark.gpu\n")
+    assert gpu.collected(tmp_path) == (
+        ids,
+        {
+            "tests/test_c.py": "ModuleNotFoundError: No module named 'no_such_module'",
+            "tests/test_d.py": "Skipped: could not import 'no_such_kernels': No module named 'no_such_kernels'",
+        },
+    )
 
 
 def test_a_part_that_misses_a_package_fails_nothing_and_runs_again(gpu, monkeypatch, tmp_path, capsys):
