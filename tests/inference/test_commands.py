@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -243,3 +244,20 @@ def test_a_base_that_was_moved_with_its_run_is_found_and_said(run, workshop, tmp
     with pytest.raises(UsageError, match="/gone/to/base is no longer there") as caught:
         load_run(there / "runs/run")
     assert "model.name" in caught.value.fix
+
+
+def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(run, workshop, configured, tmp_path):
+    assert train(configured("full", adapter={"kind": "none"}, train={"steps": 2})) == 0
+    for folder, kind in ((run / "adapter", "peft"), (tmp_path / "full/model", "transformers")):
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.library_name == kind
+        assert card.data.base_model is None  # a path is no name on the hub
+        assert f"* base: `{workshop.base}`" in card.text
+        assert "* data: 43 training rows, 5 evaluation rows" in card.text
+        assert "| optimizer | fp32 | fp32 |" in card.text
+        assert "| reduce | fp32 | not observed |" in card.text
+        code = card.text.partition("```python\n")[2].partition("```")[0]
+        loaded: dict = {"FOLDER": str(folder)}
+        exec(code, loaded)
+        ids = torch.arange(3, 20)[None]
+        assert torch.allclose(loaded["model"](ids).logits, load_run(folder).model(ids).logits, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ class PrecisionRecord:
         self.folder, self.resolved, self.task_roles, self.writes = folder, resolved, tuple(task_roles), writes
         self._branch = {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}} if lora_branch == "fp32" else {}
         self._observed: dict[str, Any] = {}
+
+    @property
+    def observed(self) -> Mapping[str, Mapping[str, int]]:
+        """Role -> dtype -> how many things of the role had it when it was last observed."""
+        found: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
+        return found
 
     def add(self, seen: Observation) -> None:
         """Adds an observation; roles that it does not contain keep their earlier counts. Raises DtypeError DT003."""

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.kind import LANGUAGE
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
 from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
+from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..observe import Observation, Observer, is_observed
 from ..precision.resolve import Resolved
@@ -406,6 +408,12 @@ class Loop:
             with whole_in_state_dict(self.model, tensors if sharding is not None else {}):
                 self.task.save(self.model, folder, precision)
             (folder / "precision.json").write_text(self.resolved.as_file())
+            if self.task.kind == LANGUAGE:
+                train, adapter = self.config.train, self.config.adapter.kind != "none"
+                write_card(
+                    folder, self.model, base=self.task.base_name, data=self.task.header()[0][1], step=self.progress.step,
+                    precision=precision, observed=self.precision_record.observed, adapter=adapter, scored=train.objective == "reward",
+                )  # fmt: skip
 
         world.first_does(lambda: write_folder(target, fill), patiently=True)
         return tensors

@@ -107,6 +107,9 @@ def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_
     (finding,) = end_never_learnt(subject(model=model, data=data))
     assert finding.severity == Severity.WARNING
     assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
+    command = str(finding.fix).partition('python -c "')[2].removesuffix('"')
+    exec(command.replace("'ended'", repr(str(tmp_path / "ended"))))
+    assert list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}, data=data))) == []
 
 
 # --- tokens

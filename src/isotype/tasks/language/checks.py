@@ -101,6 +101,7 @@ def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     if not ends or ends & tokens_used(data.documents, learnt=True):
         return
     masked = [row for row in data.documents if _ends_masked(row, ends)]
+    fix = "a chat template that ends an answer with the tokenizer's eos_token, a padding token of its own, or a larger data.max_length"
     pad_is_end = tokenizer.pad_token_id in ends
     shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
     turns = data.facts["tokens"]["end_of_turn"]
@@ -113,12 +114,16 @@ def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
         cause = f"every row is cut at data.max_length {data.facts['max_length']}"
     elif others:
         cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"
+        fix = (
+            f'model.tokenizer: ended, a copy that ends there: python -c "from transformers import AutoTokenizer as A; '
+            f"t = A.from_pretrained({tokenizer.name_or_path!r}); t.eos_token = {others[0]!r}; t.save_pretrained('ended')\""
+        )
     else:
         cause = "the template writes none behind an answer"
     yield Finding(
         code="PF007", severity=Severity.ERROR if masked else Severity.WARNING, place=Place(symbol="tokenizer, data.chat_template"),
         message=f"no training row teaches where to stop: {shown} is never learnt", cause=cause,
-        fix="a chat template that ends an answer with the tokenizer's eos_token, a padding token of its own, or a larger data.max_length",
+        fix=fix,
     )  # fmt: skip
 
 
