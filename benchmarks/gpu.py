@@ -82,8 +82,8 @@ NEEDED_BY_TESTS = ("pytest", "hypothesis", "datasets", "jinja2", "triton")
 
 
 def collected(root: Path) -> tuple[list[str], dict[str, str]]:
-    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them; file -> why it gives no tests: an import
-    that failed, or its own skip).
+    """(The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them; file -> why it gives no tests: an
+    import that failed, or its own skip).
 
     Only files whose text has such a mark are collected: the others take a minute to import, and one that an older library lacks something
     for says nothing about a GPU.
