@@ -143,7 +143,6 @@ def test_quotes_with_backslashes_are_named(tmp_path: Path, families: SimpleNames
             {"question": "q", "response": "a", "system_prompt": "s"},
             {"instruction": "question", "output": "response", "system": "system_prompt"},
         ),
-        ({"PROMPT": "q", " Completion": "a"}, {"prompt": "PROMPT", "completion": " Completion"}),
     ],
 )
 def test_the_columns_advised_read_all_that_a_row_has(

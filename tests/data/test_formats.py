@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isotype.data.bad_rows import RowError, kind_of
+from isotype.data.bad_rows import kind_of
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -187,10 +187,31 @@ def test_a_missing_column_is_named() -> None:
         read({"question": "a"}, columns={"promt": "question"})
 
 
-def test_the_setting_for_keys_of_another_case_keeps_every_column() -> None:
-    record = Record("a.csv", 2, {"Instruction": "Add.", "Input": "1, 2", "Output": "3"})
-    with pytest.raises(RowError, match=r'columns: \{instruction: "Instruction", output: "Output", input: "Input"\}'):
-        detect(record, "auto")
+def test_keys_of_another_case_are_matched_and_said() -> None:
+    record = Record("a.csv", 2, {"Instruction": "Add.", "Input": "1, 2", "Output ": "3", "ID": "7"})
+    name, why = detect(record, "auto")
+    assert name == "alpaca"
+    assert why == (
+        "the first row (a.csv:2) has the keys Instruction (read as instruction) and Output  (read as output) and Input (read as input)"
+    )
+    assert detect(record, "alpaca")[1].startswith("data.format is alpaca; the first row (a.csv:2) has Instruction (read as instruction)")
+    (asked, answer) = example(record, name, needs_answer=True).messages or ()
+    assert (asked["content"], answer["content"]) == ("Add.\n\n1, 2", "3")
+    assert ignored_keys(record.value, name) == ["ID"]
+
+
+def test_a_key_in_the_case_of_its_format_is_taken_before_another() -> None:
+    record = Record("a.csv", 2, {"prompt": "q", "completion": "a", "Text": "t", "PROMPT": "other"})
+    assert detect(record, "auto") == ("prompt_completion", "the first row (a.csv:2) has the keys prompt and completion")
+    assert example(record, "prompt_completion", needs_answer=True).prompt == "q"
+    assert ignored_keys(record.value, "prompt_completion") == ["Text", "PROMPT"]
+    pair = Record("a.csv", 2, {"Prompt": "q", "Chosen": "a", "Rejected": "b"})
+    assert detect(pair, "auto", only="preference")[0] == "preference"
+    with pytest.raises(UsageError, match="preference pairs"):
+        detect(pair, "auto")
+    renamed = {"completion": "Prompt", "prompt": "Rejected"}
+    found = example(pair, "prompt_completion", needs_answer=True, columns=renamed)
+    assert (found.prompt, found.completion) == ("b", "q")
 
 
 def test_digits_of_names_stay_in_the_kind_of_an_error() -> None:

@@ -220,3 +220,26 @@ def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(conf
     assert ask("chat", tmp_path / "run/adapters/step_2", "--tokens", 4, text="one?\n")
     ask("merge", tmp_path / "run/adapters/step_2", "--out", tmp_path / "merged")
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
+
+def test_a_base_that_was_moved_with_its_run_is_found_and_said(run, workshop, tmp_path):
+    def chat(folder):
+        arguments = ["chat", str(folder), "--json", "--tokens", "4", "--temperature", "0"]
+        return CliRunner().invoke(build_app(), arguments, input="How much is 1 plus 1?\n", catch_exceptions=False)
+
+    there = tmp_path / "there"
+    shutil.copytree(run, there / "runs/run")
+    shutil.copytree(workshop.base, there / "base")
+    before = chat(run)
+    assert "was moved" not in before.stderr
+    for file, setting in (("resolved.yaml", "model.name"), ("adapter/adapter_config.json", "base_model_name_or_path")):
+        file = there / "runs/run" / file
+        file.write_text(file.read_text().replace(str(workshop.base), "/gone/to/base"))
+        found = chat(file.parent)
+        assert found.stdout == before.stdout
+        assert f"base /gone/to/base was moved: {there / 'base'} is taken; {setting} in {file} names its place" in found.stderr
+    ask("merge", there / "runs/run", "--out", there / "merged")
+    (there / "base").rename(there / "elsewhere")
+    with pytest.raises(UsageError, match="/gone/to/base is no longer there") as caught:
+        load_run(there / "runs/run")
+    assert "model.name" in caught.value.fix

@@ -93,17 +93,20 @@ def detect(
 ) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why. `only`: the one format of which the run's objective learns."""
     refuse_data_frame(record, {(columns or {}).get(key, key) for form in FORMATS.values() for key in form.keys})
-    row = renamed(record, columns)
+    row = renamed(record, columns, only or (None if asked == "auto" else asked))
+    if not any(all(key in row for key in form.keys) for form in FORMATS.values()):
+        row = {ours: row[key] for ours, key in _folded(row).items()}
     if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
         refuse_other_than(only, f"{record.place}: the row has {_listed(row)}" if asked in ("auto", only) else f"data.format: {asked}")
     if asked in _JUDGED and not only:
         raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
     if only:
         _require(row, only, record.place)
-        return only, f"the first row ({record.place}) has {' and '.join(_JUDGED[only][0])}"
+        return only, f"the first row ({record.place}) has {' and '.join(_read_as(record, only, columns, _JUDGED[only][0]))}"
     if asked != "auto":
         _require(row, asked, record.place)
-        return asked, f"data.format is {asked}"
+        said = _read_as(record, asked, columns, ())
+        return asked, f"data.format is {asked}" + (f"; the first row ({record.place}) has {' and '.join(said)}" if said else "")
     found = [name for name, form in FORMATS.items() if name not in _JUDGED and all(key in row for key in form.keys)]
     preferences = [key for key in _PREFERENCES if key in row]
     if len(preferences) == 2 or (preferences and not found):
@@ -122,13 +125,13 @@ def detect(
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
     if not found:
         refuse_turn(row, record.place)
-        raise RowError(f"{record.place}: {_unknown(row)}")
+        raise RowError(f"{record.place}: {_unknown(renamed(record, columns))}")
     if found == ["text"]:
         try:
             refuse_turn(row, record.place, is_text=True)
         except RowError as error:  # of the whole file: other rows of it are turns too
             raise UsageError(error.message, fix=error.fix) from None
-    keys = [_as_read(key, (columns or {}).get(key, key)) for key in FORMATS[found[0]].keys]
+    keys = _read_as(record, found[0], columns, FORMATS[found[0]].keys)
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
 
@@ -146,16 +149,26 @@ def _as_read(ours: str, theirs: str) -> str:
     return ours if ours == theirs else f"{theirs} (read as {ours})"
 
 
-def renamed(record: Record, columns: Columns) -> dict[str, Any]:
-    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name."""
+def _read_as(record: Record, name: FormatName, columns: Columns, always: Sequence[str]) -> list[str]:
+    """The keys `always` of a format with what the row calls them, and those of its other keys that the row writes otherwise."""
+    written = _as_in(record.value, columns or {}, name)
+    others = [key for key in FORMATS[name].keys + FORMATS[name].beside if key in written and key not in (columns or {})]
+    return [_as_read(key, written.get(key, key)) for key in dict.fromkeys([*always, *others])]
+
+
+def renamed(record: Record, columns: Columns, name: FormatName | None = None) -> dict[str, Any]:
+    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name.
+
+    name  the row's format, whose other keys are also found in another case and with blanks around them
+    """
     if record.wrong:
         raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
         fix = 'name the values of each row: pandas writes them so with orient="records"' if isinstance(record.value, list) else None
         raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix)
+    columns = _as_in(record.value, columns or {}, name)
     if not columns:
         return record.value
-    columns = _as_in(record.value, columns)
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
         if not any(ours in form.keys + form.beside for form in FORMATS.values()):
@@ -167,17 +180,32 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     return row
 
 
-def _as_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, str]:
-    """`data.columns` with the row's own keys. A name is also found as `column_name` writes it: in one line, its letters composed."""
-    if all(theirs in row for theirs in columns.values()):
+def _as_in(row: Mapping[str, Any], columns: Mapping[str, str], name: FormatName | None = None) -> Mapping[str, str]:
+    """`data.columns` with the row's own keys, and the format's other keys that the row has in another case or with blanks around them.
+    A name is also found as `column_name` writes it: in one line, its letters composed."""
+    if not all(theirs in row for theirs in columns.values()):
+        keys = {column_name(key): key for key in row if isinstance(key, str)}
+        columns = {ours: theirs if theirs in row else keys.get(column_name(theirs), theirs) for ours, theirs in columns.items()}
+    if name is None or row.keys() <= set(FORMATS[name].keys):
         return columns
-    keys = {column_name(key): key for key in row if isinstance(key, str)}
-    return {ours: theirs if theirs in row else keys.get(column_name(theirs), theirs) for ours, theirs in columns.items()}
+    folded = _folded({key: None for key in row if key not in columns.values()})
+    known = FORMATS[name].keys + FORMATS[name].beside
+    return {**{ours: folded[ours] for ours in known if folded.get(ours, ours) != ours and ours not in columns}, **columns}
+
+
+def _folded(row: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> the row's own key, of a row whose keys are as they are or, where nothing else is called so, in lower case without blanks."""
+    found = {key: key for key in row}
+    for key in row:
+        plain = key.strip().casefold() if isinstance(key, str) else key
+        if plain not in found:
+            found[plain] = found.pop(key)
+    return found
 
 
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
-    row = renamed(record, columns)
+    row = renamed(record, columns, name)
     try:
         return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
     except RowError as error:
@@ -226,7 +254,7 @@ def _with_pictures(found: Example, row: Mapping[str, Any], name: FormatName, rec
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
     """Keys of a row that nothing reads."""
-    columns = _as_in(row, columns or {})
+    columns = _as_in(row, columns or {}, name)
     used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns) | set(columns.values())
     return [key for key in row if key not in used]
 
@@ -358,11 +386,6 @@ def _unknown(row: Mapping[str, Any]) -> str:
     answers = [key for key, value in row.items() if key != asked and _several(value)]
     if asked and len(answers) == 1 and not any(key in row for key in ("completion", "output")):
         return _many_answers(row, asked, answers[0])
-    for form in FORMATS.values():
-        folded = {key.strip().casefold(): key for key in row if isinstance(key, str)}
-        if all(key in folded for key in form.keys):
-            shown = ", ".join(f"{key}: {json.dumps(folded[key])}" for key in form.keys + form.beside if folded.get(key, key) != key)
-            return f"the keys are written otherwise: data.columns: {{{shown}}}"
     known = {key for form in FORMATS.values() for key in form.keys}
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     of_rows = [key for key in lists if not _TURN & row[key][0].keys()]

@@ -27,10 +27,16 @@ BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]  # flash needs a GPU 
 
 # every back end with one family, and every family with one back end; the rest of the matrix is left to `make test-full`
 SLICE = {*(("llama", attention) for attention in BACK_ENDS), ("gemma2", "eager"), ("qwen3", "sdpa")}
+LEFT_OUT = {
+    # transformers has no sdpa for gemma2, whose scores are capped, and no flex attention for olmoe
+    ("gemma2", "sdpa"), ("gemma2", "isotype"), ("olmoe", "flex_attention"),
+    # its queries have a part without positions, which the heads of 16 do not fit
+    ("deepseek_v3", "isotype"),
+    # its windows let packed documents see each other, and PF018 refuses the run
+    *(("gpt_oss", attention) for attention in BACK_ENDS),
+}  # fmt: skip
 CASES = [
-    case if case in SLICE else pytest.param(*case, marks=pytest.mark.full)
-    for case in product(FAMILIES, BACK_ENDS)
-    if case not in (("gemma2", "sdpa"), ("gemma2", "isotype"))  # transformers has no sdpa for gemma2: its scores are capped
+    case if case in SLICE else pytest.param(*case, marks=pytest.mark.full) for case in product(FAMILIES, BACK_ENDS) if case not in LEFT_OUT
 ]
 
 
