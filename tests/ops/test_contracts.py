@@ -111,7 +111,7 @@ def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def mixture(tokens: int) -> tuple[torch.Tensor, ...]:
     """Four experts, two a token, one of which has no token."""
     index = torch.stack([torch.arange(tokens) * 7 % 3, (torch.arange(tokens) * 7 + 1) % 3], 1)
-    return drawn(tokens, 8), index, drawn(tokens, 2) + 1, drawn(4, 12, 8), drawn(4, 8, 6)
+    return drawn(tokens, 8), index, drawn(tokens, 2) + 1, drawn(4, 16, 8), drawn(4, 8, 8)
 
 
 def adapted(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def adapted(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     def run(x: torch.Tensor, *others: torch.Tensor) -> Any:
         lora = {}
-        for name, rows, columns in (("up_adapter", 12, 8), ("down_adapter", 8, 6)):
+        for name, rows, columns in (("up_adapter", 16, 8), ("down_adapter", 8, 8)):
             lora[name] = Adapter(drawn(4, 3, columns).to(x.device), drawn(4, rows, 3).to(x.device), 0.5)
         return f(x, *others, **lora, **options)
 
