@@ -9,7 +9,6 @@ T tokens, M and N features, R ranks.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -47,13 +46,9 @@ _known: dict[str, bool] = {}
 @cache
 def native() -> bool:
     """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler supports its instructions."""
-    if not KERNELS.loaded():
-        return False
-    # no tensor, which would be one without data while memory is planned
-    answer = ctypes.c_int64()
-    KERNELS("native", ctypes.addressof(answer))
-    _known["native"] = bool(answer.value)
-    return _known["native"]
+    if KERNELS.loaded():
+        _known["native"] = KERNELS.native()
+    return _known.get("native", False)
 
 
 def why_not_native() -> str:

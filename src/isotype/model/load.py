@@ -155,20 +155,21 @@ def load_base(
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
-    quantised_before = bool(base_notes(source, precision))
+    architecture, said = _checked(source, precision)
+    quantised_before = bool(said)
     options["dtype"] = dtype
     if quantised_before and precision.base != "nf4":
-        options |= reading_packed(_architecture(source), source.name) | {"device_map": {"": where}}
+        options |= reading_packed(architecture, source.name) | {"device_map": {"": where}}
     quantises = precision.base == "nf4" and not trainable
     if mapped and not quantises and not quantised_before:
-        in_files = _as_in_files(source, attention, options, notes)
+        in_files = _as_in_files(source, architecture, attention, options, notes)
         if in_files is not None:
             return in_files
     if quantises:
         if not quantised_before:
-            options["quantization_config"] = _nf4(precision, _kept_whole(source, in_full))
+            options["quantization_config"] = _nf4(precision, _kept_whole(source, architecture, in_full))
         options["device_map"] = {"": where}
-    model = _load(source, attention, options, notes)
+    model = _load(source, architecture, attention, options, notes)
     if is_kept_on_host(embedding, where.type):
         keep_on_host(model, in_pinned_memory)  # before the rest moves: the device need not hold it even now
     if precision.base in ON_LOAD and not quantised_before and not trainable:
@@ -179,24 +180,28 @@ def load_base(
     return model
 
 
-def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel | None:
+def _as_in_files(
+    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str] | None
+) -> PreTrainedModel | None:
     """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
     model than the one that is loaded in `options["dtype"]`."""
     with explained(source.name, "model", source.revision, attention):
         dtype = dtype_of_files(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
-    model = _load(source, attention, options | {"dtype": dtype}, notes)
+    model = _load(source, architecture, attention, options | {"dtype": dtype}, notes)
     if depends_on_dtype(model):
         return None
     declare(model.config, options["dtype"])
     return model
 
 
-def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
+def _load(
+    source: Source, architecture: PretrainedConfig, attention: str, options: dict[str, Any], notes: list[str] | None
+) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
     with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        of_it = auto_class(_architecture(source), of_text=source.of_text, scored=source.scored)
+        of_it = auto_class(architecture, of_text=source.of_text, scored=source.scored)
         options = options | {"num_labels": 1} if source.scored else options
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
@@ -223,13 +228,18 @@ def _load(source: Source, attention: str, options: dict[str, Any], notes: list[s
 
 
 def base_notes(source: Source, precision: Precision) -> list[str]:
-    """Header lines about a base that was saved quantised.
+    """Header lines about a base that was saved quantised; raises as `_checked`."""
+    return _checked(source, precision)[1]
 
-    Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
+
+def _checked(source: Source, precision: Precision) -> tuple[PretrainedConfig, list[str]]:
+    """(the configuration, `base_notes`).
+
+    Raises  UsageError for a base that the precision does not declare, and for an architecture that does not predict the next token
     """
     architecture = _architecture(source)
     refuse_other_objectives(architecture, source.name)
-    return check_base(of_config(architecture), precision, source.name)
+    return architecture, check_base(of_config(architecture), precision, source.name)
 
 
 def _architecture(source: Source) -> PretrainedConfig:
@@ -289,10 +299,9 @@ def require_bitsandbytes() -> None:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
 
 
-def _kept_whole(source: Source, in_full: Sequence[str]) -> list[str] | None:
+def _kept_whole(source: Source, architecture: PretrainedConfig, in_full: Sequence[str]) -> list[str] | None:
     """What nf4 leaves as it is; None for transformers' own choice."""
     with explained(source.name, "model", source.revision), torch.device("meta"):
-        architecture = _architecture(source)
         if not in_full and not is_vision_language(architecture):
             return None
         return kept_whole(

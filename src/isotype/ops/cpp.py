@@ -197,6 +197,15 @@ class CppKernels:
                 return False
         return self.library is not None or self.loaded()
 
+    def native(self) -> bool:
+        """What the library's function `native` answers, whether this processor multiplies bf16; False where nothing is built."""
+        if not self.loaded():
+            return False
+        # no tensor, which would be one without data while memory is planned
+        answer = ctypes.c_int64()
+        self("native", ctypes.addressof(answer))
+        return bool(answer.value)
+
     def loaded(self) -> bool:
         if self.library is None and self.op not in _fallbacks:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .draft import Draft, Given
@@ -54,15 +55,8 @@ def _objective(draft: Draft) -> str | None:
     return "ipo" if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"] else str(rl) if rl in _RL else None
 
 
-def _of(name: str, *objectives: str) -> Handler:
-    """A setting of `preference`, wherever in the file `rl` stands."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if (objective := _objective(draft)) is not None:
-            draft.settings["train.objective"] = objective
-        to_preference(name, *objectives)(draft, given)
-
-    return handler
+# a setting of `preference`, wherever in the file `rl` stands
+_of = partial(to_preference, of=_objective)
 
 
 def _rl(draft: Draft, given: Given) -> None:

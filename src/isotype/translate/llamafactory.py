@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,8 @@ def _objective(draft: Draft) -> str | None:
     return {"kto": "kto", "rm": "reward"}.get(str(stage))
 
 
-def _of(name: str, *objectives: str) -> Handler:
-    """A setting of `preference`, wherever in the file `stage` stands."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if (objective := _objective(draft)) is not None:
-            draft.settings["train.objective"] = objective
-        to_preference(name, *objectives)(draft, given)
-
-    return handler
+# a setting of `preference`, wherever in the file `stage` stands
+_of = partial(to_preference, of=_objective)
 
 
 def _ftx(draft: Draft, given: Given) -> None:

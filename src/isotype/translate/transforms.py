@@ -149,10 +149,15 @@ def only(words: str, why: str, use: str) -> Handler:
 REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
 
 
-def to_preference(name: str, *objectives: str) -> Handler:
-    """A setting of `preference`, for a method that has it."""
+def to_preference(name: str, *objectives: str, of: Callable[[Draft], str | None] = lambda draft: None) -> Handler:
+    """A setting of `preference`, for a method that has it.
+
+    of  reads the method off the whole file, since it may stand after the setting; None: what `train.objective` has by now
+    """
 
     def handler(draft: Draft, given: Given) -> None:
+        if (objective := of(draft)) is not None:
+            draft.settings["train.objective"] = objective
         if given.value is None:
             draft.no_effect(given, "the default")
         elif draft.settings.get("train.objective") in objectives:

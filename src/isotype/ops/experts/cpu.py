@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from functools import cache
 
@@ -28,11 +27,7 @@ SKINNY = 64
 @cache
 def native() -> bool:
     """Whether the kernels with a rank can run: they are built, and the processor multiplies bf16."""
-    if not KERNELS.loaded():
-        return False
-    answer = ctypes.c_int64()
-    KERNELS("native", ctypes.addressof(answer))
-    return bool(answer.value)
+    return KERNELS.native()
 
 
 @cache

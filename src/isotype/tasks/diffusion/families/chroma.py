@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Asked, Family
+from .family import Asked, Family, masked_prompts
 from .flux import packed, positions, unpacked
 
 
@@ -42,8 +42,7 @@ class Chroma(Family):
         self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
     ) -> Tensor:
         made_NTC = pipe(
-            prompt_embeds=text["text"], prompt_attention_mask=text["mask"], negative_prompt_embeds=empty["text"],
-            negative_prompt_attention_mask=empty["mask"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
+            **masked_prompts(text, empty), height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
             generator=generator, output_type="latent",
         ).images  # fmt: skip
         side = size // pipe.vae_scale_factor

@@ -103,6 +103,14 @@ def config_of(model: Any) -> Any:
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).config
 
 
+def masked_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A pipeline's arguments for a text with a mask, and for the empty one that it guides away from."""
+    return {
+        "prompt_embeds": text["text"], "prompt_attention_mask": text["mask"], "negative_prompt_embeds": empty["text"],
+        "negative_prompt_attention_mask": empty["mask"],
+    }  # fmt: skip
+
+
 class PooledTextFamily(Family):
     """Takes a text as a sequence and as one pooled vector, and guides away from an empty text."""
 

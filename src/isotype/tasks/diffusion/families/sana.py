@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Asked, Family, config_of
+from .family import Asked, Family, config_of, masked_prompts
 from .latents import Deterministic
 
 
@@ -49,8 +49,7 @@ class Sana(Family):
         self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
     ) -> Tensor:
         made: Tensor = pipe(
-            negative_prompt=None, prompt_embeds=text["text"], prompt_attention_mask=text["mask"], negative_prompt_embeds=empty["text"],
-            negative_prompt_attention_mask=empty["mask"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generator, output_type="latent", use_resolution_binning=False,
+            negative_prompt=None, **masked_prompts(text, empty), height=size, width=size, num_inference_steps=steps,
+            guidance_scale=guidance, generator=generator, output_type="latent", use_resolution_binning=False,
         ).images  # fmt: skip
         return made

@@ -16,20 +16,14 @@ from ....wording import counted
 from ..batches import Batch, collate, model_inputs, next_tokens
 
 
-@dataclass(frozen=True)
-class PairBatch:
-    """answers    2 B rows: the chosen and the rejected one of each pair in turn
-    lengths    fp32[2 B]  learnt tokens of each
-    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are not known or not used
-    """
+class OfAnswers:
+    """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the data."""
 
     answers: Batch
-    lengths: Tensor
-    reference: Tensor | None
 
     @property
     def rows(self) -> int:
-        return len(self.lengths) // 2
+        raise NotImplementedError
 
     @property
     def weight(self) -> int:
@@ -50,6 +44,22 @@ class PairBatch:
     @property
     def inputs(self) -> dict[str, Any]:
         return self.answers.inputs
+
+
+@dataclass(frozen=True)
+class PairBatch(OfAnswers):
+    """answers    2 B rows: the chosen and the rejected one of each pair in turn
+    lengths    fp32[2 B]  learnt tokens of each
+    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are not known or not used
+    """
+
+    answers: Batch
+    lengths: Tensor
+    reference: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths) // 2
 
     def __str__(self) -> str:
         return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"

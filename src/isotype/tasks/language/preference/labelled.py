@@ -23,7 +23,7 @@ from ....errors import UsageError
 from ....training.task import Idle, Words, eval_mode
 from ....wording import counted
 from ..batches import Batch, collate
-from .batch import answer_log_probs
+from .batch import OfAnswers, answer_log_probs
 from .objective import Preference
 
 PARTS = ("wanted", "chosen", "rejected", "chosen logps", "rejected logps", "rewards/accuracies", "kl")
@@ -41,7 +41,7 @@ def named(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class AnswerBatch:
+class AnswerBatch(OfAnswers):
     """answers, partners  B rows each
     wanted             bool[B]
     reference          fp32[2 B]  of each answer and its partner in turn, under the model as the run starts; None where not known
@@ -57,26 +57,6 @@ class AnswerBatch:
     @property
     def rows(self) -> int:
         return len(self.wanted)
-
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.answers.tokens
-
-    @property
-    def input_ids(self) -> Tensor:
-        return self.answers.input_ids
-
-    @property
-    def labels(self) -> Tensor:
-        return self.answers.labels
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return self.answers.inputs
 
     def __str__(self) -> str:
         return f"{counted(self.rows, 'answer')} of {counted(self.input_ids.shape[1], 'token')}"
