@@ -20,7 +20,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from isotype import optimize
 from isotype.config.schema import AdapterSection
-from isotype.model.adapter import attach_adapter, notes_of_targets
+from isotype.model.adapter import attach_adapter
+from isotype.model.targets import notes_of_targets
 
 PAGE = Path(__file__).with_name("families.md")
 DENSE = (

@@ -12,9 +12,10 @@ from isotype.config.schema import AdapterSection
 from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.lora.attach import lora_layers, projection
-from isotype.model.adapter import attach_adapter, check_branch, load_adapter, notes_of_targets, save_adapter
+from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors
+from isotype.model.targets import notes_of_targets
 from isotype.precision import PRESETS
 from isotype.tasks.language.outline import outline
 from tests.models import lora, tiny

@@ -10,7 +10,8 @@ from peft import PeftModel
 
 from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
-from isotype.model.adapter import attach_adapter, load_adapter, notes_of_targets, save_adapter
+from isotype.model.adapter import attach_adapter, load_adapter, save_adapter
+from isotype.model.targets import notes_of_targets
 from isotype.ops.experts import experts
 from isotype.optimize import experts as placed
 from isotype.optimize import optimize, restore

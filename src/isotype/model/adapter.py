@@ -9,8 +9,7 @@ base.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +23,29 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
-from ..ops.packed import StackState
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from ..wording import counted
 from .architecture import SCORE
+from .targets import (
+    PEFT_PREFIX,
+    last_two,
+    layers_of_pictures,
+    linear_layers,
+    linear_names,
+    lost_stacks,
+    lost_when_loaded,
+    other_products,
+    refuse_on_parameters,
+    refuse_other_parts,
+    refuse_unknown,
+    targets_of,
+)
 from .tokens import token_modules
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -74,9 +86,9 @@ def attach_adapter(
     if parts is not None:
         in_full += _vision_in_full(model, parts, section)
     refuse_quantised(model, in_full, "adapter.modules_to_save")
-    modules, parameters = _targets(model, section) if targets is None else (targets, [])
+    modules, parameters = targets_of(model, section) if targets is None else (targets, [])
     refuse_on_parameters(section, parameters)
-    _refuse_unknown(model, section.parameters)
+    refuse_unknown(model, section.parameters)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -89,7 +101,7 @@ def attach_adapter(
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
-    adapted_parts = [name for name, _ in _linear_layers(model, section)]
+    adapted_parts = [name for name, _ in linear_layers(model, section)]
     lost = lost_when_loaded(model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear)))
     if parts is not None:
         lost = [name for name in lost if name in adapted_parts]
@@ -98,13 +110,13 @@ def attach_adapter(
         if parts is not None:  # the pattern of last names also matches a tower's patch embedding, a convolution named as a linear layer is
             last = {name.rpartition(".")[2] for name in adapted_parts}
             unseen += [n for n, m in model.named_modules() if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)]
-        config.exclude_modules = _other_products(model) + lost + unseen or None
-        gone = {f"{_tail(name)}.weight" for name in lost} | _lost_stacks(model, config)
+        config.exclude_modules = other_products(model) + lost + unseen or None
+        gone = {f"{last_two(name)}.weight" for name in lost} | lost_stacks(model, config)
         config.target_parameters = [name for name in parameters if name not in gone] or None
     try:
         adapted = get_peft_model(model, config)
         if parts is not None:
-            _refuse_other_parts(adapted, parts, section)
+            refuse_other_parts(adapted, parts, section)
         if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
             raise UsageError(
                 f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the saved adapter of {named[0]} again "
@@ -131,36 +143,6 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
         return wrapped
     except (OSError, ValueError) as error:
         raise UsageError(f"adapter.start_from: {folder}: {str(error).splitlines()[0]}") from None
-
-
-# a Mamba mixer passes the weights of these to its kernel or multiplies them itself, and never calls the layers: adapters on them would
-# get no gradient (PEFT refuses the first two, in all families but Jamba). A quantised Jamba calls its dt_proj; an adapter there would have
-# no effect on the base that is not quantised
-_NEVER_CALLED = dict.fromkeys(
-    ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"), frozenset(("out_proj", "conv1d", "x_proj", "dt_proj"))
-) | {"jamba": frozenset(("dt_proj",))}
-
-
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers that can have an adapter, without the head; of a vision-language model its language part's."""
-    return sorted({name.rpartition(".")[2] for name, _ in _linear_layers(model, AdapterSection())} - _never_called(model))
-
-
-def _linear_layers(model: PreTrainedModel, section: AdapterSection) -> Iterator[tuple[str, nn.Linear]]:
-    """All but the head, in the parts of the model that get an adapter."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    head = getattr(model, SCORE, head)
-    parts = vision_parts(model)
-    of = _adapted_parts(section)
-    return (
-        (name, m)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m is not head and (parts is None or parts.of(name) in of)
-    )
-
-
-def _adapted_parts(section: AdapterSection) -> set[str]:
-    return {LANGUAGE} | {part for part, how in ((TOWER, section.vision), (PROJECTOR, section.projector)) if how == "lora"}
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
@@ -206,231 +188,6 @@ def _vision_in_full(model: nn.Module, parts: VisionParts, section: AdapterSectio
     if section.projector == "full":
         found += parts.projectors(model)
     return found
-
-
-def _refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
-    """Raises  UsageError where `adapter.targets` chose layers of a part that is to have none"""
-    for name, _ in adapted.get_base_model().named_modules():
-        part = parts.of(name)
-        if name.endswith(".lora_A") and part not in _adapted_parts(section):
-            key = "adapter.vision" if part == TOWER else "adapter.projector"
-            raise UsageError(
-                f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the {part}, which {key}: "
-                f"{section.vision if part == TOWER else section.projector} leaves without an adapter",
-                fix=f"{key}: lora, or targets of the language part ({parts.language})",
-            )
-
-
-def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
-    """Linear layers of the language part that text alone never reaches: the cross-attention layers of Llama 3.2 Vision."""
-    indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
-    within = tuple(f"{parts.language}.layers.{i}." for i in indices)
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(within)] if within else []
-
-
-def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
-    """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave none."""
-    routers = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
-    more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
-    verb = "are" if more else "is"
-    notes = [f"adapter.targets: the router {routers[0]}{more} {verb} adapted: all-linear leaves routers as they are"] if routers else []
-    if packed := packed_stacks(model.get_base_model()):
-        notes.append(f"the experts are packed and stay frozen: {packed[0]} and {len(packed) - 1} more have no adapter")
-    return notes + _left_out(model, section)
-
-
-def _left_out(model: PeftModel, section: AdapterSection) -> list[str]:
-    if section.targets != "all-linear" or section.start_from is not None:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    base: Any = model.get_base_model()
-    modules: list[nn.Module] = list(base.modules())
-    wrapped = {(m.parameter_name, m.get_base_layer()) for m in modules if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)}
-    of_peft = {id(part) for m in modules if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in m.modules()}
-    routers = {id(m) for _, m in _routers(base)}
-    parts = vision_parts(base)
-    apart = set() if parts is None else set(layers_of_pictures(base, parts))
-    bare = [n for n, m in _linear_layers(base, section) if id(m) not in of_peft and id(m) not in routers and n not in apart]
-    bare += [name for name in stacks(base) if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped]
-    if not bare:
-        return []
-    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
-    why = "one there could not be used, or not found again in its saved file"
-    return [f"adapter.targets: all-linear gives {bare[0]}{more} no adapter: {why}"]
-
-
-def _never_called(model: PreTrainedModel) -> frozenset[str]:
-    return _NEVER_CALLED.get(getattr(model.config, "model_type", ""), frozenset())
-
-
-def _other_products(model: nn.Module) -> list[str]:
-    """Last names of linear layers of a family's own kind that are no matrix product of rows: the routers of Llama 4 and Phi-MoE give
-    several tensors, DeepSeek V4's grouped output projection has a matrix for each group.
-
-    PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and fails.
-    """
-    own = {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models.") and type(m).forward is not nn.Linear.forward
-    }
-    one_of_each = {type(m): m for m in own.values()}
-    others = {kind for kind, m in one_of_each.items() if not _gives_rows(m)}
-    return sorted({name.rpartition(".")[2] for name, m in own.items() if type(m) in others})
-
-
-def _gives_rows(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            rows = linear(torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device))
-        except RuntimeError:  # of a shape that it does not take
-            return False
-    return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
-
-
-def _targets(model: PreTrainedModel, section: AdapterSection) -> tuple[str | list[str], list[str]]:
-    """(target modules, target parameters) for PEFT.
-
-    With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list. So do mixtures: their stacked
-    experts are parameters, their routers stay as they are, and linear layers that PEFT renames as a checkpoint's experts are adapted by
-    their parameter, under the names that they would have.
-
-    Of a vision-language model a pattern: towers have layers of the same names (`q_proj` in Gemma 3's), which names alone would choose.
-    """
-    parts = vision_parts(model)
-    named = list(section.parameters)
-    if section.targets != "all-linear":
-        modules = [section.targets] if isinstance(section.targets, str) else list(section.targets)
-        as_parameters = {name: found for name in modules if (found := _as_parameters(model, name))}
-        kept = [name for name in modules if name not in as_parameters]
-        named += [name for found in as_parameters.values() for name in found if name not in named]
-        if isinstance(section.targets, str) and not as_parameters:
-            return section.targets, named
-        return kept if parts is None else _pattern(model, parts, section, kept), named
-    if _never_called(model):
-        return linear_names(model), named
-    stacked = stacks(model)
-    if not stacked and not packed_stacks(model) and parts is None:
-        return "all-linear", named
-    routers = {name for name, _ in _routers(model)}
-    layers = {name: m for name, m in _linear_layers(model, section) if name not in routers}
-    renamed = _renamed(model, layers)
-    taken = [f"{_tail(name)}.weight" for name in sorted(renamed) if not is_quantised(layers[name].weight)]
-    named += [name for name in sorted({_tail(name) for name in stacked} | set(taken)) if name not in named]
-    chosen = layers.keys() - renamed
-    if parts is not None:
-        return _pattern(model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})), named
-    return _short(model, chosen), named
-
-
-def _pattern(model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]) -> str:
-    """Modules of these names in the parts that get an adapter."""
-    within = [parts.language]
-    within += parts.towers if section.vision == "lora" else []
-    within += parts.projectors(model) if section.projector == "lora" else []
-    whole = [name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names]
-    return "|".join([rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)])
-
-
-def _either(names: Iterable[str]) -> str:
-    return "|".join(map(re.escape, names))
-
-
-def _short(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Last names, where every module of that name is among `names`, else the names themselves."""
-    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names}
-    return sorted({last if (last := name.rpartition(".")[2]) not in others else name for name in names})
-
-
-def _tail(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
-
-
-def stacks(model: nn.Module) -> list[str]:
-    """Names of the parameters that hold one matrix of every expert of a mixture."""
-    return [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if has_stack(module)
-        for name, p in module.named_parameters(recurse=False)
-        if p.dim() == 3
-    ]
-
-
-def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that choose among a mixture's experts: beside them in the model, with a row of weights for each."""
-    for path, block in model.named_modules():
-        experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
-        for name, child in block.named_children() if experts else ():
-            weight = _without_adapter(child)._parameters.get("weight")
-            if _is_matrix(weight) and len(weight) == experts[0].num_experts:
-                yield f"{path}.{name}", child
-
-
-def has_stack(module: nn.Module) -> bool:
-    """Whether this module holds the matrices of a mixture's experts in one parameter each."""
-    own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
-    return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
-
-
-def packed_stacks(model: nn.Module) -> list[str]:
-    """Names of the experts' stacks that are packed: they stay frozen."""
-    return [name for name, p in model.named_parameters() if _is_packed_stack(p)]
-
-
-def _is_packed_stack(parameter: nn.Parameter) -> bool:
-    return isinstance(getattr(parameter, "quant_state", None), StackState)
-
-
-def _without_adapter(module: Any) -> Any:
-    return module.get_base_layer() if hasattr(module, "lora_A") else module
-
-
-def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
-    """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and replace by the stacks."""
-    from peft import LoraConfig
-
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-    except ImportError:  # a version that renames nothing
-        return set()
-    config = LoraConfig(target_modules=list(layers))
-    convert(config, model, None)
-    return set(layers) - set(config.target_modules or ())
-
-
-def _as_parameters(model: nn.Module, name: str) -> list[str]:
-    """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a router's weight, or stacks of experts."""
-    named = [m for full, m in model.named_modules() if full == name or full.endswith(f".{name}")]
-    own = [m for m in named if type(m).__module__.startswith("transformers.models.") and not isinstance(m, nn.Linear | nn.Embedding)]
-    if named:
-        return [f"{name}.weight"] if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own) else []
-    return sorted({_tail(full) for full in stacks(model) if full.endswith(f".{name}")})
-
-
-def _is_matrix(weight: Any) -> bool:
-    return weight is not None and weight.dim() == 2
-
-
-def _refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
-    """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the model has"""
-    of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3)]
-    for name in parameters:
-        if not any(full == name or full.endswith(f".{name}") for full in of_model):
-            known = sorted({_tail(full) for full in stacks(model)}) or sorted({_tail(full) for full in of_model})
-            raise UsageError(f"adapter.parameters: {name}: the model has no such matrix or stack", fix=f"one of {', '.join(known[:8])}")
-
-
-def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
-    """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
-    if parameters and section.dropout:
-        raise UsageError(
-            f"adapter.dropout: {section.dropout}: {parameters[0]} is adapted as a parameter, for which PEFT has no dropout",
-            fix="adapter.dropout: 0, or adapter.targets that name linear layers only",
-        )
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:
@@ -500,7 +257,7 @@ def is_of_text_class(folder: Path) -> bool:
 
     try:
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-            return any(name.startswith(f"{_PEFT_PREFIX}model.layers.") for name in file.keys())  # noqa: SIM118  # not a dictionary
+            return any(name.startswith(f"{PEFT_PREFIX}model.layers.") for name in file.keys())  # noqa: SIM118  # not a dictionary
     except (OSError, SafetensorError):
         return False  # `load_adapter` says what is wrong with it
 
@@ -551,35 +308,6 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
         total += n
         trainable += n if parameter.requires_grad else 0
     return trainable, total
-
-
-_PEFT_PREFIX, _LORA_SUFFIX = "base_model.model.", ".lora_A.weight"
-
-
-def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
-    """Those of `layers`, names in `model`, whose adapters PEFT loads under another name."""
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as converted
-    except ImportError:  # a version that renames nothing
-        return []
-
-    names = {f"{_PEFT_PREFIX}{layer}{_LORA_SUFFIX}": layer for layer in layers}
-    found: set[Any] = set()
-    for name in names:  # one at a time: some of these conversions stack or cut what belongs together
-        try:
-            found |= set(converted(model, config, {name: torch.empty(1, 1)}))
-        except (RuntimeError, ValueError, IndexError, KeyError):
-            found.add(name)
-    return [layer for name, layer in names.items() if name not in found]
-
-
-def _lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
-    """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for each of its stacks."""
-    stacked = stacks(model)
-    paths = {name.rpartition(".")[0] for name in stacked}
-    lost = lost_when_loaded(model, config, [layer for path in sorted(paths) for layer in (path, f"{path}.base_layer")])
-    gone = {layer.removesuffix(".base_layer") for layer in lost}
-    return {_tail(name) for name in stacked if name.rpartition(".")[0] in gone}
 
 
 def trained_in_full(section: AdapterSection) -> list[str]:

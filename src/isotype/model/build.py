@@ -20,9 +20,10 @@ from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
-from .adapter import attach_adapter, check_vision, freeze_vision, notes_of_targets, trained_in_full
+from .adapter import attach_adapter, check_vision, freeze_vision, trained_in_full
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
+from .targets import notes_of_targets
 from .tokens import align_special_tokens
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...model.adapter import check_branch, has_stack, save_adapter
+from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
 from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
+from ...model.targets import has_stack
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
