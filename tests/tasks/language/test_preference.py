@@ -21,16 +21,20 @@ from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.data.labels import drawn_partners, with_answer_of
-from isotype.data.rows import Row
+from isotype.data.rows import IGNORED, Row
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
+from isotype.optimize import optimize
 from isotype.report.plots import plots
 from isotype.report.record import read_run
 from isotype.tasks.choose import train
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.preference.batch import answer_log_probs
 from isotype.tasks.language.preference.losses import Answers, judged
 from isotype.tasks.language.preference.objective import Preference
 from tests.distributed.processes import GUARD, environment
 from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
+from tests.models import tiny
 from tests.warm import interpreter
 
 
@@ -203,6 +207,18 @@ def test_the_reference_of_another_model_is_refused(paired, tmp_path):
     save_file(tensors, file, metadata=said | {"model": "0"})
     with pytest.raises(UsageError, match="the reference of another model"):
         resumed(tmp_path / "run", "train.steps=3")
+
+
+def test_an_answers_log_probability_is_the_sum_of_its_learnt_tokens():
+    rows = [Row((5, 6, 7, 8, 9), (IGNORED, IGNORED, 7, 8, 9), 2), Row((11, 12, 13), (IGNORED, 12, 13), 1)]
+    model = tiny("llama").eval()
+    want = []
+    for row in rows:
+        log_probs = model(torch.tensor([row.input_ids])).logits[0].log_softmax(-1)
+        want.append(sum(log_probs[at - 1, label] for at, label in enumerate(row.labels) if label != IGNORED))
+    optimize(model, "fp32")
+    found = answer_log_probs(model, collate(rows, pad_id=0), dtype="fp32")
+    torch.testing.assert_close(found, torch.stack(want))
 
 
 def test_losses_are_those_of_trl():
