@@ -33,8 +33,8 @@ from isotype.tasks.language.preference.batch import answer_log_probs
 from isotype.tasks.language.preference.losses import Answers, judged
 from isotype.tasks.language.preference.objective import Preference
 from tests.distributed.processes import GUARD, environment
-from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
 from tests.models import tiny
+from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
 from tests.warm import interpreter
 
 
