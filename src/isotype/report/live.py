@@ -46,7 +46,8 @@ class WatchServer(ThreadingHTTPServer):
             if not is_held(folder):
                 raise
             raise UsageError(f"{folder}: the run has not begun yet: its checks come first", fix="give the same command again") from None
-        self._making, self._made, self._asked = threading.Lock(), ("", b""), None
+        self._making, self._made = threading.Lock(), ("", b"")
+        self._asked: int | None = None
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
