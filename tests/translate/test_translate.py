@@ -18,7 +18,7 @@ from isotype.translate import TOOLS, translate
 from isotype.translate.draft import Fate
 from isotype.translate.source import read
 
-from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY
+from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH
 
 TAKEN = {name: case for name, case in CASES.items() if not case.refused}
 REFUSED = {name: case for name, case in CASES.items() if case.refused}
@@ -52,6 +52,38 @@ def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accoun
     assert all(outcome.given.line for outcome in result.outcomes)
     assert all(outcome.note for outcome in result.outcomes if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
     assert not [finding for finding in check([str(tmp_path / "result.yaml")]).findings if finding.severity > Severity.NOTE]
+
+
+# each tool's file, with WORD where it says an optimizer
+_PLACES = {
+    "axolotl": ("a.yml", (AXOLOTL + AXOLOTL_LORA).replace("adamw_8bit", "WORD")),
+    "llamafactory": ("a.yaml", FACTORY + "optim: WORD\n"),
+    "unsloth": ("a.py", UNSLOTH.replace("LOAD", "False").replace("adamw_8bit", "WORD")),
+    "simpletuner": (
+        "config.json",
+        '{"--model_type": "lora", "--model_family": "flux", "--optimizer": "WORD", "--mixed_precision": "bf16"}',
+    ),
+}
+_OPTIMIZERS = {
+    "adamw8bit-paged": ("paged_adamw_8bit", "bnb-adamw8bit-paged"),
+    "lion": ("lion_32bit", "bnb-lion"),
+    "lion8bit": ("lion_8bit", "bnb-lion8bit"),
+    "muon": ("muon", "muon"),
+    "adafactor": ("adafactor", "adafactor"),
+    "schedule-free": ("schedule_free_adamw", "adamw_schedulefree"),
+    "prodigy": ("prodigy", "prodigy"),
+}
+
+
+@pytest.mark.parametrize("tool", _PLACES)
+@pytest.mark.parametrize("ours", _OPTIMIZERS)
+def test_optimizers_are_carried_with_what_they_refuse_left_out(tool, ours, tmp_path):
+    file, text = _PLACES[tool]
+    (tmp_path / file).write_text(text.replace("WORD", _OPTIMIZERS[ours][tool == "simpletuner"]))
+    got = settings(translate(tmp_path / file).text, tmp_path)
+    assert got["train.optimizer"] == ours
+    assert got["train.schedule"] == "constant" or ours != "schedule-free"
+    assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
 
 
 @pytest.mark.parametrize("name", REFUSED)
