@@ -25,7 +25,7 @@ from ..config.schema import RunSection
 from ..errors import RunError, UsageError
 from ..lora.attach import lora_layers, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
-from ..observe.continuity import BUFFER, STATE, WEIGHT, Continuity, differing, of_few_bits
+from ..observe.continuity import BUFFER, STATE, WEIGHT, Continuity, Difference, differing, of_few_bits
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
@@ -98,6 +98,7 @@ class WatchedSteps:
         self.carried = Continuity(self.model, self.optimizer, kinds=(WEIGHT, STATE))
         self.buffers = Continuity(self.model, kinds=(BUFFER,))
         self._buffers_compared = False
+        self._said: set[tuple[str, str, str]] = set()
         self._updates = 0
         self._moved = self._had_gradient = False
 
@@ -134,13 +135,20 @@ class WatchedSteps:
         kept.begin()
         if any(map(float, kept.flags)):
             seen = Observation(self.step)
-            differing(seen, kept.differences(), kept.moment, moment, strict=False)
+            differing(seen, self._first_time(kept.differences()), kept.moment, moment, strict=False)
             self._keep(seen)
+
+    def _first_time(self, found: list[Difference], of: str = "") -> list[Difference]:
+        """Those of a sort that was not said before: what a callback does after each step is said once."""
+        new = [one for one in found if (one.kind, one.narrower, of) not in self._said]
+        self._said |= {(one.kind, one.narrower, of) for one in new}
+        return new
 
     def _after_update(self, *_: Any) -> None:
         self._updates += 1
         if self._seen is not None:
-            of_few_bits(self._seen, self.carried.moved_with_few_bits(), f"after the update of step {self.step}")
+            few = self._first_time(self.carried.moved_with_few_bits(), "few bits")
+            of_few_bits(self._seen, few, f"after the update of step {self.step}")
         self._take(f"the update of step {self.step}")
         self._buffers_compared = False
 

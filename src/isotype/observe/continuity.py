@@ -167,9 +167,9 @@ class Continuity:
             if _is_judged(key) and dtype == torch.float32:
                 together.setdefault((key[0], key[2] if key[0] == STATE else ""), []).append(values)
         found = []
-        for (kind, state), values in together.items():
-            if word := narrow_values(torch.cat(values)):
-                found.append(Difference(kind, f"every sampled {state or kind}", "fp32", "fp32", word))
+        for (kind, state), parts in together.items():
+            if word := narrow_values(torch.cat(parts)):
+                found.append(Difference(kind, f"{state or kind} of every sampled tensor", "fp32", "fp32", word))
         return found
 
     def _again(self, found: Mapping[Key, Tensor] | None = None) -> _Sample:
@@ -216,27 +216,41 @@ def differing(observation: Observation, found: list[Difference], after: str, bef
 
     after, before  the two moments, in words
     """
-    for one in found:
-        between = f"between {after} and {before}"
-        if one.narrower or (strict and one.kind != BUFFER):
-            how = f"was rounded to {one.narrower}" if one.narrower else "was changed"
+    between = f"between {after} and {before}"
+    for kind, how, these in _alike(found):
+        if these[0].narrower or (strict and kind != BUFFER):
             observation.report(
-                _ROLES[one.kind], f"{one.kind} {one.tensor} {how} {between}", symbol=one.tensor, observed=one.narrower or "other values",
-                rule=_CARRIED, cause="code that ran there wrote it: a scheduler, a callback, an evaluation, a save or a cast",
+                _ROLES[kind], f"{_said_of(these)} {how} {between}", symbol=these[0].tensor, rule=_CARRIED,
+                observed=these[0].narrower or "other numbers", cause="code that ran there: a scheduler, a callback, an evaluation, a save",
                 fix="leave its numbers as the update made them, or work on a copy",
             )  # fmt: skip
         else:
-            observation.unobserved[f"{one.kind} {one.tensor}"] = f"code outside a step changed it {between}"
+            observation.unobserved[_said_of(these)] = f"{how} {between} by code outside a step"
 
 
 def of_few_bits(observation: Observation, found: list[Difference], after: str) -> None:
     """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `after`: an update or a load, in words."""
-    for one in found:
+    for kind, _, these in _alike(found):
+        word = these[0].rounded
         observation.report(
-            _ROLES[one.kind], f"{one.kind} {one.tensor} is stored in fp32 and holds numbers of {one.rounded} {after}", symbol=one.tensor,
-            observed=f"{one.rounded} in fp32", rule=_ALL_BITS, cause="something rounds it in each update, or the file held it so",
-            fix=f"find what casts it to {one.rounded}, or declare {one.rounded}",
+            _ROLES[kind], f"{_said_of(these)} stored in fp32 with numbers of {word} {after}", symbol=these[0].tensor,
+            observed=f"{word} in fp32", rule=_ALL_BITS, cause="something rounds it in each update, or the file held it so",
+            fix=f"find what casts it to {word}, or declare {word}",
         )  # fmt: skip
+
+
+def _alike(found: list[Difference]) -> list[tuple[str, str, list[Difference]]]:
+    """(kind, what became of them, these): tensors of one kind of which the same is true."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for one in found:
+        how = f"rounded to {one.narrower}" if one.narrower else f"{one.was} and now {one.now}" if one.was != one.now else "changed"
+        groups.setdefault((one.kind, how), []).append(one)
+    return [(kind, how, these) for (kind, how), these in groups.items()]
+
+
+def _said_of(these: list[Difference]) -> str:
+    first = these[0]
+    return f"{first.kind} {first.tensor} was" if len(these) == 1 else f"{len(these)} sampled {first.kind}s, first {first.tensor}, were"
 
 
 _CARRIED = "weights, states, averages and buffers are at the start of a step what the last update left"

@@ -342,7 +342,7 @@ class Contract:
         if value.is_integer() and abs(value) <= 1 / eps(word):
             return
         call.report(
-            "loss", f"the loss is divided by a number of {word}, {value:g}", observed=word, rule=_SUMMED,
+            "loss", f"the loss is divided by a number of {word}", observed=word, rule=_SUMMED,
             cause="a count or a sum of weights is kept in that dtype, which may have rounded it",
         )  # fmt: skip
 
@@ -455,6 +455,7 @@ class Contract:
             judged = call.region == FORWARD and (whole or word != self.compute)
         if judged and call.region in (FORWARD, LOSS) and not torch.equal(values.to(target.dtype).to(values.dtype), values):
             what = f"whole numbers up to {float(values.abs().max()):.0f} are" if whole else "a table is"
+            what = what if values.numel() > 1 else "a count is"
             call.report(call.role, f"{what} rounded to {word}", observed=word, rule=TABLES, cause="it has fewer bits than they need")
 
 
