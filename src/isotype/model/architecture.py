@@ -118,7 +118,7 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
         if (answers := next((what for ending, what in _NO_NEXT_TOKEN.items() if named.endswith(ending)), None)) is not None:
             raise UsageError(
                 f"model {name}: {named} answers with {answers}: as a language model it would train without its head, which is dropped",
-                fix="the base that it was made from; train.objective: reward trains one score; for classes, attach(transformers.Trainer(...))",
+                fix="the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes",
             )
     if getattr(architecture, "is_encoder_decoder", False):
         raise UsageError(
