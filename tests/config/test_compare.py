@@ -15,7 +15,7 @@ BASE = load(None, ["model.name=m", "data.train=d"]).config
     ("override", "allowed"),
     [("train.steps=9", True), ("train.eval_every=3", True), ("train.learning_rate=1e-3", True), ("run.keep=5", True),
      ("train.seed=1", False), ("model.name=n", False), ("precision.preset=fp32", False), ("adapter.r=8", False), ("data.train=e", False),
-     ("train.batch_size=2", False)],
+     ("train.batch_size=2", False), ("data.on_bad_row=skip", True)],
 )  # fmt: skip
 def test_each_key_may_or_may_not_change_on_resume(override, allowed):
     changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)

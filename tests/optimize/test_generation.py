@@ -142,18 +142,6 @@ def test_norms_in_fp32_and_head_in_bf16(tmp_path, how):
     assert len(seen) == 14
 
 
-def test_outside_a_trainer_a_seed_gives_what_it_gave():
-    model, plain = tiny().eval(), tiny().eval()
-    optimize(model)
-
-    def three(of):
-        torch.manual_seed(3)
-        return [of.generate(input_ids=PROMPT, max_new_tokens=5, pad_token_id=0, **SAMPLED) for _ in range(3)]
-
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(three(model), three(plain)))
-
-
 class SamplesInTheLoss(Trainer):
     """Training on the model's own samples, as OnlineDPO, GKD and GRPO do."""
 
@@ -206,13 +194,3 @@ def test_a_callback_changes_none_of_the_samples_that_are_trained_on(tmp_path):
     got = run_of(SamplesInTheLoss, model, tmp_path, [callback], attached=True)
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
     assert distinct(callback.seen + got) == 12 + 6, "a callback's samples are neither each other's nor training's"
-
-
-def test_a_seed_in_a_callback_is_obeyed(tmp_path):
-    model = tiny("llama")
-    optimize(model)
-    callback = Samples(seed=3)
-    run_of(Trainer, model, tmp_path, [callback])
-    torch.manual_seed(3)
-    expected = [model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(callback.seen, expected * 6))
