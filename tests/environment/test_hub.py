@@ -18,7 +18,6 @@ from isotype.config.sources import SourceSpec
 from isotype.environment import hub as hub_of_isotype
 from isotype.environment.hub import LOGGER, HubTries
 from isotype.errors import UsageError
-from isotype.model import load as model
 from isotype.model.load import load_architecture, load_tokenizer
 from isotype.training.quiet import quiet_libraries
 from tests.hub import COMMIT, hub
@@ -125,17 +124,6 @@ def test_a_user_who_is_offline_is_not_asked_to_check_the_network(endpoint, refus
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"org/name: not in the local cache, and HF_HUB_OFFLINE is set\n.*unset HF_HUB_OFFLINE, or give"):
         load_tokenizer(ModelSection(name="org/name"))
-
-
-def test_a_download_is_announced_before_it_starts(monkeypatch, capfd):
-    fetched = []
-    monkeypatch.setattr(model, "is_away", lambda: False)
-    monkeypatch.setattr(model, "try_to_load_from_cache", lambda name, file, revision: "kept" if fetched else None)
-    monkeypatch.setattr(model, "hf_hub_download", lambda *given, **rest: fetched.append(given))
-    for _ in range(2):
-        model._reach("org/name", None)
-    assert fetched == [("org/name", "config.json")]
-    assert capfd.readouterr().err.startswith("isotype: org/name is fetched from the hub, once")
 
 
 def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd, caplog):
