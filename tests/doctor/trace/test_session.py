@@ -11,7 +11,6 @@ import torch.nn as nn
 
 from isotype.doctor.trace import trace
 from isotype.doctor.trace.origin import Origin
-from isotype.finding import Severity
 
 bf16 = torch.bfloat16
 
@@ -41,6 +40,7 @@ def test_exception_keeps_type_and_message_and_gains_the_explanation():
     with pytest.raises(RuntimeError, match="dtype") as caught, trace(model) as seen:
         model(torch.randn(2, 16))
     assert type(caught.value) is RuntimeError
+    assert torch._C._len_torch_dispatch_stack() == 0
     note = "\n".join(caught.value.__notes__)
     assert "TR001" in note
     assert "parameter 3.weight" in note
@@ -94,29 +94,6 @@ def test_clean_training_has_no_findings():
     assert seen.findings == []
 
 
-def test_exit_removes_all_patches_and_hooks():
-    from torch.nn.modules import module as modules
-
-    before = (
-        torch.set_default_dtype,
-        torch.compile,
-        nn.Module._apply,
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_pre_hooks),
-    )
-    with pytest.raises(ZeroDivisionError), trace():
-        1 / 0  # noqa: B018
-    after = (
-        torch.set_default_dtype,
-        torch.compile,
-        nn.Module._apply,
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_pre_hooks),
-    )
-    assert after == before
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
 def test_memory_does_not_grow_with_steps():
     model = net()
     average = [p.detach().clone().to(bf16) for p in model.parameters()]
@@ -137,19 +114,6 @@ def test_memory_does_not_grow_with_steps():
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start
     assert max(later) - first <= 16
     assert grown < 8192  # KiB
-
-
-def test_caught_errors_are_notes_and_keep_no_tensor_alive():
-    model = net()
-    model[3].to(bf16)
-    with trace(model) as seen:
-        for _ in range(3):
-            try:
-                model(torch.randn(2, 16))
-            except RuntimeError:
-                model[0](torch.randn(2, 16))
-    assert [(f.code, f.severity) for f in seen.findings] == [("TR022", Severity.NOTE)]
-    assert seen.failure is None
 
 
 def test_shape_errors_are_not_called_dtype_errors():
