@@ -155,23 +155,6 @@ def filled(workshop, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
-    cached(workshop.base)
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_ENDPOINT", refusing)
-    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", str(workshop.chats), "--steps", "1",
-               "--out", str(tmp_path / "run"), "run.report=false"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stderr
-    (said,) = ended.stderr.splitlines()
-    assert "does not answer" in said
-
-
-@pytest.mark.full
-@pytest.mark.slow
 def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
     folder, environment = filled
     command = [sys.executable, "-c", "from isotype.data.sources import *; print(len(list(source(SourceSpec(name='hf:org/chats'), "
