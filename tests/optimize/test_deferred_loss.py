@@ -101,6 +101,19 @@ def test_a_window_of_several_batches_rounds_no_gradient_a_second_time(trained_he
         assert error(mine, truth) <= 1.05 * error(theirs, truth)
 
 
+def test_without_gradients_the_sum_is_computed_at_once():
+    x, w, targets = leaves()
+    with torch.no_grad():
+        assert type(summed(defer, x, w, targets)) is torch.Tensor
+    assert type(summed(defer, x.detach(), w.detach(), targets)) is torch.Tensor
+
+
+def test_a_window_without_a_token_has_zero_gradients():
+    x, w, targets = leaves()
+    (summed(defer, x, w, torch.full_like(targets, -100)) / torch.tensor(0)).backward()
+    assert torch.equal(w.grad, torch.zeros_like(w))
+
+
 def test_a_divided_sum_holds_no_hidden_states():
     """A training loop holds the sum through backward."""
     hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(20, 8)

@@ -14,7 +14,7 @@ from isotype.config.load import load
 from isotype.doctor.check import check
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.translate import translate
+from isotype.translate import TOOLS, translate
 from isotype.translate.draft import Fate
 from isotype.translate.source import read
 
@@ -139,3 +139,10 @@ def test_configuration_is_on_standard_output_and_the_account_beside_it(tmp_path)
     done = subprocess.run([sys.executable, "-m", "isotype", "import", str(tmp_path / "a.yml")], capture_output=True, text=True, check=True)
     assert settings(done.stdout, tmp_path)["train.batch_size"] == 4
     assert "micro_batch_size" in done.stderr
+
+
+def test_every_tool_has_a_table_a_refusal_and_an_end():
+    for tool, module in TOOLS.items():
+        assert module.KEYS, tool
+        assert callable(module.refusal)
+        assert callable(module.finish)
