@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from isotype.doctor.explain.family import FAMILIES, Seen
+
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognise import FORMS
 from isotype.doctor.explain.situation import read

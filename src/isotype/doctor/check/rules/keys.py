@@ -9,8 +9,7 @@ from ....dtypes import torch_word
 from ....finding import Finding
 from ..model_settings import deepspeed_setting, fsdp_version, uses_fsdp
 from ..python_calls import Name
-from ..settings import Record, Setting, dtype_of, truth
-from ..versions import NEWEST, outside, release
+from ..settings import NEWEST, Record, Setting, dtype_of, outside, release, truth
 from .base import error, rule, warning
 
 _PAIRS = (
