@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from isotype.doctor.explain.family import FAMILIES, Seen
 
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognise import FORMS
-from isotype.doctor.explain.situation import read
+from isotype.doctor.explain.sheets import FAMILIES
+from isotype.doctor.explain.situation import Seen, read
 
 
 @pytest.mark.parametrize("operator", sorted(FAMILIES))

@@ -1,4 +1,4 @@
-"""A setting with the line that made it, a document of settings, everything known about one run, and its effective precision record. Versions
+"""A setting with the line that made it, a document of settings, what is known about one run, and its effective precision record. Versions
 that a lock file pins, and which release of a tool has which setting.
 
 The record says what each role of a run will really be, with the setting that decided it. Each tool's settings are compiled into the same
