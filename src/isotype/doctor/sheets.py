@@ -140,14 +140,14 @@ class Given(Facts):
 
 def texts(path: Path) -> Callable[..., Finding]:
     """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes the first entry whose rank holds."""
-    known = {s.code: s.entries for s in sections(path, ranks="error|warning|note", fields="cause|fix|observed")}
+    known = {s.code: s.entries for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")}
 
     def say(code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any) -> Finding:
         facts = Given(words)
         head, *entries = known[code]
         head.make(facts)
         entry = next(entry for entry in entries if entry.rank(facts))
-        said: dict[str, Any] = {name: entry.first(name, facts) or None for name in ("cause", "fix", "observed")}
+        said: dict[str, Any] = {name: entry.first(name, facts) or None for name in ("cause", "fix", "declared", "observed")}
         severity = Severity.parse(entry.rank(facts))
         return Finding(code=code, severity=severity, message=facts.say(entry.title), place=place, details=details, **said)
 
