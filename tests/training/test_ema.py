@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from isotype.errors import RunError
 from isotype.training.ema import Ema
 
 
@@ -27,20 +25,3 @@ def test_an_average_follows_its_weights_in_fp32():
         expected = kept * expected + (1 - kept) * model.weight.detach().double()
     assert {average.dtype for average in ema.averages.values()} == {torch.float32}
     torch.testing.assert_close(ema.averages["weight"].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_model_has_the_averages_within_the_block_only():
-    model = small()
-    ema = Ema(model, 0.9, "fp32")
-    with torch.no_grad():
-        model.weight.zero_()
-    with ema.in_place():
-        assert torch.equal(model.weight, ema.averages["weight"])
-    assert not model.weight.any()
-
-
-def test_a_checkpoint_without_averages_is_refused():
-    ema = Ema(small(), 0.9, "fp32")
-    ema.restore(ema.tensors())
-    with pytest.raises(RunError, match="no average of weight in fp32"):
-        ema.restore({})

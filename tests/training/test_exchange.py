@@ -11,7 +11,6 @@ from tests.distributed.test_launchers import TORCHRUN, launched
 from tests.long import in_full
 from transformers import AutoModelForCausalLM
 
-from isotype.config.schema import AdapterSection
 from isotype.model.adapter import attach_adapter
 from isotype.precision import PRESETS
 from isotype.precision.apply import cast_parameters
@@ -30,15 +29,6 @@ def test_bytes_of_each_kind_are_those_of_the_formulas():
     assert exchange.sharded_exchange(UNITS, fp32, processes=4, nodes=2, micro_batches=3) == exchange.Exchange(3 * 1500, 3 * 1500)
     within, between = 3 * 1000, 3 * 2 * 150
     assert exchange.hybrid_exchange(UNITS, fp32, processes=4, nodes=2, micro_batches=3) == exchange.Exchange(within + between, 2 * between)
-
-
-def test_a_weight_whose_rows_do_not_come_out_even_is_planned_with_its_padding(workshop):
-    """A rank of 4 on 16 processes: 12 of them hold rows of nothing, and send them."""
-    model = attach_adapter(AutoModelForCausalLM.from_pretrained(workshop.base), AdapterSection(r=4), seed=0)
-    whole, padded = (sum(unit.elements for unit in unit_bytes(model, parts)) for parts in (1, 16))
-    a, b = (sum(p.numel() for n, p in model.named_parameters() if name in n) for name in ("lora_A", "lora_B"))
-    assert whole == a + b
-    assert padded == 4 * a + b
 
 
 def planned(workshop, config, preset, *, parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -13,7 +12,6 @@ import pytest
 from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.tasks.choose import train
 from isotype.training.interrupt import Interrupt
 
 
@@ -42,37 +40,11 @@ def hang_up():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_hang_up_does_not_stop_the_save(hang_up):
-    hang_up(signal.SIG_DFL)
-    with Interrupt() as interrupt:
-        interrupt.begin()
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert interrupt.asked
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_under_nohup_the_run_continues_after_sighup(hang_up):
     hang_up(signal.SIG_IGN)
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.asked
-
-
-def test_an_interrupt_swallowed_by_a_library_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
-    from isotype.training import run
-
-    def swallowing(*given, **rest):
-        with contextlib.suppress(KeyboardInterrupt):  # as Python does in a __del__ and in callbacks
-            os.kill(os.getpid(), signal.SIGINT)
-        return preflight(*given, **rest)
-
-    preflight = run.preflight
-    monkeypatch.setattr(run, "preflight", swallowing)
-    assert train(configured("run")) == 130
-    assert "interrupted before" in capfd.readouterr().out
-    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 # an interrupted run, which gets a second Ctrl-C as it ends

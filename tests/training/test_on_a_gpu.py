@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 from tests.gpu import DEVICE, on_a_gpu
+from tests.results import losses, same_result
 from tests.training.interrupted import interrupted_after
 from tests.training.memory.test_offload import chain, made
-from tests.training.test_run import losses, same_result
 
 from isotype.tasks.choose import train
 

@@ -11,8 +11,7 @@ from tests.host_reads import NoHostReads
 from tests.models import lora, rows, tiny
 from tests.worlds import Two
 
-from isotype.config.schema import RunConfig, TrainSection
-from isotype.data.pairs import Pair
+from isotype.config.schema import TrainSection
 from isotype.distributed.world import ALONE
 from isotype.environment.planned import planned_for
 from isotype.optimize import optimize
@@ -21,7 +20,6 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.preference.objective import Preference
 from isotype.training import step
 from isotype.training.optimizer import build_optimizer
 
@@ -62,22 +60,3 @@ def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
     assert (result.loss, result.gradient_norm * scale) == pytest.approx(shares[processes])
     # weights before the forward, and everything that is known after the backward together
     assert world is ALONE or len(world.sums) == 2 * 2
-
-
-def test_what_a_step_of_pairs_measures_comes_with_the_loss(monkeypatch):
-    objective = Preference(RunConfig(train=TrainSection(objective="dpo")))
-    stepper = stepper_of("bf16-lora", ALONE, None, objective.loss_sum)
-    pairs = [Pair(*rows(2, seed=seed), reference=(-9.0, -8.0)) for seed in range(4)]
-    batches = [objective.collate(pairs[at : at + 2], pad_id=0, device_type="cuda").to(META) for at in (0, 2)]
-    reads = []
-
-    def read(*scalars):
-        reads.append(len(scalars))
-        return [float(i) for i in range(len(scalars))]
-
-    monkeypatch.setattr(step, "read_on_host", read)
-    with planned_for("cuda"), NoHostReads():
-        result = stepper(batches, step=1, learning_rate=1e-3, watch_changes=False)
-    assert reads == [2 + len(objective.words.measures)]
-    assert result.measures == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert result.weight == 4

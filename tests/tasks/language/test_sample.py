@@ -1,24 +1,16 @@
 """Samples in the middle of training leave no trace: "train, generate, train" is bit-identical to "train, train"."""
 
-from functools import partial
-
 import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from isotype.config.schema import TrainSection
 from isotype.data.rows import SamplePrompt
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import evaluate
 from isotype.tasks.language.sample import sample
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
-from tests.models import lora, rows, tiny
+from tests.models import lora, rows, stepper, tiny
 
 
 class WordTokenizer:
@@ -45,25 +37,14 @@ def trained(preset, folder, *, interludes, checkpointing=False):
         apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
     if preset.endswith("lora"):
         model = lora(model, lora_dropout=0.1)
-    precision = PRESETS[preset]
-    apply_precision(model, precision, device_type="cpu")
-    train = TrainSection(learning_rate=1e-3)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    stepper = Stepper(
-        model,
-        build_optimizer(model, train, precision, accumulator.gradient),
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
-    )
+    step_of = stepper(model, preset, learning_rate=1e-3)
     torch.manual_seed(7)
     prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
     every, losses = rows(12), []
     for step in range(4):
         model.train()
         batch = collate(every[step * 3 : step * 3 + 3], pad_id=0)
-        losses.append(stepper([batch], step=step + 1, learning_rate=1e-3, watch_changes=True).loss)
+        losses.append(step_of([batch], step=step + 1, learning_rate=1e-3, watch_changes=True).loss)
         if interludes:
             answers = sample(model, WordTokenizer(), prompts, max_new_tokens=5, device=torch.device("cpu"))
             assert len(answers) == 2
@@ -82,11 +63,3 @@ def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_pat
     with_interludes = trained(preset, tmp_path, interludes=True, checkpointing=checkpointing)
     assert plain[0] == with_interludes[0]
     assert all(torch.equal(plain[1][name], tensor) for name, tensor in with_interludes[1].items())
-
-
-def test_no_prompt_is_begun_after_the_time_given():
-    prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
-    model = tiny()
-    apply_precision(model, PRESETS["fp32"], device_type="cpu")
-    answers = sample(model, WordTokenizer(), prompts, max_new_tokens=2, device=torch.device("cpu"), seconds=0.0)
-    assert [answer.prompt for answer in answers] == ["one"]

@@ -46,7 +46,7 @@ def steps(architecture: dict, settings: list[str], length: int, *, count: int) -
 
 def built(architecture: dict, settings: list[str], length: int) -> tuple:
     """A real model's stepper, and the batches of a step."""
-    import bitsandbytes
+    from tests.models import quantised
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from isotype.config.load import load
@@ -69,7 +69,7 @@ def built(architecture: dict, settings: list[str], length: int) -> tuple:
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=to_torch(dtype), attn_implementation="sdpa")
     base.config.use_cache = False
     if precision.base == "nf4":
-        _quantise(base, bitsandbytes, to_torch(precision.compute))
+        quantised(base, compute=to_torch(precision.compute))
     model = base if every_weight else attach_adapter(base, config.adapter, seed=0)
     if config.model.optimize:
         optimize(model, precision)
@@ -94,19 +94,6 @@ def built(architecture: dict, settings: list[str], length: int) -> tuple:
         batch = Batch(ids_BT, torch.ones_like(ids_BT), ids_BT, rows * length, rows * (length - 1))
     model.train()
     return stepper, [batch] * config.train.accumulate
-
-
-def _quantise(base, bitsandbytes, compute) -> None:
-    head = base.get_output_embeddings()
-    for parent in list(base.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, torch.nn.Linear) and child is not head:
-                layer = bitsandbytes.nn.Linear4bit(
-                    child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute,
-                    compress_statistics=True, quant_type="nf4",
-                )  # fmt: skip
-                layer.weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
-                setattr(parent, name, layer.to("cpu"))
 
 
 if __name__ == "__main__":

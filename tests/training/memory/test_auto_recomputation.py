@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -38,18 +37,6 @@ def test_auto_recomputes_as_few_layers_as_needed(has, device_type, kind, layers)
     assert found.reason.startswith("auto: ")
 
 
-def test_memory_of_the_process_counts_in_the_choice():
-    found, _ = auto_checkpointing(simulated, layers=LAYERS, has=200 * MiB, besides=90 * MiB, device_type="cpu")
-    assert found.kind == "layers"
-
-
-@pytest.mark.parametrize(("has", "plan"), [(0, NOTHING), (MiB, replace(NOTHING, peak=9 * MiB, not_simulated="routed experts"))])
-def test_without_a_plan_nothing_is_recomputed_and_the_reason_is_printed(has, plan):
-    found, _ = auto_checkpointing(lambda _: plan, layers=LAYERS, has=has, besides=0, device_type="cpu")
-    assert found.kind == "none"
-    assert "unknown" in found.reason or "no plan" in found.reason
-
-
 @pytest.fixture
 def little_memory(monkeypatch):
     """A machine on which this process's own memory and half of the tiny model's step just fit."""
@@ -78,15 +65,6 @@ def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, li
     assert train(loaded, resume=tmp_path / "run", skips={"PF011": "a machine that only pretends"}) == 0
 
 
-def test_far_below_the_memory_limit_no_plan_is_made(configured, tmp_path, monkeypatch):
-    from isotype.training import setup
-
-    monkeypatch.setattr(setup, "plan_part", lambda *_, **__: pytest.fail("planned"))
-    assert train(configured()) == 0
-    resolved = (tmp_path / "run" / "resolved.yaml").read_text()
-    assert re.search(r"gradient_checkpointing: none +# auto: the step cannot take more than", resolved)
-
-
 def keeping(checkpointing):
     """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5; with offload all of them need 18, or 19 with attention."""
     if checkpointing.kind == "layers+offload":
@@ -104,12 +82,3 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(t
     found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
     assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
     assert plan.peak == keeping(found).peak <= target * MiB
-
-
-def test_compiled_layers_keep_nothing_and_stay_on_the_device():
-    def choose(target):
-        found, _ = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, plain=True)
-        return found
-
-    assert (choose(99).kind, choose(99).layers, choose(99).keep_attention) == ("layers", (0,), False)
-    assert choose(1).kind == "layers"

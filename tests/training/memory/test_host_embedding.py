@@ -10,8 +10,8 @@ import json
 
 import pytest
 import torch
+from tests.results import same_result
 from tests.training.interrupted import interrupted_after
-from tests.training.test_run import same_result
 from transformers import AutoConfig
 
 from isotype.config.kind import check_embedding

@@ -7,9 +7,7 @@ import copy
 import pytest
 import torch
 from tests.models import lora, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import isotype
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
@@ -87,46 +85,12 @@ def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, preset
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-class Fills(TorchDispatchMode):
-    """Counts the operators that write one value into a whole tensor."""
-
-    FILLS = tuple(f"aten::{name}" for name in ("zero", "new_zero", "one", "new_one", "full", "new_full", "fill", "scalar_tensor"))
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name().startswith(self.FILLS)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("keep_attention", [False, True], ids=["", "attention kept"])
-def test_recomputed_lora_layers_fill_no_memory(keep_attention, ids):
-    """Each fill is a launch on a GPU: what a recompute leaves out is not written."""
-    model = lora(tiny(num_hidden_layers=3)).train()
-    apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
-    isotype.optimize(model, PRESETS["bf16-lora"])
-    apply_checkpointing(model, Checkpointing("layers", (0, 1, 2), 3, keep_attention=keep_attention))
-    step(model, ids)  # the first step makes what later ones share
-    with Fills() as fills:
-        step(model, ids)
-    assert fills.count == 1, "the gradient of the loss, which autograd begins with"
-
-
 def test_generation_in_training_mode_keeps_its_cache(ids):
     model = lora(tiny(num_hidden_layers=3))
     apply_precision(model, PRESETS["fp32"], device_type="cpu")
     expected = model.train().generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False)
     apply_checkpointing(model, Checkpointing("layers", (0, 1, 2), 3))
     assert torch.equal(model.generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False), expected)
-
-
-def test_recomputation_can_be_switched_off_again(ids):
-    model = tiny()
-    apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
-    apply_checkpointing(model, Checkpointing("none"))
-    assert not any(layer.gradient_checkpointing for layer in checkpointable(model))
 
 
 def test_a_model_without_such_layers_is_refused():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.models import FAMILIES, SIZES
-from tests.training.test_run import same_result
+from tests.results import same_result
 from typer.testing import CliRunner
 
 from isotype import pages

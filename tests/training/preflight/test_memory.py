@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from isotype.config.schema import TrainSection
 from isotype.finding import Severity
-from isotype.precision import PRESETS
 from isotype.tasks.language.outline import step_outline
 from isotype.training.memory.device import other_memory
 from isotype.training.memory.plan import most_bytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing
-from isotype.training.preflight import static as memory
 from isotype.training.preflight.static import memory_too_small
 
 
@@ -35,19 +30,6 @@ def with_memory(one, size):
     return one
 
 
-def test_the_bound_counts_the_heads_of_each_layer():
-    """transformers refuses to read a count of heads from a configuration whose layers differ in it."""
-
-    def bound(*heads):
-        model = torch.nn.Linear(8, 8)
-        layers = [SimpleNamespace(num_attention_heads=n) for n in heads]
-        model.config = SimpleNamespace(num_hidden_layers=len(heads), per_layer_config=layers)
-        return most_bytes(model, TrainSection(), PRESETS["fp32"], length=512)
-
-    assert bound(2, 2) < bound(4, 4)
-    assert 2 * bound(4, 2) == bound(4, 4) + bound(2, 2)
-
-
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"kind": "none"}}, {"precision": {"preset": "nf4-lora"}},
                                       {"precision": {"preset": "bf16-mixed"}, "train": {"accumulate": 3, "batch_size": 16}},
                                       {"model": {"attention": "eager"}}])  # fmt: skip
@@ -55,11 +37,6 @@ def test_the_bound_is_above_the_plan(subject, settings):
     one = subject(**settings)
     length = len(one.longest_rows[0].input_ids)
     assert most_bytes(one.prepared.model, one.config.train, one.prepared.resolved.precision, length=length) >= planned(one).peak
-
-
-def test_a_run_far_below_the_memory_limit_is_not_simulated(subject, monkeypatch):
-    monkeypatch.setattr(memory, "plan_part", lambda *a, **k: pytest.fail("simulated"))
-    assert list(memory_too_small(subject())) == []
 
 
 def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
@@ -72,7 +49,3 @@ def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
     assert "train.batch_size" in str(finding.fix)
     (finding,) = memory_too_small(with_memory(subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}), needs / 9))
     assert finding.fix == "a smaller data.max_length, or --preset qlora"
-
-
-def test_unknown_memory_is_no_finding(subject):
-    assert list(memory_too_small(with_memory(subject(), 0))) == []
