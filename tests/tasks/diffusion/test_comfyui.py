@@ -134,13 +134,3 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
 def test_adapters_that_would_not_be_written_are_refused(drawn, sections, said):
     with pytest.raises(UsageError, match=said):
         train(drawn(**sections))
-
-
-def test_what_is_no_adapter_is_not_exported(tmp_path):
-    language = tmp_path / "text"
-    language.mkdir()
-    (language / "resolved.yaml").write_text("")
-    with pytest.raises(UsageError, match="not a run on pictures"):
-        export(language, "comfyui", None)
-    with pytest.raises(UsageError, match="expected comfyui"):
-        export(language, "a1111", None)

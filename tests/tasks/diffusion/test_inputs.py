@@ -6,15 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from isotype.config.load import load
-from isotype.errors import UsageError
-from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, pixels
-from isotype.training.setup import settle
-from tests.tasks.diffusion.models import draw
 from tests.tasks.diffusion.refused import refused
 
 
@@ -53,41 +48,6 @@ def test_settings_that_cannot_be_kept(drawn, sections, said):
 )
 def test_settings_that_an_objective_does_not_have(drawn, studio, kind, settings, said):
     assert said in refused(drawn(model=getattr(studio, kind), diffusion=settings))
-
-
-def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):
-    index = json.loads((studio.sd3 / "model_index.json").read_text())
-    folder = tmp_path / "halved"
-    folder.mkdir()
-    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
-    (folder / "transformer").symlink_to(studio.sd3 / "transformer")
-    assert "the pipeline has no vae" in refused(drawn(model=folder))
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanPipeline"}))
-    assert "WanPipeline is not trained: it makes videos" in refused(drawn(model=folder))
-
-
-def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for name in ("whole", "cut", "fake"):
-        draw("square", "green").save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text("a green square")
-    (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:60])
-    (folder / "fake.png").write_bytes(b"GIF?")
-    loaded = drawn(images={"train": str(folder), "eval_split": 0.0, "cache": str(tmp_path / "cache")})
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    with pytest.raises(UsageError) as caught:
-        task.encode(torch.device("cpu"))
-    assert "cut.png: not a whole picture" in caught.value.message
-    assert "fake.png: not a picture" in caught.value.message
-    assert "whole.png" not in caught.value.message
-    assert task.encoder.made == 5
-    again = task_of(loaded.config)
-    settle(again, loaded.sources)
-    with pytest.raises(UsageError):
-        again.encode(torch.device("cpu"))
-    assert again.encoder.found == 3
 
 
 def square(side: int) -> Window:

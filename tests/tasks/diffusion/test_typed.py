@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ from isotype.config.load import load
 from isotype.config.schema import DiffusionSection, ImagesSection
 from isotype.config.write import init_yaml
 from isotype.errors import UsageError
-from isotype.report import write_report
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.captions import with_trained_captions
-from isotype.tasks.diffusion.loss import NoiseLevels, objective_of
+from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
 from isotype.tasks.diffusion.pictures import gather
 from isotype.training.setup import settle
@@ -173,33 +170,6 @@ def test_a_sample_that_cannot_be_drawn_is_refused(drawn, sample, said):
     loaded = drawn(run={"samples": [sample]})
     with pytest.raises(UsageError, match=said):
         settle(task_of(loaded.config), loaded.sources)
-
-
-def test_levels_by_default_are_as_before():
-    plain = NoiseLevels("logit_normal", 3.0)
-    generator = torch.Generator().manual_seed(5)
-    t = float(torch.sigmoid(torch.randn((), generator=torch.Generator().manual_seed(5), dtype=torch.float64)))
-    assert plain.draw(generator) == pytest.approx(3.0 * t / (1 + 2.0 * t), rel=1e-12)
-    assert replace(plain, most=0.5).draw(torch.Generator().manual_seed(5)) == pytest.approx(0.5 * 3.0 * t / (1 + 2.0 * t), rel=1e-12)
-    assert math.isfinite(t)
-
-
-def test_the_report_begins_with_the_pictures(drawn, tmp_path):
-    prompts = {"samples": ["a red circle on white"], "sample_every": 2}
-    assert train(drawn(run=prompts, train={"ema": 0.5})) == 0
-    page = write_report(tmp_path / "run").page.read_text()
-    places = [page.index(f'id="{section}"') for section in ("samples", "curves", "precision", "data", "use")]
-    assert places == sorted(places)
-    assert 'alt="a red circle on white, step 4"' in page
-    assert page.count('href="samples/step_') == 6, "three rounds, of the trained weights and of their average; each opens in full"
-    assert page.index("(average of the weights)") > page.index('alt="a red circle on white, step 0"')
-    assert "the squared error of the predicted velocity or noise" in page
-    assert "-ln p" not in page
-    assert "With diffusers" in page
-    assert "training pictures" in page
-    assert "No facts were written." not in page
-    assert "a green circle on white" in page
-    assert page.count("data:image/webp") > 6
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from isotype.tasks.diffusion.batches import PictureStream, Row
-from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, bucket_of, buckets, mask_pixels, pixels, shown_size, windows
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
 from tests.tasks.diffusion.models import draw
 from tests.tasks.diffusion.test_inputs import saved
 
@@ -21,22 +21,6 @@ def test_buckets_have_about_the_squares_area():
         assert size.height % 64 == size.width % 64 == 0
         assert 0.9 * 1024**2 < size.area <= 1024**2
         assert max(size.height, size.width) <= 2 * min(size.height, size.width)
-
-
-def test_a_picture_goes_to_the_nearest_bucket():
-    found = buckets(1024, max_aspect=2.0, multiple=16)
-    assert bucket_of(3000, 3000, found) == Size(1024, 1024)
-    assert bucket_of(4000, 1000, found).width == 2 * bucket_of(4000, 1000, found).height
-    assert bucket_of(600, 900, found) == Size(1216, 832)
-
-
-def test_windows_depend_on_seed_and_content_only():
-    size = Size(8, 8)
-    assert windows(size, "center", seed=0, content="a") == [Window(size, 0.5, 0.5)]
-    first = windows(size, 3, seed=0, content="a")
-    assert first == windows(size, 3, seed=0, content="a")
-    assert len(set(first)) == 3
-    assert windows(size, 3, seed=1, content="a") != first != windows(size, 3, seed=0, content="b")
 
 
 def test_a_window_is_cut_where_it_says(tmp_path):

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,29 +45,3 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
     assert [sorted(i for i in epoch if i < 10) for epoch in epochs] == [sorted([*range(10)] * 3)] * 3
     large = [i for epoch in epochs for i in epoch if i >= 10]
     assert sorted(large) == list(range(10, 40)), "three epochs of a third are every row once"
-
-
-def test_without_shuffling_weighted_sources_alternate_evenly():
-    assert mixed_order([Share(6, 2.0), Share(3, 1.0)], seed=0, epoch=0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
-
-
-def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:
-    from isotype.tasks.language import objective
-    from tests.models import tiny
-
-    model = tiny("llama")
-    batch = collate([Row((4, 5, 6, 7, 8), (IGNORED, IGNORED, 6, 7, 8), 0), Row((9, 10, 11), (9, IGNORED, 11), 1)], pad_id=0)
-    wanted = objective.batch_loss_sum(model, batch)
-    wanted.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    rows = []
-    original = torch.nn.functional.cross_entropy
-    monkeypatch.setattr(objective, "stands_for", lambda device: "cuda")
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
-    found = objective.batch_loss_sum(model, batch)
-    found.backward()
-    assert rows == [batch.supervised]
-    torch.testing.assert_close(found, wanted)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, grads[name], msg=name)

@@ -12,7 +12,8 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of, train
 from isotype.training.plan import plan
-from tests.tasks.language.test_preference import metrics, taste
+from tests.results import metrics
+from tests.tasks.language.test_preference import taste
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import Row
 from isotype.data.tokens import joined
 from isotype.optimize import optimize
 from isotype.optimize.attention import FEW
@@ -139,12 +139,3 @@ def test_no_document_sees_another_under_flash() -> None:
     model = tiny("llama", hidden_size=64).to("cuda", torch.bfloat16)
     model.set_attn_implementation("flash_attention_2")
     assert leakage(model, rows(4), pad_id=0, device=torch.device("cuda")) == 0.0
-
-
-def test_positions_begin_anew_in_each_document_and_padding_is_one() -> None:
-    batch = collate([joined([Row((5, 6), (5, 6), 0), Row((7, 8, 9), (IGNORED, 8, 9), 1)]), Row((4,) * 7, (4,) * 7, 0)], pad_id=0)
-    assert batch.attention_mask is None
-    assert batch.position_ids is not None
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
-    assert batch.labels.tolist() == [[IGNORED, 6, IGNORED, 8, 9, *[IGNORED] * 3], [IGNORED, *[4] * 6, IGNORED]]
-    assert (batch.tokens, batch.supervised) == (12, 9)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from isotype.data.rows import Row
 from isotype.environment.planned import planned_for
 from isotype.optimize import optimize
-from isotype.optimize.attention import DocumentMask, why_mask_is_read, why_no_document_mask
-from isotype.precision import PRESETS
-from isotype.precision.apply import apply_precision
-from isotype.tasks.language import batches
-from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, model_inputs, next_tokens, padded_length
+from isotype.optimize.attention import why_mask_is_read
+from isotype.tasks.language.batches import collate, model_inputs, next_tokens
 from isotype.tasks.language.objective import batch_loss_sum
-from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
-from tests.models import lora, rows, tiny
+from tests.models import rows, tiny
 
 SDPA = {"attn_implementation": "sdpa"}
 OPTIONS = {
@@ -87,23 +81,6 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
     assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "padded"), pytest.param("gemma3_text", "packed", marks=pytest.mark.full), ("gemma2", "packed")]
-)
-def test_bounds_alone_keep_documents_apart_with_windows_and_softcaps(family, kind, monkeypatch):
-
-    model, batch = tiny(family, **OPTIONS[family]), packed() if kind == "packed" else unpacked()
-    wanted = result(model, batch, **batch.inputs)
-    mine = copy.deepcopy(model)
-    optimize(mine, device_type="cuda")
-    assert why_no_document_mask(mine) is None
-    monkeypatch.setattr(batches, "stands_for", lambda device: "cuda")
-    given = model_inputs(mine, batch)["attention_mask"]
-    assert isinstance(given, DocumentMask)
-    assert given.documents.whole_rows == (kind == "padded")
-    same(result(mine, batch), wanted)
-
-
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
 def test_a_models_step_reads_nothing_on_the_host_and_makes_no_mask(family, kind):
@@ -117,32 +94,3 @@ def test_a_models_step_reads_nothing_on_the_host_and_makes_no_mask(family, kind)
     assert [name for name in mode.seen if "attention" in name]
     positions = batch.input_ids.shape[1]
     assert not mode.largest_bool >= positions * positions, f"a mask of {mode.largest_bool} elements"
-
-
-@on_a_gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_on_a_gpu_a_models_step_waits_for_nothing(family, kind):
-    model, precision = lora(tiny(family, **OPTIONS[family])).to(DEVICE).train(), PRESETS["bf16-lora"]
-    apply_precision(model, precision, device_type=DEVICE)
-    optimize(model, precision)
-    batch = (packed() if kind == "packed" else unpacked()).to(torch.device(DEVICE))
-    # the first one compiles kernels and decides
-    batch_loss_sum(model, batch).backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch_loss_sum(model, batch).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize(
-    ("longest", "cpu", "cuda"), [(1, 8, 32), (33, 40, 64), (128, 128, 128), (129, 136, 256), (4000, 4000, 4096), (4096, 4096, 4096)]
-)
-def test_lengths_are_rounded_for_the_device(longest, cpu, cuda):
-    assert (padded_length(longest, "cpu"), padded_length(longest, "cuda")) == (cpu, cuda)
-    batch = collate([Row((5,) * longest, (5,) * longest, 0)], pad_id=0, device_type="cuda")
-    assert batch.input_ids.shape == (1, cuda)
-    assert MULTIPLE_ON_A_GPU == 128

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.schema import AdapterSection, DataSection, ModelSection
 from isotype.data.load import load_data
 from isotype.errors import UsageError
@@ -22,6 +18,9 @@ from isotype.model.load import load_tokenizer
 from isotype.model.processor import pictures_of
 from isotype.tasks.language.batches import collate, with_and_without_pictures
 from isotype.tasks.language.objective import batch_loss_sum
+from tests.commands import ask
+from tests.results import same_tensors
+from tests.training.interrupted import cut_back
 from tests.vlms import FAMILIES, saved_with_processor
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
@@ -221,12 +220,6 @@ def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(fold
     assert len(smaller.input_ids) < len(row.input_ids)
 
 
-def test_plan_says_how_many_rows_have_pictures_and_how_long_they_are(folders, seen):
-    said = ask("plan", "--model", folders("qwen2_5_vl"), "--data", many(seen), "data.eval_split=0", "precision.preset=bf16-lora")
-    assert "9 training rows with pictures; rows have" in said
-    assert "the memory plan counts no vision tower" in said
-
-
 def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
     marked = [{"from": "human", "value": "<image>\nwhat colour?"}, {"from": "gpt", "value": "red"}]
     with pytest.raises(UsageError, match="the model has no vision tower"):
@@ -260,12 +253,6 @@ def test_a_cached_row_is_made_again_when_its_picture_changes(folders, seen, tmp_
     assert data.facts["pictures"]["rows"] == 1
 
 
-def ask(*arguments, text=None):
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 def many(seen, count=12):
     """Rows with one picture, with two, and with none."""
     kinds = (asked(0), asked(1, 2), "what colour?", asked(4))
@@ -279,9 +266,8 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
     """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the same bytes as an undisturbed one."""
     base, run = folders("gemma3"), tmp_path / "run"
     file = many(seen)
-    ask(
-        "train", "--model", base, "--data", file, "--out", run, "precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS
-    )
+    settings = ("precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS)
+    ask("train", "--model", base, "--data", file, "--out", run, *settings)
     precision = json.loads((run / "precision.json").read_text())
     assert precision["declared"]["vision"]["value"] == "bf16"
     assert set(precision["observed"]["vision"]) == {"bf16"}
@@ -294,24 +280,10 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
     assert "&lt;image_soft_token&gt; x 4" in report
 
     half = tmp_path / "half"
-    ask(
-        "train",
-        "--model",
-        base,
-        "--data",
-        file,
-        "--out",
-        half,
-        "precision.preset=bf16-lora",
-        "train.steps=4",
-        "run.save_every=2",
-        *SETTINGS,
-    )
-    for gone in ("adapter", "checkpoints/step_4"):
-        shutil.rmtree(half / gone)
+    ask("train", "--model", base, "--data", file, "--out", half, *settings)
+    cut_back(half, 4)
     ask("train", "--resume", half)
-    one, other = ((f / "adapter" / "adapter_model.safetensors").read_bytes() for f in (run, half))
-    assert one == other
+    same_tensors(run, half)
 
     said = json.loads(ask("chat", run, "--image", tmp_path / "0.png", "--tokens", 3, "--json", text="what colour?\n").splitlines()[-1])
     assert said["prompt"] == "what colour?"
@@ -359,33 +331,3 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, fold
     fresh = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
     again = load_adapter(fresh, tmp_path / "adapter")
     assert batch_loss_sum(again, batch).item() == pytest.approx(batch_loss_sum(model, batch).item(), rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_two_processes_compute_the_run_of_one(folders, seen, tmp_path):
-    """Where one of them has no picture in its batch, the tower's adapter gets its gradient from the other alone."""
-    from safetensors.torch import load_file
-
-    from tests.distributed.processes import ended, environment
-    from tests.warm import interpreter
-
-    file = seen(*(turns(asked(i % 6) if i % 2 else "what colour?", f"it is {[*COLOURS][i % 3]}.") for i in range(8)))
-    losses, weights = [], []
-    for count in (1, 2):
-        run = tmp_path / f"run{count}"
-        command = [
-            interpreter(), "-m", "isotype", "train", "--model", folders("gemma3"), "--data", file, "--out", run, "--processes", count,
-            "precision.preset=fp32", "train.steps=3", "train.batch_size=1", "train.accumulate=2", "data.shuffle=false", "data.eval_split=0",
-            "adapter.vision=lora", "run.sample_every=0", "run.report=false", "data.cache=none",
-        ]  # fmt: skip
-        status, said = ended(
-            subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-        assert status == 0, said
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([row["loss"] for row in rows if "loss" in row])
-        weights.append(load_file(run / "adapter" / "adapter_model.safetensors"))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-4
-    assert any("vision_tower" in name for name in weights[0])
