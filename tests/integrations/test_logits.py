@@ -72,12 +72,3 @@ def test_a_head_that_peft_trains_in_full_is_fused_and_its_gradient_is_fp32(tied,
     assert [finding["message"] for finding in record["violations"]] == []
     detach(trainer)
     assert not any("isotype" in getattr(type(module.__dict__.get("forward")), "__module__", "") for module in trainer.model.modules())
-
-
-def test_outside_the_loss_logits_are_plain(models):
-    trainer = plain(Setting(models))
-    attach(trainer, "fp32", quiet=True)
-    ids = torch.arange(3, 9)[None]
-    assert type(trainer.model(input_ids=ids).logits) is torch.Tensor
-    detach(trainer)
-    assert "compute_loss" not in trainer.__dict__

@@ -6,7 +6,6 @@ import json
 import subprocess
 
 import pytest
-from torch import nn
 
 from isotype.errors import UsageError
 from isotype.integrations import attach
@@ -80,12 +79,3 @@ def test_sharding_that_accelerate_leaves_out_on_a_cpu_is_told(models):
     trainer = plain(Setting(models))
     trainer.args.fsdp = True  # transformers takes it on several processes only; accelerate then makes no plugin on a CPU
     assert any("fsdp has no effect on a CPU" in note for note in attach(trainer, "fp32", quiet=True).notes)
-
-
-def test_a_model_wrapped_by_ddp_is_refused(models):
-    trainer = plain(Setting(models))
-    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(wrapped)
-    trainer.model = wrapped
-    with pytest.raises(UsageError, match="wrapped in DistributedDataParallel already"):
-        attach(trainer, "fp32")

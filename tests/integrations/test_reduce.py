@@ -29,12 +29,6 @@ def ddp(hook=None, **options):
     return model
 
 
-def builtin():
-    model = ddp()
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return model
-
-
 def own_hook(state, bucket):
     return default_hooks.fp16_compress_hook(None, bucket)
 
@@ -43,16 +37,10 @@ WRAPPED = {
     "DDP": (ddp, torch.float32),
     "DDP of bf16 weights": (lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()), torch.bfloat16),
     "fp16 hook": (partial(ddp, default_hooks.fp16_compress_hook), torch.float16),
-    "FSDP": (lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), torch.float32),
     "FSDP in bf16": (
         lambda: FullyShardedDataParallel(
             nn.Linear(4, 4), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)
         ),
-        torch.bfloat16,
-    ),
-    "fully_shard": (lambda: fully_shard(nn.Linear(4, 4)), torch.float32),
-    "fully_shard in bf16": (
-        lambda: fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         torch.bfloat16,
     ),
     "fully_shard, wide sums": (
@@ -72,8 +60,6 @@ def test_the_dtype_of_the_sums_is_read(how):
     ("made", "words"),
     [
         (partial(ddp, own_hook), "communication hook own_hook"),
-        (partial(ddp, default_hooks.fp16_compress_wrapper(own_hook)), "communication hook fp16_compress_wrapper"),
-        (builtin, "communication hook BuiltinCommHookType.FP16_COMPRESS"),
         (lambda: nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
     ],
 )  # fmt: skip

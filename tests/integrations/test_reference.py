@@ -48,19 +48,6 @@ def test_policy_and_reference_are_equal_before_step_1(name, precision, stored, u
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-7)
 
 
-def test_a_reference_of_bf16_values_takes_no_more_memory_than_bf16(uneven, tmp_path):
-    trainer = trainer_of("DPO", uneven, tmp_path)
-    reference = trainer.ref_model
-    with torch.no_grad():
-        for model in (trainer.model, reference):
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
-    attach(trainer, "bf16-mixed", quiet=True)
-    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
-    trainer.train()
-    assert next(row for row in trainer.state.log_history if "loss" in row)["loss"] == pytest.approx(math.log(2), abs=1e-7)
-
-
 def test_a_reference_is_claimed_by_its_dtypes(uneven, tmp_path):
     attached = attach(trainer_of("DPO", uneven, tmp_path), quiet=True, preflight=False)
     claims = {claim.owner: claim for claim in attached.claims}
@@ -68,13 +55,6 @@ def test_a_reference_is_claimed_by_its_dtypes(uneven, tmp_path):
     assert claims["checkpoint, ref_model"].value == f"fp32 x {count}"
     assert claims["checkpoint, ref_model"].now == "fp32 as trained, bf16 where that is exact"
     assert [claim for claim in attached.claims if claim.value == "none"] == []
-
-
-def test_a_teacher_becomes_the_base(models, tmp_path):
-    trainer = TRAINERS["Distillation"](Setting(models, "full", bf16=True, more={"max_steps": 1, "output_dir": str(tmp_path)}))
-    attached = attach(trainer, "bf16-mixed", quiet=True, preflight=False)
-    assert {p.dtype for p in trainer.teacher_model.parameters()} == {torch.bfloat16}
-    assert {claim.owner: claim.now for claim in attached.claims}["checkpoint, teacher_model"] == "base bf16"
 
 
 @pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["fp32", "bf16"])
