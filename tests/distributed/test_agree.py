@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +14,6 @@ from isotype.distributed.agree import (
     refuse_differences,
     refuse_folder_of_another_machine,
     refuse_other_precision,
-    versions,
 )
 from isotype.distributed.rank import Rank
 from isotype.distributed.world import World, _take_gpu
@@ -49,12 +45,6 @@ def test_the_setting_that_differs_is_named():
         refuse_differences(Others({"configuration": its}), configuration=mine)
 
 
-def test_only_the_version_that_differs_is_shown():
-    its = versions().replace(f"torch {torch.__version__}", "torch 1.0")
-    with pytest.raises(UsageError, match=rf"have different versions: torch 1\.0 and torch {re.escape(torch.__version__)}\n"):
-        refuse_differences(Others({"versions": its}), versions=versions())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_another_seed_has_another_fingerprint(dtype):
     def made(seed):
@@ -71,16 +61,6 @@ def test_accelerates_precision_against_the_contract():
         refuse_other_precision(contract, said)
     with pytest.raises(UsageError, match="mixed precision fp16, and this run computes in bf16"):
         refuse_other_precision(contract, {"ACCELERATE_MIXED_PRECISION": "fp16"})
-
-
-def test_errors_travel_as_json():
-    from isotype.distributed.watch import error_as_json, error_from_json
-
-    again = error_from_json(json.loads(json.dumps(error_as_json(UsageError("no", code="X1", fix="yes")))), of="rank 3")
-    assert isinstance(again, UsageError)
-    assert (again.message, again.code, again.fix) == ("rank 3: no", "X1", "yes")
-    assert error_from_json(error_as_json(ZeroDivisionError("by 0"))).message == "ZeroDivisionError: by 0"
-    assert isinstance(error_from_json(error_as_json(KeyboardInterrupt())), KeyboardInterrupt)
 
 
 def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,10 +27,6 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
     assert all(share.rows * share.total == batch_size * accumulate and share.rows <= batch_size for share in shares)
     if accumulate % size == 0:  # the micro-batches are those of one process
         assert (shares[0].rows, shares[0].total) == (batch_size, accumulate)
-
-
-def test_one_process_has_the_micro_batches_of_the_file():
-    assert Batching.of(TrainSection(batch_size=3, accumulate=5)) == Batching(3, 5, range(5))
 
 
 def test_the_nearest_numbers_are_named():
@@ -79,20 +74,8 @@ def batching_of(rows, *, rank, size, together, batch=2):
     return [f"({one.batch.text})" if isinstance(one, Idle) else one.text for one in found]
 
 
-def test_each_process_makes_its_own_micro_batches():
-    assert batching_of("aaab", rank=0, size=1, together=False) == ["aa", "a", "b"]
-    assert batching_of("aaab", rank=0, size=2, together=False) == ["aa"]
-    assert batching_of("aaab", rank=1, size=2, together=False) == ["a", "b"]
-
-
 def test_processes_that_share_a_model_make_as_many_micro_batches_as_the_one_with_most():
     assert batching_of("aaab", rank=0, size=2, together=True) == ["aa", "(a)"]
     assert batching_of("aaab", rank=1, size=2, together=True) == ["a", "b"]
     assert batching_of("abaaaaac", rank=0, size=2, together=True) == ["a", "b", "aa"]
     assert batching_of("abaaaaac", rank=1, size=2, together=True) == ["aa", "a", "c"]
-
-
-def test_an_idle_batch_counts_nothing_and_moves_to_the_device():
-    idle = Idle(Letters(2, "aa"))
-    assert (idle.rows, idle.weight, idle.units) == (0, 0, 0)
-    assert idle.to(torch.device("cpu")) == Idle(Letters(2, "aacpu"))

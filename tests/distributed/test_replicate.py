@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.tasks.choose import train as train_language
 from isotype.training.run import train
 from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
-from tests.training.test_run import same_result
+from tests.results import metrics, same_result, trained_tensors
 from tests.training.toy_task import ToyTask
 from tests.warm import interpreter
 
@@ -25,20 +24,15 @@ pytestmark = pytest.mark.timeout(900)
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
 
 
-def rows_of(folder, key="loss"):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows if key in row]
-
-
 def close_runs(one, other, *, loss, weight):
     """Losses and trained weights of two runs, absolutely."""
     for key in ("loss", "eval_loss"):
-        mine, its = rows_of(one, key), rows_of(other, key)
+        mine, its = metrics(one, key), metrics(other, key)
         assert len(mine) == len(its)
         assert max(abs(a - b) for a, b in zip(mine, its)) <= loss
-    assert rows_of(one, "tokens") == rows_of(other, "tokens")
-    assert rows_of(one, "supervised") == rows_of(other, "supervised")
-    mine, its = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (one, other))
+    assert metrics(one, "tokens") == metrics(other, "tokens")
+    assert metrics(one, "supervised") == metrics(other, "supervised")
+    mine, its = (trained_tensors(folder) for folder in (one, other))
     assert max(float((mine[name] - its[name]).abs().max()) for name in mine) <= weight
 
 
@@ -90,7 +84,7 @@ def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(toy, tmp_pa
     shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
     (loaded, folder) = load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True), tmp_path / "killed"
     assert train(loaded, ToyTask(loaded.config), resume=folder) == 0
-    assert rows_of(folder, "points") == rows_of(whole, "points")
+    assert metrics(folder, "points") == metrics(whole, "points")
 
 
 def test_an_error_of_one_process_is_the_error_of_all(toy, tmp_path):
