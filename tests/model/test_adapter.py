@@ -15,7 +15,6 @@ from isotype.lora.attach import lora_layers, projection
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors
-from isotype.model.targets import notes_of_targets
 from isotype.precision import PRESETS
 from isotype.tasks.language.outline import outline
 from tests.models import lora, tiny
@@ -62,12 +61,6 @@ def test_all_linear_of_a_mamba_is_what_its_mixer_calls(family):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_a_wrong_target_is_answered_with_layers_that_take_an_adapter():
-    with pytest.raises(UsageError, match="out_proj") as caught:
-        attach_adapter(tiny("mamba", state_size=4), AdapterSection(targets=["out_proj"]), seed=0)
-    assert caught.value.fix == "adapter.targets: all-linear, or some of: in_proj"
-
-
 def test_a_dropout_that_peft_refuses_on_parameters_is_answered_with_what_helps():
     named = ["gate_proj", "up_proj", "down_proj"]  # of an older checkpoint's experts, which PEFT takes for the stacks
     with pytest.raises(UsageError, match="for which PEFT has no dropout") as caught:
@@ -101,54 +94,6 @@ def full_head_is_embedding(parameters):
     return head is embedding
 
 
-@pytest.mark.full
-def test_all_linear_leaves_out_routers_that_return_no_tensor():
-    """Phi-MoE's router is a linear layer whose forward gives a pair."""
-    model = attach_adapter(tiny("phimoe", num_local_experts=4, num_experts_per_tok=2), AdapterSection(), seed=0)
-    adapted = {
-        name.rpartition(".lora_A.default")[0].rpartition(".")[2] for name, _ in model.named_modules() if name.endswith("lora_A.default")
-    }
-    assert {"q_proj", "v_proj"} <= adapted
-    assert "router" not in adapted
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
-
-
-@pytest.mark.full
-def test_all_linear_leaves_out_a_projection_by_groups():
-    """DeepSeek V4's has a matrix for each group of heads, and takes no rows."""
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
-
-    model = tiny()
-    for layer in model.model.layers:
-        layer.self_attn.o_proj = DeepseekV4GroupedLinear(16, 32, 2)
-    adapted = {name for name, _ in attach_adapter(model, AdapterSection(), seed=0).named_modules() if name.endswith("lora_A.default")}
-    assert not any("o_proj" in name for name in adapted)
-    assert any("q_proj" in name for name in adapted)
-
-
-LAGUNA = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
-    "num_attention_heads_per_layer": [4, 4], "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
-}  # fmt: skip
-
-
-def test_no_layer_is_adapted_whose_saved_adapter_peft_renames(tmp_path):
-    """PEFT takes Laguna's `shared_experts` for a checkpoint's `shared_expert`, and would lose its adapters."""
-    model = attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(), seed=0)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    torch.nn.init.normal_(next(p for name, p in trained.items() if "lora_B" in name))
-    assert any("experts" not in name for name in trained)
-    save_adapter(model, tmp_path, PRESETS["fp32"])
-    again = dict(load_adapter(tiny("laguna", **LAGUNA), tmp_path).named_parameters())
-    assert all(torch.equal(again[name], p) for name, p in trained.items())
-    (note,) = notes_of_targets(model, AdapterSection())
-    assert note.startswith("adapter.targets: all-linear gives model.layers.1.mlp.shared_experts.gate_proj and 2 more no adapter")
-    assert notes_of_targets(model, AdapterSection(targets=["q_proj"])) == []
-    with pytest.raises(UsageError, match="does not find the saved adapter"):
-        attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(targets=["up_proj"]), seed=0)
-
-
 def test_the_settings_of_a_saved_adapter_are_in_the_same_order_in_every_process(tmp_path):
     """PEFT keeps names in sets, whose order differs from process to process."""
     model = lora(tiny(), exclude_modules=["lm_head", "embed_tokens", "rotary_emb", "act_fn", "norm"])
@@ -158,15 +103,3 @@ def test_the_settings_of_a_saved_adapter_are_in_the_same_order_in_every_process(
         assert names["target_modules"] == sorted(names["target_modules"])
         assert names["exclude_modules"] == sorted(names["exclude_modules"])
     assert len(written["target_modules"]) > 3
-
-
-@pytest.mark.full
-def test_all_linear_of_jamba_leaves_out_the_layer_whose_weight_it_multiplies():
-    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4}
-    model = attach_adapter(tiny("jamba", **sizes), AdapterSection(r=2), seed=0)
-    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
-    assert "dt_proj" not in adapted
-    assert {"in_proj", "x_proj", "out_proj", "q_proj", "gate_proj"} <= adapted
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)

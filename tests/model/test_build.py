@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from isotype.config.schema import RunConfig
 from isotype.model.build import build_model
@@ -16,28 +15,6 @@ from isotype.precision.parts import Part
 ADAPTERS = {
     "lora": {"kind": "lora", "r": 4}, "head trained": {"kind": "lora", "r": 4, "modules_to_save": ["lm_head"]}, "none": {"kind": "none"},
 }  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("files", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("preset", "adapter"), [
-    ("bf16-lora", "lora"), ("bf16-lora", "head trained"), ("bf16-pure", "none"), ("bf16-mixed", "none"),
-])  # fmt: skip
-def test_a_part_is_that_of_the_whole_model(preset, adapter, files, workshop, tmp_path):
-    AutoModelForCausalLM.from_pretrained(workshop.base, dtype=getattr(torch, files)).save_pretrained(tmp_path)
-    config = RunConfig.model_validate({"model": {"name": str(workshop.base)}, "adapter": ADAPTERS[adapter]})
-    tokenizer = load_tokenizer(config.model)
-
-    def made(part):
-        return build_model(config, PRESETS[preset], Source(str(tmp_path)), tokenizer, torch.device("cpu"), part)
-
-    (whole, its), (shared, mine) = made(None), made(Part(1, 2))
-    assert mine.to_dict() == its.to_dict()
-    parts = dict(shared.named_parameters())
-    for name, weight in whole.named_parameters():
-        assert parts[name].dtype == weight.dtype
-        own, expected = (p.chunk(2)[1:] for p in (parts[name].detach(), weight.detach()))
-        assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True)), name
 
 
 @pytest.mark.parametrize(("preset", "adapter"), [("bf16-mixed", "none"), ("nf4-lora", "lora")])

@@ -7,9 +7,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.config.schema import AdapterSection, RunConfig
 from isotype.environment.hardware import detect
@@ -23,6 +21,7 @@ from isotype.precision.vision import LANGUAGE, vision_parts
 from isotype.tasks.language.batches import collate, model_inputs
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import load_result
+from tests.commands import ask
 from tests.models import rows
 from tests.vlms import FAMILIES, saved, tiny_vlm
 
@@ -47,12 +46,6 @@ def built(folder, *settings, preset="bf16-lora"):
     precision = resolve_precision(loaded.config, loaded.sources, detect("cpu")).precision
     tokenizer = load_tokenizer(loaded.config.model)
     return (*build_model(loaded.config, precision, Source(str(folder)), tokenizer, torch.device("cpu")), precision)
-
-
-def ask(*arguments):
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 @pytest.mark.parametrize("family", FAMILIES)
