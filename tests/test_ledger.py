@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,6 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.environment.hardware import by_name
-from isotype.environment.planned import planned_for
-from isotype.errors import UsageError
-from isotype.ops.backend import using
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.memory.plan import plan_memory
@@ -36,21 +31,6 @@ LLAMA = {
 
 def of(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def launched(run):
-    with planned_for("cuda"), using("cpp"), Launches() as launches:
-        run()
-    return launches.rows
-
-
-def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
-    (row,) = launched(lambda: of(8, 16) @ of(16, 32))
-    assert (row.kind, row.flops, row.bytes) == ("product", 2 * 8 * 16 * 32, 2 * (8 * 16 + 16 * 32 + 8 * 32))
-    y = of(8, 32)
-    (row,) = launched(lambda: y.addmm_(of(8, 16), of(16, 32)))
-    assert row.bytes == 2 * (8 * 16 + 16 * 32 + 2 * 8 * 32)
-    assert row == replace(rows.product("forward", "", 8, 32, 16, adds=True), name=row.name)
 
 
 def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, embedding="device", **kept):
@@ -97,28 +77,3 @@ def test_a_step_is_counted_as_by_hand():
     # one launch a weight instead of three
     widened = [r for r in ledger.rows if r.name.startswith("widen_4bit")]
     assert sum(r.count for r in widened) < sum(r.count for r in ledger.theirs if r.name.startswith("dequantise"))
-
-
-def test_every_row_of_the_peer_names_its_source_and_is_marked_as_not_measured():
-    ledger = planned("none", 512)
-    assert all(row.source and (":" in row.source or "torch.optim" in row.source) for row in ledger.theirs)
-    made = ledger.as_json()
-    assert made["measured"] is False
-    assert json.loads(json.dumps(made))["unsloth"]["seconds"] == ledger.seconds(ledger.theirs)
-    text = ledger.as_text()
-    assert "times are unmeasured" in text
-    assert "unsloth/kernels/fast_lora.py:507" in text
-    assert "Unsloth 2026.10.9" in text
-    assert "the step" in text
-
-
-def test_a_device_without_published_figures_is_refused_and_full_fine_tuning_has_no_peer():
-    with pytest.raises(UsageError, match="no published"):
-        ledger_script.rates_of(by_name("sm_90"))
-    config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
-    precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})
-    made = outline(architecture, config, precision, device_type="cuda")
-    largest = step_outline(config, precision, length=128, device_type="cuda")
-    made_rows = ledger_script.recorded(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
-    # each trained tensor once
-    assert sum(r.count for r in made_rows if r.phase == "update" and r.name.startswith("adamw_")) == len(list(made.model.parameters()))

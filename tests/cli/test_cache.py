@@ -7,13 +7,12 @@ import os
 import time
 
 import pytest
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
+from tests.commands import ask
 
 
-def ask(*arguments):
-    return CliRunner().invoke(build_app(), ["cache", *arguments], catch_exceptions=False).stdout
+def cache(*arguments):
+    return ask("cache", *arguments)
 
 
 @pytest.fixture
@@ -28,21 +27,14 @@ def kept(tmp_path, monkeypatch):
 
 
 def test_compiled_kernels_are_shown(kept):
-    assert f"{kept}: 2 compiled kernels, 4 kB" in ask()
-    assert json.loads(ask("--json"))["kernels"] == {"folder": str(kept), "libraries": 2, "bytes": 4000, "removed": 0}
+    assert f"{kept}: 2 compiled kernels, 4 kB" in cache()
+    assert json.loads(cache("--json"))["kernels"] == {"folder": str(kept), "libraries": 2, "bytes": 4000, "removed": 0}
     (kept / "tokens").mkdir()
-    assert "kernels" not in json.loads(ask(str(kept / "tokens"), "--json"))
+    assert "kernels" not in json.loads(cache(str(kept / "tokens"), "--json"))
 
 
 def test_compiled_kernels_are_cleared_by_their_last_use(kept):
-    assert "removed 1 compiled kernel, 1 kB" in ask("--clear", "--older", "30")
+    assert "removed 1 compiled kernel, 1 kB" in cache("--clear", "--older", "30")
     assert not (kept / "rope-0123456789abcdef.so").exists()
-    assert json.loads(ask("--clear", "--json"))["kernels"]["removed"] == 3
+    assert json.loads(cache("--clear", "--json"))["kernels"]["removed"] == 3
     assert sorted(path.name for path in kept.iterdir()) == ["mine.so", "notes-0123456789abcdef.txt"]
-
-
-def test_kernels_are_cached_when_tokens_are_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOTYPE_CACHE", "none")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert "no tokenised data is kept" in ask()
-    assert "0 compiled kernels" in ask()

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.warm import interpreter
-
-
-def isotype(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([interpreter(), "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+from tests.commands import isotype
 
 
 @pytest.fixture
@@ -71,9 +66,3 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
     done = isotype("doctor", "check", "args.json", cwd=tmp_path)
     assert done.returncode == 1
     assert "args.json:3" in done.stdout
-
-
-def test_an_empty_folder_says_that_nothing_was_found(tmp_path: Path):
-    done = isotype("doctor", "check", ".", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "no configuration found" in done.stdout

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.warm import interpreter
+from tests.commands import isotype
 
 FAULTY = """
 import os, sys, torch, torch.nn as nn
@@ -37,19 +34,12 @@ def program(tmp_path) -> Path:
     return file
 
 
-def isotype(*arguments, cwd=None, program=None):
-    return subprocess.run(
-        [program or interpreter(), "-m", "isotype", "doctor", "trace", *map(str, arguments)],
-        text=True,
-        capture_output=True,
-        cwd=cwd,
-        env=dict(os.environ),
-        timeout=900,
-    )
+def trace(*arguments):
+    return isotype("doctor", "trace", *arguments)
 
 
 def test_function_with_json_gives_one_object_on_stdout(program):
-    done = isotype(f"{program}:run", "--json")
+    done = trace(f"{program}:run", "--json")
     report = json.loads(done.stdout)
     assert [finding["code"] for finding in report["findings"]] == ["TR001"]
     assert "said by the program" in done.stderr
@@ -58,14 +48,14 @@ def test_function_with_json_gives_one_object_on_stdout(program):
 
 
 def test_script_gets_its_own_arguments_and_main(program):
-    done = isotype(program, "--json", "--lr", "3")
+    done = trace(program, "--json", "--lr", "3")
     assert "['--json', '--lr', '3'] __main__ program.py" in done.stdout
     assert "no findings" in done.stdout
     assert done.returncode == 0
 
 
 def test_failing_script_shows_its_traceback_without_our_frames(program):
-    done = isotype(program, "--fail")
+    done = trace(program, "--fail")
     assert "program.py" in done.stderr
     assert "isotype/doctor" not in done.stderr
     assert done.stdout.count("TR001") == 2  # the heading and the page
@@ -73,8 +63,7 @@ def test_failing_script_shows_its_traceback_without_our_frames(program):
 
 
 def test_exit_status_of_the_script_is_kept(program):
-    """In a process that has imported nothing, as a user's has not."""
-    assert isotype(program, "--exit", program=sys.executable).returncode == 7
+    assert trace(program, "--exit").returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -88,16 +77,8 @@ def test_exit_status_of_the_script_is_kept(program):
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
-    done = isotype(*(a.format(program=program) for a in arguments))
+    done = trace(*(a.format(program=program) for a in arguments))
     assert done.returncode == 2
     assert done.stderr.startswith("isotype: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_syntax_error_in_the_program_is_reported(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("def run(:\n")
-    done = isotype(f"{file}:run")
-    assert done.returncode == 1
-    assert "SyntaxError" in done.stdout + done.stderr

@@ -5,17 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmarks/**/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-    ]
-)
+PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md") for page in ROOT.glob(pattern))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -32,13 +23,14 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_relative_links_lead_somewhere(page: Path):
-    for link in LINK.findall(prose(page.read_text(encoding="utf-8"))):
-        if link.startswith(("http:", "https:", "mailto:")):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page.relative_to(ROOT)}: {link}"
-        if anchor and target.suffix == ".md":
-            assert anchor in headings(target), f"{page.relative_to(ROOT)}: {link}"
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return target.exists() and (not anchor or target.suffix != ".md" or anchor in headings(target))
+
+
+def test_relative_links_lead_somewhere():
+    links = [(page, link) for page in PAGES for link in LINK.findall(prose(page.read_text(encoding="utf-8")))]
+    links = [(page, link) for page, link in links if not link.startswith(("http:", "https:", "mailto:"))]
+    assert len(links) > 100
+    assert [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not leads_somewhere(page, link)] == []

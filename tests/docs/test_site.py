@@ -56,20 +56,3 @@ def test_reference_names_every_public_name(package):
 )
 def test_links_of_a_copied_page(builder, link, copied):
     assert builder.within_site(link, ROOT / "docs/lora.md") == copied
-
-
-def test_headings_move_down_and_comments_in_code_stay(builder):
-    assert builder.one_level_down("# A\n\n```python\n# why\n```\n## B") == "## A\n\n```python\n# why\n```\n### B"
-
-
-def test_aligned_docstring_lines_stay_as_written():
-    lines = ["silu(gate) * up in `one` pass.", "", "gate    F[*n d]   any float dtype", "->      F[*n d]"]
-    assert module_of("docstrings").as_restructured_text(lines) == [
-        r"silu(gate) \* up in ``one`` pass.",
-        "",
-        "::",
-        "",
-        "   gate    F[*n d]   any float dtype",
-        "   ->      F[*n d]",
-        "",
-    ]

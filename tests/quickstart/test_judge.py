@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,19 +13,10 @@ pytest.importorskip("PIL.Image")
 from isotype.quickstart.shapes import COLOURS, SHAPES, SIDE, draw, draw_at_random, judged, write_pictures
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("colour", COLOURS)
-def test_it_names_every_shape_and_colour(shape, colour):
-    chance = random.Random(f"{shape}{colour}")
-    for _ in range(10):
+def test_it_names_every_shape_and_colour():
+    chance = random.Random(0)
+    for shape, colour in [*product(SHAPES, COLOURS)] * 10:
         assert judged(np.array(draw_at_random(shape, colour, chance))) == f"a {colour} {shape}"
-
-
-def test_it_bears_some_noise():
-    chance, noise = random.Random(0), np.random.default_rng(0)
-    for shape in SHAPES:
-        rough = np.array(draw_at_random(shape, "blue", chance)).astype(float) + noise.normal(0, 20, (SIDE, SIDE, 3))
-        assert judged(rough.clip(0, 255).astype(np.uint8)) == f"a blue {shape}"
 
 
 def test_other_pictures_are_no_shape():

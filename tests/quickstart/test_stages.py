@@ -57,14 +57,6 @@ def test_both_stages_end_within_the_time(monkeypatch, parts):
     assert second >= 20
 
 
-def test_an_idle_machine_does_every_step(monkeypatch):
-    assert seconds_of(monkeypatch, before=20.0, start=10.0, end=8.0, step=0.1, later=0.1)[1] == [1000, 400]
-
-
-def test_the_least_steps_are_done_on_any_machine(monkeypatch):
-    assert seconds_of(monkeypatch, before=200.0, start=100.0, end=100.0, step=9.0, later=9.0)[1] == [40, 20]
-
-
 @pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.64), (30.0, 0.1)])
 def test_a_slow_machine_plans_fewer_steps(seconds, share):
     assert planned(STAGES, seconds) == pytest.approx(share, abs=0.01)

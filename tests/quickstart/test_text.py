@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from isotype import train
-from isotype.config.load import load
 from isotype.data import stdlib
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart
+from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -44,8 +43,7 @@ def test_both_runs_are_ordinary_and_their_results_load_in_transformers_and_peft(
 
 
 def test_loss_of_pretraining_falls(made: Path) -> None:
-    rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = metrics(made / "pretrain", "loss")
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.3
 
@@ -62,15 +60,6 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert "loss of pretrain" in shown
     assert f"> {said['samples'][0]['prompt']}" in shown
     assert str(made / "tune" / "report.html") in shown
-
-
-@pytest.mark.full
-def test_its_files_are_configurations_that_train_takes(made: Path) -> None:
-    config = load(made / "pretrain.yaml").config
-    assert (config.train.steps, config.data.train) == (1200, str(made / "text.txt"))
-    out = made.parent / "by_hand"
-    run = train(made / "tune.yaml", run=str(out), train={"steps": 2, "eval_every": 2}, data={"limit": 20})
-    assert (run.adapter / "adapter_config.json").is_file()
 
 
 def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:

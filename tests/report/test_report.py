@@ -148,13 +148,6 @@ def test_a_run_that_died_anywhere_still_has_a_page(tmp_path: Path, files: dict[s
     assert "Precision" in page.text
 
 
-def test_values_that_are_not_finite_are_marked(tmp_path: Path) -> None:
-    rows = [step(n, loss=float("nan") if n == 7 else 1.0) for n in range(1, 11)]
-    text = html_of(run_folder(tmp_path / "run", metrics=rows))
-    assert "training loss is not finite at step 7" in text
-    assert "1 value is not finite" in text
-
-
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", metrics=[step(1), step(2)], resolved="a: [")
     with (folder / "metrics.jsonl").open("a") as file:

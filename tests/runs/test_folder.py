@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 
 import pytest
 
 from isotype.errors import UsageError
-from isotype.runs.folder import LOCK, RESOLVED, RunFolder, require_run
+from isotype.runs.folder import LOCK, RunFolder, require_run
 
 
 def failed_start(path, *files):
@@ -21,30 +20,6 @@ def failed_start(path, *files):
 def test_a_failed_start_removes_the_folders_it_made(tmp_path):
     failed_start(tmp_path / "runs/new/one")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_that_were_there_or_hold_something_stay(tmp_path):
-    (tmp_path / "mine").mkdir()
-    failed_start(tmp_path / "mine")
-    assert list((tmp_path / "mine").iterdir()) == []
-    failed_start(tmp_path / "runs/refused", "preflight.json")
-    assert sorted(p.name for p in (tmp_path / "runs/refused").iterdir()) == [LOCK, "preflight.json"]
-    failed_start(tmp_path / "runs/begun", RESOLVED)
-    assert (tmp_path / "runs/begun" / LOCK).exists()
-
-
-def test_a_run_that_cannot_be_written_is_not_told_to_begin_elsewhere(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(30, "Read-only file system")
-
-    for has_a_run, fix in ((False, "--out FOLDER"), (True, "resume a copy")):
-        if has_a_run:
-            failed_start(tmp_path / "run", RESOLVED)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", refuse)
-            with pytest.raises(UsageError, match="Read-only file system") as raised, RunFolder(tmp_path / "run").held():
-                pass
-        assert fix in raised.value.fix
 
 
 def _hold(path, held, end):

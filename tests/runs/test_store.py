@@ -1,10 +1,9 @@
-"""Checkpoints: whole or not at all, in one file or in several that any number of processes reads."""
+"""Checkpoints: whole or not at all. `tests/distributed` has those that several processes write and read."""
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -113,93 +112,9 @@ def test_a_full_disk_preserves_earlier_checkpoints(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
 
 
-def test_files_of_a_sealed_folder_are_as_readable_as_the_users_other_files(tmp_path):
-    """safetensors makes its files readable by their owner alone."""
-    CheckpointStore(tmp_path).save(checkpoint(1))
-    (tmp_path / "other").write_text("")
-    assert {file.stat().st_mode for file in (tmp_path / "step_1").iterdir()} == {(tmp_path / "other").stat().st_mode}
-
-
 def test_replacing_always_leaves_one_complete_folder(tmp_path):
     for text in ("old", "new"):
         write_folder(tmp_path / "adapter", lambda f, text=text: (f / "a.txt").write_text(text))
     assert (tmp_path / "adapter" / "a.txt").read_text() == "new"
     assert fault(tmp_path / "adapter") is None
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
-
-
-WHOLE = {
-    "model.a": torch.arange(30, dtype=torch.float32).view(5, 6),
-    "optimizer.a.exp_avg": torch.arange(5, dtype=torch.bfloat16),
-    "optimizer.a.step": torch.tensor(3.0),
-}
-
-
-class Together:
-    """Threads in the place of processes."""
-
-    def __init__(self, size):
-        self.size, self.barrier, self.given = size, threading.Barrier(size), {}
-
-    def of(self, rank):
-        together = self
-
-        class One:
-            first = rank == 0
-
-            def gather(self, value):
-                together.given[rank] = value
-                together.barrier.wait()
-                return [together.given[r] for r in range(together.size)]
-
-            def first_does(self, work, *, patiently=False):
-                if rank == 0:
-                    work()
-                together.barrier.wait()
-
-        return One()
-
-
-def saved(folder, rows):
-    """A checkpoint written by as many processes as there are ranges of rows."""
-    together = Together(len(rows))
-
-    def write(rank):
-        tensors = {name: t[rows[rank].start : rows[rank].stop].clone() if t.dim() else t for name, t in WHOLE.items()}
-        if rank:
-            del tensors["optimizer.a.step"]
-        checkpoint = Checkpoint(7, tensors, {"progress": {"step": 7}})
-        CheckpointStore(folder).save_together(checkpoint, together.of(rank), part=rank, parts=len(rows))
-
-    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(len(rows))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=600)
-    return CheckpointStore(folder)
-
-
-@pytest.mark.parametrize("rows", [[range(5)], [range(3), range(3, 5)], [range(2), range(2, 4), range(4, 5), range(5, 5)]])
-def test_any_number_of_processes_reads_its_rows(rows, tmp_path):
-    store = saved(tmp_path, rows)
-    assert store.newest_whole() == (7, [])
-    whole = store.load(7)
-    assert whole.state == {"progress": {"step": 7}}
-    for name, tensor in WHOLE.items():
-        assert torch.equal(whole.tensors[name], tensor)
-        assert whole.tensors[name].dtype == tensor.dtype
-    for asked in (range(5), range(1, 4), range(4, 5), range(5, 5)):
-        some = store.load(7, rows=lambda name, asked=asked: None if name.endswith("step") else asked)
-        assert torch.equal(some.tensors["model.a"], WHOLE["model.a"][asked.start : asked.stop])
-        assert torch.equal(some.tensors["optimizer.a.exp_avg"], WHOLE["optimizer.a.exp_avg"][asked.start : asked.stop])
-        assert some.tensors["optimizer.a.step"] == 3.0
-
-
-def test_a_missing_part_makes_it_damaged(tmp_path):
-    store = saved(tmp_path, [range(3), range(3, 5)])
-    (store.path(7) / "tensors.1.safetensors").unlink()
-    step, passed = store.newest_whole()
-    assert step is None
-    assert "tensors.1.safetensors is missing" in passed[0]
-    with pytest.raises(RunError, match="is missing"):
-        store.load(7)
