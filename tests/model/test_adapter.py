@@ -25,19 +25,6 @@ def resolved(*settings, preset="bf16-lora"):
     return loaded.config, resolve_precision(loaded.config, loaded.sources, detect("cpu")).precision
 
 
-@pytest.mark.parametrize(
-    ("settings", "preset", "message"),
-    [
-        (["adapter.kind=none"], "bf16-mixed", "no effect with adapter.kind: none"),
-        (["model.optimize=false"], "bf16-lora", "no effect with model.optimize: false"),
-        ([], "fp32", "no effect with precision.compute: fp32"),
-    ],
-)
-def test_a_branch_without_effect_is_refused(settings, preset, message):
-    with pytest.raises(UsageError, match=message):
-        check_branch(*resolved(*settings, preset=preset))
-
-
 @pytest.mark.parametrize("wanted", ["fp32", "compute"])
 def test_every_adapter_of_a_run_has_it(wanted):
     config, precision = resolved(f"model.lora_branch={wanted}")

@@ -10,11 +10,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.schema import ModelSection
-from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.model.load import load_tokenizer
-from isotype.model.tokens import add_tokens
 from isotype.tasks.choose import train
 from tests.models import SIZES, tiny
 
@@ -66,17 +64,6 @@ def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path,
         merge(loaded, tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.allclose(merged(ids).logits, logits, atol=1e-4)
-
-
-def test_tokens_that_cannot_be_added_are_refused(workshop):
-    tokenizer = load_tokenizer(ModelSection(name=str(workshop.base)))
-    for wrong, said in (
-        (["<|im_end|>"], "in the vocabulary already"),
-        (["<a>", "<a>"], "in the vocabulary already"),
-        ([" a"], "white space"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            add_tokens(tokenizer, wrong)
 
 
 def test_a_tokenizer_without_padding_and_end_trains(configured, workshop, tmp_path):

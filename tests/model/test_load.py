@@ -1,12 +1,17 @@
+from __future__ import annotations
+
 import json
 
 import pytest
 import torch
 
-from isotype.config.schema import ModelSection
+from isotype.config.schema import ModelSection, RunConfig
 from isotype.errors import UsageError
+from isotype.model.build import build_model
 from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
 from isotype.precision import PRESETS
+from isotype.precision.apply import inner_model
+from isotype.precision.parts import Part
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.training.memory.plan import LiveBytes
@@ -40,12 +45,6 @@ def test_weights_are_quantised_one_after_the_other(tmp_path):
     # the matrix that is quantised in bf16 and fp32, and its own result; all of them in bf16 would take four times this bound
     bound = 8 * max(sizes)
     assert live.peak - live.now <= bound < 2 * sum(sizes) / 4
-
-
-@pytest.mark.parametrize("attention", ["flash", "flex"])
-def test_attention_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, attention):
-    with pytest.raises(UsageError, match=r"on a GPU only(.|\n)*model.attention: auto"):
-        load(Source(str(tmp_path)), attention=attention)
 
 
 def test_a_random_model_is_built_once_and_loads_again(shared, tmp_path):
@@ -134,27 +133,6 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, make):
     assert make is missing_weight or caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (ModelSection(init="random", tokenizer="t"), "needs model.config"),
-        (ModelSection(init="random", config={"hidden_size": 8}), "model_type is missing"),
-        (ModelSection(init="random", config={"model_type": "lama"}), "lama"),
-        (ModelSection(init="random", config="nowhere.json"), "nowhere.json"),
-        (ModelSection(), r"model\.name: missing"),
-    ],
-)
-def test_a_wrong_model_section_is_explained(section, message, tmp_path):
-    class Tokenizer:
-        pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
-
-        def __len__(self):
-            return 96
-
-    with pytest.raises(UsageError, match=message):
-        base_source(section, Tokenizer(), folder=tmp_path / "base", seed=0, dtype="fp32")
-
-
 @pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
 def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, family, word):
     from isotype.model.architecture import attention_line, attention_of
@@ -206,3 +184,21 @@ def test_what_does_not_predict_the_next_token_is_refused(tmp_path, family, messa
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=message):
         load(Source(str(tmp_path)))
+
+
+# --- A model of which a process keeps a part is made as the whole one: the same adapter, the same values, the same manifest.
+
+
+ADAPTERS = {
+    "lora": {"kind": "lora", "r": 4}, "head trained": {"kind": "lora", "r": 4, "modules_to_save": ["lm_head"]}, "none": {"kind": "none"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "adapter"), [("bf16-mixed", "none"), ("nf4-lora", "lora")])
+def test_a_part_lies_on_the_cpu_and_is_made_for_the_device_of_the_run(preset, adapter, workshop):
+    """The processes cut it there and move their rows to the GPU; autocast is the GPU's."""
+    config = RunConfig.model_validate({"model": {"name": str(workshop.base), "allow_unquantised": True}, "adapter": ADAPTERS[adapter]})
+    tokenizer = load_tokenizer(config.model)
+    model, _ = build_model(config, PRESETS[preset], Source(str(workshop.base)), tokenizer, torch.device("cuda"), Part(0, 2))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert inner_model(model)._isotype_precision.device_type == "cuda"

@@ -12,8 +12,6 @@ from tests.results import read, same_tensors
 from tests.training.interrupted import cut_back
 
 from isotype.config.load import load
-from isotype.config.sources import check_data
-from isotype.errors import UsageError
 from isotype.tasks.choose import plan, train
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -84,15 +82,6 @@ def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
     assert 96 < made.memory.length == made.data["longest"] + -made.data["longest"] % 8 <= 128
     assert made.memory.not_simulated is None
     assert f"training rows packed from {made.data['packed_from']}" in made.as_text()
-
-
-def test_a_stream_without_train_steps_is_refused() -> None:
-    loaded = load(None, ["data.stream=true", "data.train=a.jsonl"])
-    with pytest.raises(UsageError, match=r"data\.stream needs train\.steps"):
-        check_data(loaded.config, loaded.sources)
-    loaded = load(None, ["data.shuffle_buffer=9"])
-    with pytest.raises(UsageError, match=r"command line data\.shuffle_buffer: has no effect without data\.stream"):
-        check_data(loaded.config, loaded.sources)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,10 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import isotype
-from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.tasks.choose import train
 
@@ -38,23 +34,3 @@ def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, wor
     page = (tmp_path / "run/report.html").read_text()
     assert "Evaluation loss, like" in page
     assert "Evaluation loss, odd" in page
-
-
-@pytest.mark.parametrize(
-    ("data", "stop_on", "said"),
-    [
-        ({"a b": "x.jsonl"}, None, "data.eval: 'a b': a set's name has letters"),
-        ({"name": "x.jsonl", "limit": 3}, None, "data.eval: a source with settings is an entry of a list"),
-        ({"a": "{chats}"}, "b", "train.stop_on: b: data.eval names a"),
-        ("{chats}", "b", "train.stop_on: b: data.eval names no sets"),
-    ],
-)
-def test_a_wrong_set_is_one_line(workshop: Any, tmp_path: Path, data: Any, stop_on: str | None, said: str) -> None:
-    def filled(value: Any) -> Any:
-        return {k: filled(v) for k, v in value.items()} if isinstance(value, dict) else str(value).format(chats=workshop.chats)
-
-    with pytest.raises(UsageError, match=said):
-        isotype.train(
-            model=str(workshop.base), data={"train": str(workshop.chats), "eval": filled(data)},
-            train={"steps": 1} | ({"stop_on": stop_on} if stop_on else {}), run={"folder": str(tmp_path / "run")},
-        )  # fmt: skip

@@ -6,9 +6,7 @@ import pytest
 import torch
 from tests.models import FAMILIES, lora, rows, stepper, tiny
 
-from isotype.config.schema import AdapterSection
-from isotype.errors import UsageError
-from isotype.model.adapter import attach_adapter, save_adapter
+from isotype.model.adapter import save_adapter
 from isotype.observe import Observer
 from isotype.precision import PRESETS
 from isotype.tasks.language.batches import collate
@@ -49,15 +47,3 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     model = lora(tiny(), modules_to_save=["lm_head"])
     save_adapter(model, tmp_path, PRESETS["bf16-lora"].but(save="bf16"))
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (AdapterSection(targets=["q_prj"]), r"adapter\.targets.*(.|\n)*q_proj"),
-        (AdapterSection(start_from="nowhere"), "adapter_config.json"),
-    ],
-)
-def test_a_wrong_adapter_setting_gets_one_clear_error(section, message):
-    with pytest.raises(UsageError, match=message):
-        attach_adapter(tiny(), section, seed=0)

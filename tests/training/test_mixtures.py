@@ -10,7 +10,6 @@ from tests.training.interrupted import interrupted_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.schema import RunConfig
-from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.optimize import optimize
@@ -86,9 +85,3 @@ def test_the_balancing_loss_is_the_familys_own(family):
             torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     model.eval()
     assert objective.loss_sum(model, batch, batch.weight, dtype="fp32")[0] < loss
-
-
-def test_a_balancing_loss_without_effect_is_refused():
-    objective = NextToken(RunConfig.model_validate({"train": {"aux_loss": 0.3}}))
-    with pytest.raises(UsageError, match=r"train\.aux_loss: 0\.3 has no effect"):
-        objective.check_model(tiny("deepseek_v3"))

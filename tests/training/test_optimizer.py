@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch import nn
 from isotype.config.schema import TrainSection
 from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
+from isotype.training.ema import Ema
 from isotype.training.optimizer import MixedAdamW, build_optimizer
 
 
@@ -61,3 +64,25 @@ def test_eight_bit_adamw_is_the_real_one():
     model(torch.randn(4, 128)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
+
+
+# --- The moving average of trained weights.
+
+
+def small(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+def test_an_average_follows_its_weights_in_fp32():
+    model = small(torch.bfloat16)
+    ema = Ema(model, 0.9, "fp32")
+    expected = model.weight.detach().double()
+    for step in range(1, 40):
+        with torch.no_grad():
+            model.weight.add_(0.01)
+        ema.update(step)
+        kept = min(0.9, (1 + step) / (10 + step))
+        expected = kept * expected + (1 - kept) * model.weight.detach().double()
+    assert {average.dtype for average in ema.averages.values()} == {torch.float32}
+    torch.testing.assert_close(ema.averages["weight"].double(), expected, rtol=1e-5, atol=1e-6)

@@ -121,16 +121,3 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
     (tmp_path / "way/adapters/step_3/DONE").unlink()
     with pytest.raises(UsageError, match="never finished"):
         draw_with(tmp_path / "way/adapters/step_3", [])
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
-        ({"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
-        ({"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
-    ],
-)
-def test_adapters_that_would_not_be_written_are_refused(drawn, sections, said):
-    with pytest.raises(UsageError, match=said):
-        train(drawn(**sections))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.diffusion_matrix import CLASSES, latent_channels
+from benchmarks.diffusion_matrix import CLASSES, REFUSED, RESULT, TRAINS, latent_channels
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
@@ -53,3 +53,15 @@ def test_the_embedding_is_bit_identical_under_every_preset(name):
         for sampling in (False, True):
             found = embedded(model, call, sampling=sampling)[-len(reference) :]
             assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (preset, sampling)
+
+
+# --- A slice of benchmarks/diffusion_matrix.py: a cell a preset; the whole table is in benchmarks/results.
+
+
+def test_the_committed_table_has_every_cell_and_no_failure():
+    rows = [line for line in RESULT.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 2 * len(CLASSES)
+    cells = [cell.strip() for row in rows[1:] for cell in row.strip("| ").split("|")[2:]]
+    assert len(cells) == 2 * len(CLASSES) * len(PRESETS)
+    assert {cell.split()[0] for cell in cells} == {TRAINS, REFUSED}
+    assert all(len(cell.split()) == 2 for cell in cells if cell.startswith(REFUSED))

@@ -41,19 +41,6 @@ def test_tags_are_shuffled_behind_the_kept_ones_and_some_are_left_out():
     assert all(form.startswith("1girl") for form in dropped)
 
 
-@pytest.mark.parametrize(
-    ("caption", "images", "said"),
-    [
-        ("no tags here", {"tag_orders": 4}, "none contains a comma"),
-        ("a, b", {"keep_tags": 1}, "keep_tags: has no effect without images.tag_orders"),
-        ("a, b", {"tag_dropout": 0.1}, "tag_dropout: has no effect without images.tag_orders"),
-    ],
-)
-def test_settings_of_tags_that_change_nothing_are_refused(caption, images, said):
-    with pytest.raises(UsageError, match=said):
-        captioned(caption, **images)
-
-
 def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, tmp_path):
     shutil.copytree(studio.pictures, tmp_path / "mine")
     texts = sorted((tmp_path / "mine").glob("*.txt"))
@@ -131,22 +118,6 @@ def asked(task):
     return Asked(downscale=task.downscale)
 
 
-@pytest.mark.parametrize(
-    ("model", "diffusion", "said"),
-    [
-        ("sd3", {"noise_offset": 0.1}, "noise_offset: has no effect without epsilon or v"),
-        ("sd3", {"mode_scale": 1.0}, "mode_scale: has no effect without timesteps: mode"),
-        ("sd3", {"timesteps": "uniform", "logit_std": 2.0}, "logit_std: has no effect without timesteps: logit_normal"),
-        ("sd3", {"huber_c": 0.2}, "huber_c: has no effect without loss: huber"),
-        ("sd3", {"least_noise": 0.5, "most_noise": 0.4}, "is not below"),
-    ],
-)
-def test_settings_of_noise_that_change_nothing_are_refused(drawn, studio, model, diffusion, said):
-    loaded = drawn(model=getattr(studio, model), diffusion=diffusion)
-    with pytest.raises(UsageError, match=said):
-        settle(task_of(loaded.config), loaded.sources)
-
-
 def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_path):
     own = {"prompt": "a red circle on white", "size": 64, "seed": 7, "steps": 1}
     prompts = [own, own, {**own, "negative": "a green square", "guidance": 4}, {**own, "guidance": 4}, "a red circle on white"]
@@ -155,21 +126,6 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
     assert drawn_ones[0] == drawn_ones[1], "the seed decides"
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
-
-
-@pytest.mark.parametrize(
-    ("sample", "said"),
-    [
-        ({"prompt": "a", "sede": 1}, "did you mean seed"),
-        ({"size": 32}, "prompt is missing"),
-        ({"prompt": "a", "size": "big"}, "size: 'big': expected a number"),
-        ({"prompt": "a", "size": 33}, "33 is not a multiple of"),
-    ],
-)
-def test_a_sample_that_cannot_be_drawn_is_refused(drawn, sample, said):
-    loaded = drawn(run={"samples": [sample]})
-    with pytest.raises(UsageError, match=said):
-        settle(task_of(loaded.config), loaded.sources)
 
 
 @pytest.mark.parametrize(

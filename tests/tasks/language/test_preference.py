@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.data.labels import drawn_partners, with_answer_of
@@ -181,16 +180,6 @@ def test_a_model_with_dropout_is_refused_beside_a_reference():
         with pytest.raises(UsageError, match=r"a model with dropout \(0: 0.1\)"):
             Preference(RunConfig(train=TrainSection(objective="dpo"))).check_model(model)
         Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
-
-
-def test_settings_of_another_objective_are_refused():
-    loaded = load(None, ["model.name=m", "train.objective=dpo", "preference.simpo_gamma=1.0"], {})
-    with pytest.raises(UsageError, match=r"preference\.simpo_gamma: does not apply to train.objective: dpo, but to simpo"):
-        refuse_inapplicable(loaded.config, loaded.sources)
-    with pytest.raises(UsageError, match=r"preference\.beta: expected"):
-        load(None, ["preference.beta=0"], {})
-    with pytest.raises(UsageError, match=r"train\.objective: expected one of sft dpo"):
-        load(None, ["train.objective=ppo"], {})
 
 
 def test_the_reference_of_another_model_is_refused(paired, tmp_path):
