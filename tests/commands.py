@@ -1,7 +1,5 @@
 """The command line, as a user gives it."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

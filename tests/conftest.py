@@ -3,13 +3,13 @@
 The tensors are tiny: a second thread would spin more than it works. What a test draws depends on its name, not on the tests before it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import random
 import zlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,3 +114,15 @@ def default_run(workshop, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("default")
     assert train(configure_in(workshop, folder)("run")) == 0
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory) -> Callable[[str], Path]:
+    """`vlm(family)`: the folder of a tiny vision-language model with its processor, saved when it is first asked for."""
+    from tests.vlms import saved_with_processor
+
+    @cache
+    def folder(family: str) -> Path:
+        return saved_with_processor(family, tmp_path_factory.mktemp(family))
+
+    return folder

@@ -1,7 +1,5 @@
 """Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and rows for them."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 

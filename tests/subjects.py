@@ -1,7 +1,5 @@
 """`subject(...)`: a prepared run, as `train` would hand it to the preflight."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

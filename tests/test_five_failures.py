@@ -1,7 +1,5 @@
 """The five failures of other tools that this project began with, each as a user would meet it, on the whole engine."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """The arrows between modules: no circles, and no room imports one above it. Imports in functions and for type checkers count too."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path

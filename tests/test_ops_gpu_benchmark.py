@@ -1,7 +1,5 @@
 """benchmarks/ops_gpu.py at the sizes of a test: its code runs, every peer has a line, and our gradients are as good as plain PyTorch's."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ No network: the base dependencies are those of this environment, found by the wh
 Nothing else (torch, numpy, pytest) can be imported there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`isotype doctor check` as its user runs it: table, JSON, exit statuses; bad input is one line and status 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`isotype init --schema` and `isotype init` as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

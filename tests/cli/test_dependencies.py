@@ -1,7 +1,5 @@
 """What an installation without extras can do: every command starts, and says which extra it misses."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

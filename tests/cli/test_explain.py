@@ -1,7 +1,5 @@
 """`isotype doctor explain` as its user runs it: codes, files, standard input; bad input is one line and status 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

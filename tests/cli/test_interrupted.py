@@ -1,7 +1,5 @@
 """Ctrl-C ends a command with status 130 and without a traceback, while it is imported too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands that must answer at once: no torch, no transformers, and little CPU time, measured against this machine's own speed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an earlier version wrote is resumed, reported, merged, evaluated and trained again, with the numbers it had."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ memory in bytes that reading the model took at most, and in the end. Mapped page
 memory is short.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -4,8 +4,6 @@ RESULT gets the planned peak and, by rank, the measured one, in bytes. The first
 given back, so that libraries, connections and caches of matrix products are not counted.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

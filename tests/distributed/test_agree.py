@@ -1,7 +1,5 @@
 """What is compared between processes before the first step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count, groupby
 

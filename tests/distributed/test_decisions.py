@@ -1,7 +1,5 @@
 """What happens to one of two processes is decided once for both: one message, one exit status, nothing left running."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

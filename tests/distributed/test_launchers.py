@@ -1,7 +1,5 @@
 """Runs that other launchers start: torchrun, two of them as two machines, accelerate, and a process group that is there before."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The memory of the processes that share a model, while they read it and while they train it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """One run on several real processes (gloo): the same rows, losses and result; interrupted, killed and gone on with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A model that two real processes share (gloo) against one process: losses, weights, observed dtypes, fused ops in place, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

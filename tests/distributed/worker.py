@@ -13,8 +13,6 @@ fault           [rank, step, what]: at that step (0: at the samples before the f
                 preflight finds too small a disk
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import json

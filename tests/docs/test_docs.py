@@ -1,7 +1,5 @@
 """The site: it builds without warnings, its pages name what the package offers, and copies of pages lead where the originals lead."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

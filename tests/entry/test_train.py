@@ -1,7 +1,5 @@
 """`isotype.train(...)` and the Run it returns, as a notebook would use them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

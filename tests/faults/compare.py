@@ -1,7 +1,5 @@
 """Whether two runs ended alike, bit for bit: the result, the last checkpoint, the metrics, the samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Input `i` of a target is a function of seed, target and `i`, so that each can be given again: `--only "data rows:1234"`.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -25,7 +23,7 @@ from isotype.errors import IsotypeError
 
 from .hostile import TARGETS, Target
 from .material import Material
-from .trial import Deadline, Trial
+from .trial import Trial
 from .workshop import Workshop
 
 SLOW, HUNG = 20, 180  # seconds of computing after which an input is interrupted, and of waiting after which its process is killed
@@ -41,7 +39,7 @@ class Slow(BaseException):
     """Not an Exception: nothing under test may catch it."""
 
 
-def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadline, only: str | None = None) -> Iterator[Trial | int]:
+def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, only: str | None = None) -> Iterator[Trial | int]:
     """How many inputs were done, again and again; a trial for each fault, and one for each target that counts its inputs."""
     material = Material(workshop)
     material.run  # made by a child, before anything is computed here  # noqa: B018
@@ -49,7 +47,7 @@ def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadlin
         if only not in (None, name):
             continue
         total, done, refused, faults = max(1, round(inputs * share)), 0, 0, []
-        while done < total and not deadline.passed:
+        while done < total:
             count, told, found = _chunk(material, name, target, seed, done, min(CHUNK, total - done))
             faults += found
             refused += told

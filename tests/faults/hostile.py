@@ -3,8 +3,6 @@
 A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; all else is a fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

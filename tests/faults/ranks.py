@@ -5,8 +5,6 @@ must end byte for byte as the undisturbed run on two processes. They replicate t
 (then each writes a part of a checkpoint).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -22,7 +20,7 @@ from .child import HANGS, HUNG, Child, Ended
 from .compare import differences
 from .kills import die
 from .operations import before_operation, operations_of
-from .trial import Deadline, Trial
+from .trial import Trial
 from .workshop import EVERY, RECIPES, Workshop
 
 PROCESSES = 2
@@ -36,13 +34,11 @@ KINDS = ("replicate", "shard")
 TIMEOUT = 30  # seconds for a process that was killed before it came
 
 
-def rank_trials(workshop: Workshop, *, kills: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
+def rank_trials(workshop: Workshop, *, kills: int, seed: int) -> Iterator[Trial]:
     """`kills` runs, each killed once; the recipes, the ways to be killed and the kinds in turn."""
     moments = random.Random(seed)
     undisturbed: dict[tuple[str, str], tuple[Path, float]] = {}
     for number in range(kills):
-        if deadline.passed:
-            return
         recipe, how = list(RECIPES)[number % len(RECIPES)], HOWS[(number + number // len(RECIPES)) % len(HOWS)]
         kind = KINDS[(number + number // (2 * len(RECIPES))) % len(KINDS)]
         # samples at fixed steps: how many fit into their share of the time is for the clock to say

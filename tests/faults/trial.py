@@ -1,8 +1,5 @@
 """One fault and what came of it, and the table of many."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +27,6 @@ class Trial:
     @property
     def passed(self) -> bool:
         return self.survived and self.identical is not False and not self.wrong
-
-
-class Deadline:
-    """A time after which no further trial begins."""
-
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self._at
 
 
 def summarise(trials: Iterable[Trial]) -> list[dict[str, Any]]:

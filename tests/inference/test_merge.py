@@ -1,7 +1,5 @@
 """Adapters from anywhere: a PEFT folder without a run, what one weight's change is, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import peft

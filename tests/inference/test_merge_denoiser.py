@@ -1,7 +1,5 @@
 """A diffusion run's LoRA merged into its denoiser: a pipeline's folder of its own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """attach and detach: the same curves, an exact way back, one owner of precision, and what is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

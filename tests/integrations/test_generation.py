@@ -1,7 +1,5 @@
 """Generation by callbacks, rollouts and predict_with_generate of attached trainers, in the middle of training."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import TrainerCallback
 

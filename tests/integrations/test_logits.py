@@ -1,7 +1,5 @@
 """Logits of a trainer's own loss: what it makes of them without all logits is computed so, and the rest is counted with its line."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The same rows in a step give the same curve: one batch, accumulated ones, two processes. And what is refused of several processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

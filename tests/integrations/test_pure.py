@@ -1,7 +1,5 @@
 """bf16-pure in trainers: fp32 sums of gradients, updates that arrive, a checkpoint that goes on, an exact way back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback

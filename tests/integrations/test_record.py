@@ -1,7 +1,5 @@
 """What an attached run leaves in output_dir/isotype/, the preflight that is part of it, and what a resumed run is told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

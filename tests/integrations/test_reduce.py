@@ -1,7 +1,5 @@
 """The dtype in which a trainer's wrapper sums gradients across processes; of a hook that is not PyTorch's, that it is not known."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

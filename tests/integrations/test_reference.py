@@ -1,7 +1,5 @@
 """A trainer's reference model: the policy's own numbers before step 1, claimed by its dtypes, and afterwards what it was."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts that TRL ships, from its installed package, with one line added: they run to their end and say what was fused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

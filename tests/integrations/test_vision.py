@@ -1,7 +1,5 @@
 """TRL's SFT of a tiny Gemma 3 with pictures, attached: the same losses, the tower in the manifest, and what the preflight says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image

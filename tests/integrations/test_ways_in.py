@@ -1,7 +1,5 @@
 """The thin ways in: a callback, axolotl's plugin, ms-swift's external plugin. The tools themselves are stood in for by their interface."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

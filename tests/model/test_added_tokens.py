@@ -1,7 +1,5 @@
 """Tokens that a tokenizer did not have: trained, saved, loaded again and merged, with one embedding and head or two."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints as they are published, from the folder to gradients and the merged model, against fp64 of the weights that the files mean."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What is saved is what was trained, tied or not, with its own code or without."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

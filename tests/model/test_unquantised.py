@@ -1,7 +1,5 @@
 """What an adapter trains in full is not quantised with the rest of the base, whatever kind of module it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 The workflow runs this file on real macOS and Windows machines; elsewhere the other system is pretended (`pretend.py`).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The judge of drawn pictures is right about drawn shapes, and says when there is none."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The quickstart for pictures: what it drew is judged by its pixels."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The stages of a quickstart end in time whatever their parts take; the clock is the test's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

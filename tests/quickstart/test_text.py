@@ -1,7 +1,5 @@
 """The quickstart at a hundredth of its steps: both stages, resumed and repeated, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

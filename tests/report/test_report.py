@@ -1,7 +1,5 @@
 """The page of a run: whole runs, dead runs, hostile text."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """What a start leaves behind when no run begins, and what is said of a folder that holds none."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all. `tests/distributed` has those that several processes write and read."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

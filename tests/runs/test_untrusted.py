@@ -1,7 +1,5 @@
 """Files from strangers: none of them runs code, is written through, or is half taken for what it is not."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Runs that end early for certain: by the count of their checkpoints, not by the clock."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

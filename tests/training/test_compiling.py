@@ -1,7 +1,5 @@
 """A run with compiled layers: what runs compiled, what it says of that, and a resumed run that equals an undisturbed one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.results import same_tensors, trained_tensors

@@ -1,7 +1,5 @@
 """Runs on packed, weighted and streamed rows: they train, say what they did, and resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data.eval` as sets by name: a loss for each, and early stopping by one of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

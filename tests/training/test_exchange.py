@@ -1,7 +1,5 @@
 """Planned bytes against those that real processes send, and the formulas' own arithmetic."""
 
-from __future__ import annotations
-
 import re
 import socket
 

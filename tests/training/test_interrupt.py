@@ -1,7 +1,5 @@
 """A terminal that goes away: the run saves, and can be gone on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

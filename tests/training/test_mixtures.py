@@ -1,7 +1,5 @@
 """Five families of mixtures: a run that was stopped and resumed is bit for bit the whole one, and its result merges and generates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models import MIXTURES, SIZES, rows, tiny

@@ -1,7 +1,5 @@
 """Whole runs on a GPU: every preset, host memory, resuming, and that what a run says of memory is so."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

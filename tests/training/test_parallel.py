@@ -1,7 +1,5 @@
 """Which kind of sharing a run takes, and why; the memory of a part; a plan for many GPUs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """`isotype plan` on the real small model and the built-in data: what it says is what a run would do."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run on text refuses before it loads its model: one line that names the key."""
 
-from __future__ import annotations
-
 import pytest
 
 from isotype.entry.settings import refuse_incomplete

@@ -1,7 +1,5 @@
 """Whole runs: what they leave behind, that they resume bit for bit, and that nothing that happens to them loses a step."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

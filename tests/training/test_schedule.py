@@ -1,7 +1,5 @@
 """The learning rate; the time left counts the pauses between steps, and samples keep to their share of the time."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code."""
 
-from __future__ import annotations
-
 import pytest
 from tests.results import metrics, read
 from tests.training.toy_task import ToyTask

@@ -1,7 +1,5 @@
 """A step waits for its device at one place: where it reads the loss and the norm. Everything else runs on tensors without values."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`interpreter()` behaves as `python` does to who starts it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

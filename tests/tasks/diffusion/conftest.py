@@ -1,7 +1,5 @@
 """A folder of tiny pipelines and pictures, made once, and a configuration of a run on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

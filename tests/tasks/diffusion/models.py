@@ -1,7 +1,5 @@
 """Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with captions. Random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

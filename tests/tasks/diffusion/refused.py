@@ -1,7 +1,5 @@
 """The message of what a run cannot begin with."""
 
-from __future__ import annotations
-
 import pytest
 
 from isotype.entry.settings import refuse_incomplete

@@ -1,7 +1,5 @@
 """What goes wrong around the data and the folders is one line, and nothing that was made is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

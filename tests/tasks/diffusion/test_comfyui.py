@@ -6,8 +6,6 @@ may have in a file; of each such name it takes `NAME.alpha`, the matrices under 
 no name takes is reported as not loaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

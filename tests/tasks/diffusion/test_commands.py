@@ -1,7 +1,5 @@
 """What one does with a diffusion run, through the command line, in this process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

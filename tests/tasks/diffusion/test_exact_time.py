@@ -1,7 +1,5 @@
 """The embedding of the noise level has the same bits under every preset, in training and in a sample."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What a diffusion run cannot begin with is one line each, before anything heavy is loaded."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

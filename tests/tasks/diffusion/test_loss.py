@@ -1,7 +1,5 @@
 """The loss is the one that diffusers' example scripts compute, written here from the pipelines' own functions, on the same draws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Diffusion runs on two processes (gloo), which replicate or share the denoiser: the losses and weights of one process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

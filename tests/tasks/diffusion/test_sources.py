@@ -1,7 +1,5 @@
 """Where a denoiser comes from: a folder, the hub, or a configuration; and an adapter that a run goes on with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A diffusion run from folder to verified adapter, on the one loop."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What one types for a run on pictures: captions, tags, triggers, noise levels, losses, prompts of samples."""
 
-from __future__ import annotations
-
 import io
 import shutil
 

@@ -6,16 +6,8 @@ from hypothesis import strategies as st
 from isotype.data.rows import IGNORED, Row, Share
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.task import step_flops
-from isotype.training.feed import epoch_order, mixed_order
+from isotype.training.feed import mixed_order
 from tests.models import tiny
-
-
-@pytest.mark.full
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
-def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
-    order = epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
-    assert sorted(order) == list(range(count))
-    assert order == epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
 
 
 def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():

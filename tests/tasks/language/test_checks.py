@@ -1,7 +1,5 @@
 """The checks of tokens before step 1, by their codes: each finds its fault, and right rows and models get no finding."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`train.objective: distil`, by what docs/preferences.md promises."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

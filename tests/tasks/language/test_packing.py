@@ -1,8 +1,5 @@
 """Packed rows are learnt as if each document stood alone: on every attention back end that runs on a CPU, with the same loss."""
 
-from __future__ import annotations
-
-import importlib.util
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -17,7 +14,6 @@ from isotype.optimize.attention import FEW
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import Batch, collate, takes_one_row
-from isotype.tasks.language.checks import leakage
 from isotype.tasks.language.objective import batch_loss_sum
 from tests.models import FAMILIES, lora, rows, tiny
 
@@ -131,11 +127,3 @@ def test_one_row_for_varlen() -> None:
     assert not takes_one_row(model)
     model.config._attn_implementation = "flash_attention_2"
     assert takes_one_row(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None, reason="needs a GPU and flash-attn")
-def test_no_document_sees_another_under_flash() -> None:
-    model = tiny("llama", hidden_size=64).to("cuda", torch.bfloat16)
-    model.set_attn_implementation("flash_attention_2")
-    assert leakage(model, rows(4), pad_id=0, device=torch.device("cuda")) == 0.0

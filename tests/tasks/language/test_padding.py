@@ -1,25 +1,13 @@
 """Right padding without a mask, and packed documents by their bounds alone: the loss and gradients of masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from isotype.data.rows import Row
-from isotype.environment.planned import planned_for
-from isotype.optimize import optimize
 from isotype.optimize.attention import why_mask_is_read
 from isotype.tasks.language.batches import collate, model_inputs, next_tokens
 from isotype.tasks.language.objective import batch_loss_sum
-from tests.host_reads import NoHostReads
 from tests.models import rows, tiny
-
-SDPA = {"attn_implementation": "sdpa"}
-OPTIONS = {
-    "llama": SDPA,
-    "gemma3_text": {**SDPA, "sliding_window": 16},
-    "gemma2": {"attn_implementation": "eager", "sliding_window": 16},
-}
 
 
 def joined(documents, seed=0):
@@ -79,18 +67,3 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
         setattr(model.config, name, value)
     assert why_mask_is_read(model) == reason
     assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
-
-
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
-def test_a_models_step_reads_nothing_on_the_host_and_makes_no_mask(family, kind):
-
-    model = tiny(family, dtype=torch.bfloat16, **OPTIONS[family])
-    optimize(model, "bf16", device_type="cuda")
-    model.to("meta")
-    batch = (packed() if kind == "packed" else unpacked()).to(torch.device("meta"))
-    with planned_for("cuda"), NoHostReads() as mode:
-        batch_loss_sum(model, batch).backward()
-    assert [name for name in mode.seen if "attention" in name]
-    positions = batch.input_ids.shape[1]
-    assert not mode.largest_bool >= positions * positions, f"a mask of {mode.largest_bool} elements"

@@ -1,7 +1,5 @@
 """`train.objective: dpo` and its like, by what docs/preferences.md promises."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

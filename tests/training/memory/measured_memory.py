@@ -4,8 +4,6 @@ One such step is taken before, and what it took is given back, so that code page
 (15 to 40 MB) are not counted. Freed blocks go back, as in a run whose memory is near.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

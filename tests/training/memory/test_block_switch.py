@@ -1,7 +1,5 @@
 """Blocks of diffusers' models recompute one by one, and the gradients stay those of a run without it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

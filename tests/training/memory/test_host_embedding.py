@@ -4,8 +4,6 @@ No CPU can show that a GPU reads pinned memory (`tests/training/test_on_a_gpu.py
 PyTorch's own, as there.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory plan: exact where it can be exact, and against the memory that real steps took."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Which layers recompute: by configuration, with the numbers of a run without it, and out of generation's way."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

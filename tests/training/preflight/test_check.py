@@ -1,7 +1,5 @@
 """The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a record."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """PF012 to PF017: the rehearsed step, evaluation and generation, and that they leave no trace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Trackers get what metrics.jsonl gets, and cost a run nothing: not its numbers, and not its life."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
