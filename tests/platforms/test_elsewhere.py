@@ -42,6 +42,7 @@ REFUSED = [
     "merge",
     "export",
     "report",
+    "watch",
     "doctor trace",
     "doctor conform",
     "doctor kernels",
