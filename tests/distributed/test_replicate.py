@@ -85,14 +85,6 @@ def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(toy, tmp_pa
     assert metrics(folder, "points") == metrics(whole, "points")
 
 
-def test_an_error_of_one_process_is_the_error_of_all(toy, tmp_path):
-    status, said = run(2, toy("run"), toy=True, fault=[1, 3, "raise"])
-    assert status == 1
-    assert "rank 1: ValueError: a row that nobody expected" in said
-    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step_2'}" in said
-    assert said.count("isotype: ") == 1
-
-
 def test_a_refusal_before_anything_is_started(toy, tmp_path):
     toy("run")
     command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml"), "--processes", "3"]

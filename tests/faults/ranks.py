@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .child import HANGS, HUNG, Child, Ended
-from .compare import differences
 from .kills import die
 from .operations import before_operation, operations_of
-from .trial import Trial
+from .trial import Trial, differences
 from .workshop import EVERY, RECIPES, Workshop
 
 PROCESSES = 2

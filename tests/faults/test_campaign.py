@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isotype.tasks.choose import train
-from tests.faults.compare import differences
+from tests.faults.trial import differences
 from tests.warm import interpreter
 
 

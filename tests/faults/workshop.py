@@ -11,7 +11,7 @@ from typing import Any
 from isotype.errors import RunError
 
 from .child import Ended, elsewhere, run
-from .compare import differences
+from .trial import differences
 
 STEPS, EVERY = 12, 3  # checkpoints at 3, 6, 9 and 12
 

@@ -6,10 +6,15 @@ import pytest
 import torch
 from tests.models import FAMILIES, lora, rows, stepper, tiny
 
-from isotype.model.adapter import save_adapter
+from isotype.config.schema import AdapterSection, ModelSection
+from isotype.data.prompts import prompts_from
+from isotype.model.adapter import attach_adapter, save_adapter
+from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.observe import Observer
 from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
+from isotype.tasks.language.sample import sample
 
 BATCH = collate(rows(4), pad_id=0)
 
@@ -47,3 +52,21 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     model = lora(tiny(), modules_to_save=["lm_head"])
     save_adapter(model, tmp_path, PRESETS["bf16-lora"].but(save="bf16"))
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
+
+
+# --- Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper.
+
+
+pytestmark = pytest.mark.full
+
+
+BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
+
+
+def test_stories260k_generates_a_story(shared):
+    folder = str(shared / "data/stories260k")
+    tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")
+    model = attach_adapter(load_base(Source(folder), precision, attention="sdpa", device=cpu, trainable=False), AdapterSection(r=4), seed=0)
+    apply_precision(model, precision, device_type="cpu")
+    story = sample(model, tokenizer, prompts_from(["Once upon a time"], tokenizer), max_new_tokens=40, device=cpu)[0]
+    assert story.answer.startswith(BEGINNING)

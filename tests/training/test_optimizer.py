@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
 from isotype.training.ema import Ema
 from isotype.training.optimizer import MixedAdamW, build_optimizer
+from isotype.training.schedule import learning_rate
 
 
 def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
@@ -84,3 +87,34 @@ def test_an_average_follows_its_weights_in_fp32():
         expected = kept * expected + (1 - kept) * model.weight.detach().double()
     assert {average.dtype for average in ema.averages.values()} == {torch.float32}
     torch.testing.assert_close(ema.averages["weight"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- The learning rate; the time left counts the pauses between steps, and samples keep to their share of the time.
+
+
+def course(total=100, **train):
+    section = TrainSection(learning_rate=1.0, **train)
+    return [learning_rate(section, step, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_warms_up_then_starts_at_the_peak(schedule):
+    rates = course(schedule=schedule, warmup=10)
+    assert rates[0] == pytest.approx(1 / 11)
+    assert rates[9] < 1.0
+    assert rates[10] == 1.0
+    assert max(rates) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_learning_rate_ends_at_its_minimum(schedule):
+    rates = course(schedule=schedule, min_learning_rate=0.1)
+    assert 0.1 <= rates[-1] < 0.16
+    assert all(a >= b for a, b in pairwise(rates[3:]))
+
+
+def test_wsd_is_stable_then_decays():
+    rates = course(schedule="wsd", warmup=0, decay=0.25)
+    assert rates[:75] == [1.0] * 75
+    assert rates[75] == 1.0
+    assert rates[76] < 1.0

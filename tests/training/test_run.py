@@ -5,17 +5,20 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from tests.results import losses, read, same_result
+from tests.results import losses, metrics, read, same_result
 from tests.training.interrupted import killed_at_step_4
+from tests.training.toy_task import ToyTask
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
 from isotype.config.write import resolved_yaml
 from isotype.errors import RunError, UsageError
+from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
@@ -68,6 +71,8 @@ def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, capsys, 
     assert train(configured(adapter={"kind": "none"}, precision=precision)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
     assert model.dtype == dtype
+    observed = read(tmp_path / "run", "precision")
+    assert (set(observed["observed"]["grads"]), observed["violations"]) == ({"fp32"}, [])
     records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
     assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {text}
     assert f"precision {text}  (" in capsys.readouterr().out
@@ -310,3 +315,65 @@ def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured,
     seal(newest)
     with pytest.raises(RunError, match=r"CK002(.|\n)*step_6"):
         train(configured(), resume=tmp_path / "run")
+
+
+# --- The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code.
+
+
+@pytest.fixture
+def toy(configured):
+    def make(folder: str = "run", **sections):
+        loaded = configured(folder, adapter={"kind": "none"}, **sections)
+        return loaded, ToyTask(loaded.config)
+
+    return make
+
+
+def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
+    loaded, task = toy(train={"steps": 40, "learning_rate": 1e-2, "eval_every": 10})
+    assert run_module.train(loaded, task) == 0
+    said = capsys.readouterr().out
+    assert "pt/s" in said
+    assert "40 points" in said
+    rows = metrics(tmp_path / "run")
+    steps = [row for row in rows if "loss" in row]
+    assert steps[-1]["points"] == 40 * 4
+    assert steps[-1]["learnt"] == 4
+    assert not any(word in row for row in rows for word in ("tokens", "supervised"))
+    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    assert evaluations[-1]["eval_points"] == 8
+    assert evaluations[-1]["eval_loss_last"] == 0.0
+    assert (read(tmp_path / "run", "result")["status"], read(tmp_path / "run", "result")["points"]) == ("done", 160)
+    assert read(tmp_path / "run", "precision")["violations"] == []
+    assert read(tmp_path / "run", "plan")["task"] == "toy"
+    assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
+
+
+# --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.
+
+
+def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+    lines = Path(workshop.chats).read_text().splitlines(keepends=True)
+    ours, other, odd = tmp_path / "train.jsonl", tmp_path / "more.jsonl", tmp_path / "odd.jsonl"
+    ours.write_text("".join(lines[6:]))
+    other.write_text("".join(lines[:6]))
+    odd.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}) + "\n"
+    )
+    data = {"train": str(ours), "eval": {"like": str(other), "odd": [str(odd)]}}
+    settings = {"steps": 4, "eval_every": 2, "patience": 9, "stop_on": "like", "learning_rate": 0.01}
+    assert train(configured(data=data, train=settings)) == 0
+    assert "(best of like)" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    for row in evaluations:
+        low, high = sorted((row["eval_loss_like"], row["eval_loss_odd"]))
+        assert low < row["eval_loss"] < high
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["best_eval_loss"] == min(row["eval_loss_like"] for row in evaluations)
+    write_report(tmp_path / "run")
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Evaluation loss, like" in page
+    assert "Evaluation loss, odd" in page

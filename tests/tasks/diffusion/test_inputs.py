@@ -9,8 +9,7 @@ from PIL import Image
 from isotype.config.load import load
 from isotype.tasks.diffusion.batches import PictureStream, Row
 from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
-from tests.tasks.diffusion.models import draw
-from tests.tasks.diffusion.refused import refused
+from tests.tasks.diffusion.models import draw, refused
 
 SMALLER = {
     "_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2,

@@ -14,7 +14,7 @@ from isotype.inference.diffusion import draw_with
 from isotype.tasks.choose import plan, train
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from tests.hub import hub
-from tests.tasks.diffusion.refused import refused
+from tests.tasks.diffusion.models import refused
 from tests.tasks.diffusion.test_inputs import SMALLER
 
 COMMIT = "0123456789012345678901234567890123456789"
