@@ -137,24 +137,57 @@ def test_auto_obeys_a_typed_false_and_gives_its_reason(name, form, bf16, words, 
 # --- what is refused
 
 
+NOTHING = "lora", True, lambda trainer: None
+SGD = torch.optim.SGD
+
+
+def wrap(trainer):
+    trainer.model = nn.DataParallel(trainer.model)
+
+
+def with_its_optimizer(trainer):
+    trainer.optimizer = SGD(trainer.model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
-    ("form", "bf16", "precision", "words"),
+    ("form", "bf16", "change", "precision", "words"),
     [
-        ("lora", True, "fp32", "bf16=True in the trainer's arguments .* computes in fp32"),
-        ("lora", False, "fp16-mixed", "scales the loss"),
-        ("lora", True, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
-        ("qlora", True, "bf16-lora", "weights are nf4 already"),
-        ("full", True, "bf16-lora", "adapter"),
-        ("full", True, "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
-        ("lora", True, "bf16-lorra", "unknown preset"),
-        ("lora", True, 16, "expected a preset's name"),
+        (*NOTHING, "fp32", "bf16=True in the trainer's arguments .* computes in fp32"),
+        ("lora", False, NOTHING[2], "fp16-mixed", "scales the loss"),
+        (*NOTHING, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
+        ("qlora", True, NOTHING[2], "bf16-lora", "weights are nf4 already"),
+        ("full", True, NOTHING[2], "bf16-lora", "adapter"),
+        ("full", True, NOTHING[2], "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
+        (*NOTHING, "bf16-lorra", "unknown preset"),
+        (*NOTHING, 16, "expected a preset's name"),
+        (
+            "lora",
+            False,
+            lambda t: setattr(t, "is_fsdp_enabled", True),
+            "fp32",
+            "does not support accelerate's FSDP(.|\n)*DDP or a single process",
+        ),
+        (
+            "lora",
+            False,
+            lambda t: setattr(t, "is_deepspeed_enabled", True),
+            "fp32",
+            "does not support DeepSpeed(.|\n)*DDP or a single process",
+        ),
+        ("lora", False, wrap, "fp32", "wrapped in DataParallel"),
+        ("lora", False, lambda t: t.model.requires_grad_(False), "fp32", "no parameter of this model is trained"),
+        ("full", True, lambda t: setattr(t.args, "optim", "sgd"), "bf16-pure", "trains with AdamW, and the arguments ask for optim=sgd"),
+        ("full", True, with_its_optimizer, "bf16-pure", "brings an optimizer of its own"),
+        ("full", True, lambda t: setattr(t, "optimizer_cls_and_kwargs", (SGD, {})), "bf16-pure", "brings an optimizer of its own"),
     ],
 )
-def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, precision, words, models):
+def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, change, precision, words, models):
     trainer = trainer_of("SFT" if form != "full" else "Trainer", models, form, bf16=bf16)
+    change(trainer)
     before = untouched_state(trainer)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError) as refused:
         attach(trainer, precision)
+    assert re.search(words, str(refused.value)), refused.value
     same_state(before, untouched_state(trainer))
 
 
@@ -220,17 +253,6 @@ def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
     fresh = plain(Setting(models, "full", bf16=True))
     attach(fresh, precision, quiet=True)
     assert curve(trainer) == curve(fresh)
-
-
-def test_a_wrapped_model_and_a_frozen_one_are_refused(models):
-    trainer = trainer_of("Trainer", models)
-    trainer.model = nn.DataParallel(trainer.model)
-    with pytest.raises(UsageError, match="wrapped in DataParallel"):
-        attach(trainer, "fp32")
-    trainer = trainer_of("Trainer", models)
-    trainer.model.requires_grad_(False)
-    with pytest.raises(UsageError, match="no parameter of this model is trained"):
-        attach(trainer, "fp32")
 
 
 @pytest.mark.parametrize("package", ["transformers", "trl"])

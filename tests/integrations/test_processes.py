@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from isotype.errors import UsageError
 from isotype.integrations import attach
 from isotype.integrations.record import summed_in
 from tests.distributed.processes import GUARD, environment
@@ -64,21 +63,6 @@ def test_two_processes_give_the_curve_of_one(name, models, tmp_path):
     assert found["numbers"] == pytest.approx(of_batch(name, models, 4, 1, attached=False), rel=1e-5)
     precision = json.loads((models / "out-fp32" / "isotype" / "precision.json").read_text())
     assert precision["observed"]["reduce"] == {"fp32": 1}
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("is_fsdp_enabled", "does not support accelerate's FSDP: its mixed-precision policy"),
-        ("is_deepspeed_enabled", "does not support DeepSpeed"),
-    ],
-)
-def test_sharding_engines_are_refused_in_a_sentence_that_says_what_works(flag, words, models):
-    trainer = plain(Setting(models))
-    setattr(trainer, flag, True)
-    with pytest.raises(UsageError, match=words) as refused:
-        attach(trainer, "fp32")
-    assert "DDP or a single process" in (refused.value.fix or "")
 
 
 def test_sharding_that_accelerate_leaves_out_on_a_cpu_is_told(models):

@@ -73,21 +73,6 @@ def test_a_resumed_run_is_bit_for_bit_the_whole_one(models, tmp_path):
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: setattr(t.args, "optim", "sgd"), "trains with AdamW, and the arguments ask for optim=sgd"),
-        (lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1)), "brings an optimizer of its own"),
-        (lambda t: setattr(t, "optimizer_cls_and_kwargs", (torch.optim.SGD, {})), "brings an optimizer of its own"),
-    ],
-)
-def test_what_cannot_train_such_weights_is_refused(change, words, models):
-    trainer = plain(setting(models))
-    change(trainer)
-    with pytest.raises(UsageError, match=words):
-        attach(trainer, "bf16-pure")
-
-
 def test_a_trainer_that_makes_another_optimizer_is_refused_before_the_first_step(models):
     class Own(Trainer):
         def create_optimizer(self, *args):

@@ -7,10 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype.config.schema import ModelSection
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.model.load import load_tokenizer
 from isotype.tasks.choose import train
 from tests.models import SIZES, tiny
 
@@ -62,15 +60,3 @@ def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path,
         merge(loaded, tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.allclose(merged(ids).logits, logits, atol=1e-4)
-
-
-def test_a_tokenizer_without_padding_and_end_trains(configured, workshop, tmp_path):
-    base_with(workshop, tmp_path / "plain", tied=False)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
-    tokenizer.eos_token = tokenizer.pad_token = None
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "plain")
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"{i} is", "completion": f" {i}"}) + "\n" for i in range(20)))
-    model, data = {"name": str(tmp_path / "plain")}, {"train": str(tmp_path / "pairs.jsonl")}
-    assert load_tokenizer(ModelSection(**model)).pad_token is not None
-    assert train(configured(model=model, data=data)) == 0

@@ -65,14 +65,6 @@ def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_b
     torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_a_merged_head_that_is_the_embedding_is_stored_once(tied_base, tmp_path, dtype):
-    adapter_on(tied_base, tmp_path / "adapter", target_modules=["q_proj"])
-    merge(load_run(tmp_path / "adapter"), tmp_path / "merged", dtype=dtype)
-    assert config_of(tmp_path / "merged")["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in load_file(tmp_path / "merged/model.safetensors")
-
-
 @pytest.mark.parametrize("save", ["bf16"])
 def test_full_fine_tuning_stores_a_tied_head_once(tied_base, configured, tmp_path, save):
     sections = {"model": {"name": str(tied_base)}, "adapter": {"kind": "none"}, "precision": {"preset": "fp32", "save": save}}

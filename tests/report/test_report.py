@@ -4,18 +4,14 @@ import json
 import re
 from html.parser import HTMLParser
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from isotype.errors import UsageError
 from isotype.report import write_report
-from isotype.report.chart import line_chart, terminal_chart
 from isotype.report.picture import picture
-from isotype.report.plots import Plot, Series
 from isotype.report.record import read_run
 from isotype.report.verdicts import verdict
 from isotype.report.write import render
@@ -163,32 +159,6 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     assert not list(run.glob(".report*"))
 
 
-# --- Curves as data, as SVG, and as characters of a terminal.
-
-
-def plot(*series: Series, **how) -> Plot:
-    return Plot(key="x", title="X", series=series, **how)
-
-
-def test_pointing_at_a_chart_shows_its_values_without_a_script() -> None:
-    many = [(float(x), float(x)) for x in range(1, 5000)]
-    svg = ElementTree.fromstring(line_chart(plot(Series("loss", many), Series("evaluation", [(77.0, 3.5)], "dots", 2))))
-    columns = [g for g in svg.iter("g") if g.get("class") == "column"]
-    said = ["".join(g.itertext()) for g in columns]
-    assert "step 77   loss 77   evaluation 3.5" in said
-    assert said[0].startswith("step 1 ")
-    assert said[-1] == "step 4,999   loss 4,999"
-    assert 40 <= len(columns) <= 150
-    edges = [(float(r.get("x", 0)), float(r.get("width", 0))) for g in columns for r in g.iter("rect")]
-    assert all(x + width == pytest.approx(after, abs=0.15) for (x, width), (after, _) in pairwise(edges)), "columns without gaps"
-
-
-def test_a_terminal_without_blocks_gets_ascii() -> None:
-    assert terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding="ascii").isascii()
-    assert terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding=None).isascii()
-    assert not terminal_chart([(1.0, 3.0), (2.0, 1.0)], encoding="utf-8").isascii()
-
-
 # --- The picture of a run.
 
 
@@ -205,21 +175,6 @@ def test_it_is_wide_enough_to_read_and_holds_curves_and_text(whole_run: Path) ->
     assert 1200 < image.height < 3000
     colours = {colour for _, colour in image.getcolors(1 << 20)}
     assert {(0x25, 0x63, 0xC4), (0xB8, 0x50, 0x0F), (0xF5, 0xF5, 0xF2), (0xFF, 0xFF, 0xFF)} <= colours, "both curves, page and cards"
-
-
-def test_runs_that_died_have_one_too(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    nothing = drawn(run_folder(tmp_path / "a", resolved="model:\n  name: x\n"))
-    rows = [step(n, loss=float("nan") if n > 3 else 2.0) for n in range(1, 6)]
-    failed = drawn(
-        run_folder(
-            tmp_path / "b",
-            metrics=rows,
-            result={"status": "failed", "error": "$x^2 is not finite\n\x00 $"},
-            samples=[{"step": 0, "samples": [{"prompt": "为什么 $\\frac{", "answer": "因为"}, {"prompt": "p"}]}],
-        )
-    )
-    assert nothing.height < 300 < failed.height
-    assert not recwarn.list
 
 
 def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> None:

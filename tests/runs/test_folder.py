@@ -75,17 +75,6 @@ def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path):
     assert loaded.tensors["optimizer.w.step"].ndim == 0
 
 
-def test_shared_memory_is_stored_once_and_shared_again(tmp_path):
-    store, table = CheckpointStore(tmp_path), torch.arange(1000.0)
-    tensors = {"optimizer.a.qmap1": table, "optimizer.b.qmap1": table, "model.half": table[500:], "model.none": torch.empty(0)}
-    store.save(Checkpoint(1, tensors, {}))
-    assert (store.path(1) / TENSORS).stat().st_size < 4 * 1500 + 600
-    loaded = store.load(1)
-    assert loaded.state == {}
-    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors.items())
-    assert loaded.tensors["optimizer.a.qmap1"] is loaded.tensors["optimizer.b.qmap1"]
-
-
 def test_keeps_the_last_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 4, 5):
