@@ -77,9 +77,17 @@ def workshop(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, base=folder / "base", chats=folder / "chats.jsonl")
 
 
+def written(place: Path, folder: str, config: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> Any:
+    """place/folder.yaml with the sections in the place of the configuration's, loaded."""
+    from isotype.config.load import load
+
+    file = place / f"{folder}.yaml"
+    file.write_text(json.dumps(config | {name: config.get(name, {}) | values for name, values in sections.items()}))  # JSON is YAML
+    return load(file, [], {})
+
+
 def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
     """`make(folder, train={...})` writes place/folder.yaml and loads it; the run goes to place/folder."""
-    from isotype.config.load import load
 
     def make(folder: str = "run", **sections: Any) -> Any:
         config = {
@@ -90,12 +98,7 @@ def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
             "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
             "run": {"folder": str(place / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
-        for section, values in sections.items():
-            config.setdefault(section, {})
-            config[section] |= values
-        file = Path(place / f"{folder}.yaml")
-        file.write_text(json.dumps(config))  # JSON is YAML
-        return load(file, [], {})
+        return written(place, folder, config, sections)
 
     return make
 

@@ -14,7 +14,6 @@ from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
 from tests.distributed.test_launchers import on_two_machines
-from tests.long import in_full
 from tests.models import tiny
 from tests.results import metrics, trained_tensors
 
@@ -102,7 +101,7 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=in_full)])
+@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=pytest.mark.full)])
 def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
     """On a CPU the setting is refused; here the copies are made all the same, on the spot."""
     base = tmp_path / "base"
@@ -130,7 +129,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, works
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else in_full)
+        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else pytest.mark.full)
         for kind in ("shard", "replicate")
         for case in CASES
         if (case, kind) != ("bf16-pure full", "shard")  # a test of its own below
@@ -156,7 +155,7 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=in_full)], ids=str
+    "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
 )
 def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
     steps = STEPS | {"steps": 6}

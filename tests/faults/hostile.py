@@ -14,11 +14,9 @@ from typing import Any
 
 from isotype.errors import IsotypeError
 
-from .material import ROWS, Material
+from .material import Material
 from .mutate import TEXTS, mutated_bytes, mutated_json
 from .recipes import recipes
-
-ENDINGS = (".jsonl", ".jsonl", ".jsonl", ".json", ".txt", ".csv")
 
 
 def configuration(material: Material, folder: Path, draw: random.Random) -> None:
@@ -39,22 +37,6 @@ def configuration(material: Material, folder: Path, draw: random.Random) -> None
     again.write_text(resolved_yaml(loaded, {}, {}), encoding="utf-8")
     if load(again).config != loaded.config:
         raise AssertionError("the configuration does not read back as it was written")
-
-
-def rows(material: Material, folder: Path, draw: random.Random) -> None:
-    """`data.train: FILE`, up to tokens, prompts and facts."""
-    from isotype.config.schema import DataSection
-    from isotype.data.load import load_data
-
-    picked = draw.choice(ROWS)
-    lines = [json.dumps(picked)] * draw.randint(0, 2)
-    lines += [json.dumps(mutated_json(draw.choice((picked, picked, *ROWS)), draw), ensure_ascii=draw.random() < 0.5)]
-    ending = draw.choice(ENDINGS)
-    content = ("[" + ",\n".join(lines) + "]" if ending == ".json" else "\n".join(lines)).encode("utf-8", "surrogatepass")
-    file = folder / f"data{ending}"
-    file.write_bytes(content if draw.random() < 0.6 else mutated_bytes(content, draw))
-    section = DataSection(train=str(file), max_length=48, eval_split=draw.choice((0.0, 0.5)), loss_on=draw.choice(("assistant", "all")))
-    load_data(section, material.tokenizer, seed=0)
 
 
 def weights(material: Material, folder: Path, draw: random.Random) -> None:
@@ -178,8 +160,7 @@ Target = Callable[[Material, Path, random.Random], None]
 # share of all inputs: an adapter takes a model, a run folder is copied, a configuration is a line
 TARGETS: dict[str, tuple[Target, float]] = {
     "configuration": (configuration, 0.12),
-    "data rows": (rows, 0.35),
-    "data recipes": (recipes, 0.15),
+    "data rows": (recipes, 0.5),
     "safetensors headers": (weights, 0.33),
     "adapters": (adapter, 0.03),
     "run folders": (run_folder, 0.02),

@@ -6,7 +6,6 @@ import socket
 import pytest
 from tests.distributed.processes import ended, run
 from tests.distributed.test_launchers import TORCHRUN, launched
-from tests.long import in_full
 from transformers import AutoModelForCausalLM
 
 from isotype.model.adapter import attach_adapter
@@ -59,7 +58,7 @@ SLICE = ("shard, full", "shard, lora, recomputed")
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SETTINGS])
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=pytest.mark.full) for case in SETTINGS])
 def test_planned_bytes_are_those_sent(case, configured, workshop, tmp_path):
     kind, preset, processes, sections = SETTINGS[case]
     sections = {"train": STEPS, "precision": {"preset": preset}, "run": {"sample_every": 0, "samples": []}} | sections

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
-from tests.long import in_full
 
 pytestmark = pytest.mark.timeout(900)
 RESULTS = ("adapter/adapter_model.safetensors", "model/diffusion_pytorch_model.safetensors")
@@ -48,7 +47,7 @@ def drift(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SHARED])
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=pytest.mark.full) for case in SHARED])
 def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, studio, tmp_path):
     """Evaluation has one pass for two processes, and the first process alone encodes."""
     family, sections, loss, weight = SHARED[case]

@@ -1,22 +1,21 @@
 """The memory plan: exact where it can be exact, and against the memory that real steps took."""
 
 import gc
-import json
-import subprocess
-import sys
 
 import pytest
-from tests.distributed.processes import environment
-from tests.warm import ROOT
+from tests.distributed.processes import ended, start
+from tests.results import read
 from transformers import AutoConfig
 
 from isotype.config.load import load
+from isotype.data.rows import Row
 from isotype.precision.precision import Precision
+from isotype.tasks.choose import task_of
+from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.memory.plan import LiveBytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, as_configured
-
-from .measured_memory import built
+from isotype.training.setup import prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 8000}  # fmt: skip
@@ -66,48 +65,42 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
 
 
+def random_model(workshop, **changes):
+    return {"name": None, "init": "random", "config": LLAMA | changes, "tokenizer": str(workshop.base)}
+
+
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize(
-    ("architecture", "overrides", "length"),
-    [
-        (LLAMA, ["precision.preset=bf16-lora", "data.packing=true"], 512),
-        (LLAMA, ["precision.preset=nf4-lora", "train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], 512),
-    ],
+    ("preset", "more"), [("bf16-lora", {}), ("nf4-lora", {"gradient_checkpointing": "layers", "checkpointed_layers": 2})]
 )
-def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length):
-    pytest.importorskip("bitsandbytes")
-    given = json.dumps([architecture, overrides, length])
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.training.memory.measured_memory", given],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert ended.returncode == 0, ended.stderr
-    measured = json.loads(ended.stdout.splitlines()[-1])["peak"]
-    assert planned(architecture, overrides, length)[1].peak == pytest.approx(measured, rel=0.15)
+def test_within_15_percent_of_the_memory_of_real_steps(preset, more, configured, workshop, tmp_path):
+    data = {"packing": True, "max_length": 512, "eval_split": 0.0}
+    configured("run", model=random_model(workshop), data=data, precision={"preset": preset}, train={"batch_size": 2} | more)
+    status, said = ended(start(1, "-m", "tests.distributed.measured_part", str(tmp_path / "run.yaml"), str(tmp_path / "result.json")))
+    assert status == 0, said
+    found = read(tmp_path, "result")
+    assert found["planned"]["peak"] == pytest.approx(found["measured"][0], rel=0.15)
 
 
-def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_step():
+def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_step(configured, workshop, tmp_path):
     """Where nothing is recomputed and the head is small, a CPU's has the same tensors."""
-    pytest.importorskip("bitsandbytes")
-    architecture = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 512}
-    settings = ["precision.preset=nf4-lora", "train.gradient_checkpointing=none", "train.batch_size=1"]
-    config, precision = load(None, settings).config, Precision.preset("nf4-lora")
-    made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cuda")
+    settings = {"gradient_checkpointing": "none", "batch_size": 1}
+    model = random_model(workshop, num_hidden_layers=2, vocab_size=512)
+    loaded = configured(model=model, precision={"preset": "nf4-lora"}, adapter={"r": 16}, train=settings)
+    config, precision = loaded.config, Precision.preset("nf4-lora")
+    made = outline(AutoConfig.for_model(**model["config"]), config, precision, device_type="cuda")
     largest = step_outline(config, precision, length=256, device_type="cuda")
     plan = plan_memory(made, config.train, precision, largest, checkpointing=Checkpointing("none", (), 2), device_type="cuda")
     assert plan.not_simulated is None
+    row = Row((5,) * 256, (5,) * 256, 0)
     with LiveBytes() as live:
-        stepper, batches = built(architecture, settings, 256)
+        prepared = prepare(task_of(config), loaded.sources, tmp_path / "base")
+        prepared.model.train()
         gc.collect()
         live.restart_peak()
         for step in (1, 2):
-            stepper(batches, step=step, learning_rate=1e-4, watch_changes=False)
+            prepared.stepper([collate([row], pad_id=0)], step=step, learning_rate=1e-4, watch_changes=False)
     assert plan.peak == pytest.approx(live.peak, rel=0.15)
 
 
