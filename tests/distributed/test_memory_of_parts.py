@@ -70,16 +70,22 @@ def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configure
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "adapter", "recompute"), [
-    ("bf16-mixed", "none", "layers"),
-    pytest.param("bf16-pure", "none", "none", marks=pytest.mark.full), pytest.param("bf16-lora", "lora", "none", marks=pytest.mark.full),
-])  # fmt: skip
-def test_the_planned_memory_of_a_process_is_the_measured_one(preset, adapter, recompute, large, configured, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "preset", "adapter", "recompute"),
+    [
+        (1, "bf16-lora", "lora", "none"),
+        (1, "nf4-lora", "lora", "layers"),
+        (2, "bf16-mixed", "none", "layers"),
+        (2, "bf16-pure", "none", "none"),
+        (2, "bf16-lora", "lora", "none"),
+    ],
+)
+def test_the_planned_memory_of_a_process_is_the_measured_one(processes, preset, adapter, recompute, large, configured, tmp_path):
     settings = {"precision": {"preset": preset}, "adapter": {"kind": adapter}, "parallel": {"kind": "shard"}}
     settings["train"] = {"batch_size": 2, "accumulate": 2, "gradient_checkpointing": recompute}
     configured("run", model={"name": str(large[0])}, **settings)
     files = [str(tmp_path / name) for name in ("run.yaml", "result.json")]
-    status, said = ended(start(2, "-m", "tests.distributed.measured_part", *files))
+    status, said = ended(start(processes, "-m", "tests.distributed.measured_part", *files))
     assert status == 0, said
     found = json.loads((tmp_path / "result.json").read_text())
     print(preset, {name: value >> 20 for name, value in found["planned"].items() if value}, [value >> 20 for value in found["measured"]])
