@@ -9,6 +9,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +130,39 @@ def vlm(tmp_path_factory) -> Callable[[str], Path]:
         return saved_with_processor(family, tmp_path_factory.mktemp(family))
 
     return folder
+
+
+@pytest.fixture
+def subject(configured, tmp_path):
+    """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
+    from isotype.runs.folder import RunFolder
+    from isotype.tasks.choose import task_of
+    from isotype.training.preflight.subject import Subject
+    from isotype.training.schedule import Milestones
+    from isotype.training.setup import prepare
+
+    def make(folder_name: str = "run", **sections: Any) -> Subject:
+        loaded = configured(folder_name, **sections)
+        folder = tmp_path / folder_name
+        folder.mkdir(exist_ok=True)
+        task = task_of(loaded.config)
+        prepared = prepare(task, loaded.sources, RunFolder(folder).base)
+        plan = Milestones.of(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
+        return Subject(config=loaded.config, task=task, prepared=prepared, plan=plan, folder=folder)
+
+    return make
+
+
+@pytest.fixture
+def with_data():
+    """A subject with other rows or facts."""
+
+    from isotype.data.rows import LoadedData
+
+    def change(subject: Any, **changes: Any) -> Any:
+        data = subject.task.data
+        fields = {name: getattr(data, name) for name in ("train", "eval", "prompts", "chat_template", "facts")}
+        subject.task.data = LoadedData(**(fields | changes))
+        return replace(subject)
+
+    return change

@@ -20,17 +20,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.platforms.test_elsewhere import BAD
+
 ROOT = Path(__file__).resolve().parents[1]
-BAD = """import torch
-
-
-def step(model, x, optimizer):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-"""
-
 USER = """
 import torch
 from isotype import Finding, OpContract, Precision, expect, optimize, restore, trace, train

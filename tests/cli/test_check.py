@@ -44,21 +44,6 @@ def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     assert isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere"], "no such file"),
-        ([".", "--device", "abacus"], "abacus"),
-        ([".", "--fail-on", "x"], "--fail-on"),
-    ],
-)
-def test_bad_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path):
-    done = isotype("doctor", "check", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "args.json").write_text('{\n "fp16": true,\n "bf16" true}\n')
     done = isotype("doctor", "check", "args.json", cwd=tmp_path)
@@ -93,14 +78,6 @@ def test_a_code_prints_its_page(code: str):
     done = isotype("doctor", "explain", code, input="")
     assert done.returncode == 0
     assert done.stdout.startswith(f"# {code.upper()}: ")
-
-
-@pytest.mark.parametrize(("argument", "words"), [("EX999", "not a code"), ("missing.log", "no such file"), (".", "folder")])
-def test_bad_input_is_one_line(argument: str, words: str):
-    done = isotype("doctor", "explain", argument, input="")
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # --- `isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors.
@@ -166,16 +143,21 @@ def test_exit_status_of_the_script_is_kept(program):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere.py"], "no such file"),
-        (["nowhere.py:run"], "no such file"),
-        (["{program}:nothing"], "no function 'nothing'"),
-        (["{program}:run", "extra"], "takes no arguments"),
-        (["--fail-on", "loud", "{program}:fine"], "expected error, warning or note"),
+        (["check", "nowhere"], "no such file"),
+        (["check", ".", "--device", "abacus"], "abacus"),
+        (["check", ".", "--fail-on", "x"], "--fail-on"),
+        (["explain", "EX999"], "not a code"),
+        (["explain", "missing.log"], "no such file"),
+        (["explain", "."], "folder"),
+        (["trace", "nowhere.py:run"], "no such file"),
+        (["trace", "program.py:nothing"], "no function 'nothing'"),
+        (["trace", "program.py:run", "extra"], "takes no arguments"),
+        (["trace", "--fail-on", "loud", "program.py:fine"], "expected error, warning or note"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
-    done = trace(*(a.format(program=program) for a in arguments))
+def test_bad_usage_is_one_line(program, arguments, words):
+    done = isotype("doctor", *arguments, cwd=program.parent, input="")
     assert done.returncode == 2
-    assert done.stderr.startswith("isotype: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("isotype: ")

@@ -41,22 +41,6 @@ def test_reference_names_every_public_name(package):
     assert set(package.__all__) - {"__version__"} <= named, "add what is missing to a page of docs/api"
 
 
-@pytest.mark.parametrize(
-    ("link", "copied"),
-    [
-        ("[memory](memory.md#how)", "[memory](memory.md#how)"),
-        ("[benchmarks](../benchmarks)", "[benchmarks](../benchmarks/README.md)"),
-        ("[the plan](../src/isotype/dtypes.py)", "the plan (`src/isotype/dtypes.py`)"),
-        ("[`src/isotype/dtypes.py`](../src/isotype/dtypes.py)", "`src/isotype/dtypes.py`"),
-        ("[web](https://pytorch.org)", "[web](https://pytorch.org)"),
-        ("[gone](nowhere.md)", "[gone](nowhere.md)"),  # left for Sphinx to report
-        ("```\n[a](../src)\n```", "```\n[a](../src)\n```"),
-    ],
-)
-def test_links_of_a_copied_page(builder, link, copied):
-    assert builder.within_site(link, ROOT / "docs/lora.md") == copied
-
-
 # --- docs/design: each page is short and listed, every room is on the map, and every path that a page for contributors names exists.
 
 

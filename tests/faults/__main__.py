@@ -13,12 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from isotype.errors import IsotypeError, UsageError
+from isotype.errors import IsotypeError
 
 from . import fuzz
 from .corruption import corruption_trials
 from .disk import disk_trials
-from .hostile import TARGETS
 from .kills import kill_trials
 from .matrix import CELLS, SLICE, matrix_trials
 from .nonfinite import nan_trials
@@ -47,9 +46,6 @@ def faults(
     ] = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
     inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
-    only: Annotated[
-        str | None, typer.Option("--only", help="One kind of input for fuzz, 'adapters'; or one again, 'adapters:17'.", show_default=False)
-    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")] = False,
     folder: Annotated[
@@ -61,7 +57,7 @@ def faults(
 
     Trains models of 120,000 parameters through the real command line, each command a process of its own.
 
-    For example `python -m tests.faults kills --kills 1000 --seed 1`, or `python -m tests.faults fuzz --only "data rows:17"`.
+    For example `python -m tests.faults kills --kills 1000 --seed 1`.
     """
     wanted = list(dict.fromkeys(parts or ALL))
     kills, inputs = (min(kills, 3), min(inputs, 400)) if quick else (kills, inputs)
@@ -71,17 +67,11 @@ def faults(
     try:
         imports()
         workshop = Workshop(place)
-        if only is not None and only.partition(":")[0] not in TARGETS:
-            raise UsageError(f"--only {only}: no such kind of input", fix=f"one of: {', '.join(TARGETS)}; with :NUMBER for a single one")
-        if only is not None and ":" in only:
-            fuzz.once(workshop, only, seed)
-            shutil.rmtree(place)
-            return
         planned: dict[Part, Callable[[], Iterator[Trial | int]]] = {
             Part.kills: lambda: kill_trials(workshop, kills=kills, seed=seed),
             Part.disk: lambda: disk_trials(workshop, sizes=1 if quick else 20, seed=seed),
             Part.corruption: lambda: corruption_trials(workshop, flips=0 if quick else 5, seed=seed),
-            Part.fuzz: lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, only=only),
+            Part.fuzz: lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed),
             Part.matrix: lambda: matrix_trials(workshop, cells=SLICE if quick else CELLS),
             Part.ranks: lambda: rank_trials(workshop, kills=2 if quick else 20, seed=seed),
             Part.nan: lambda: nan_trials(workshop, times=0 if quick else 3, seed=seed),
