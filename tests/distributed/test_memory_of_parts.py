@@ -74,7 +74,6 @@ def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configure
     ("processes", "preset", "adapter", "recompute"),
     [
         (1, "bf16-lora", "lora", "none"),
-        (1, "nf4-lora", "lora", "layers"),
         (2, "bf16-mixed", "none", "layers"),
         (2, "bf16-pure", "none", "none"),
         (2, "bf16-lora", "lora", "none"),

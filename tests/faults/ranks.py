@@ -20,7 +20,7 @@ from .child import HANGS, HUNG, Child, Ended
 from .kills import die
 from .operations import before_operation, operations_of
 from .trial import Trial, differences
-from .workshop import EVERY, RECIPES, Workshop
+from .workshop import RECIPES, Workshop
 
 PROCESSES = 2
 HOWS = (
@@ -40,8 +40,7 @@ def rank_trials(workshop: Workshop, *, kills: int, seed: int) -> Iterator[Trial]
     for number in range(kills):
         recipe, how = list(RECIPES)[number % len(RECIPES)], HOWS[(number + number // len(RECIPES)) % len(HOWS)]
         kind = KINDS[(number + number // (2 * len(RECIPES))) % len(KINDS)]
-        # samples at fixed steps: how many fit into their share of the time is for the clock to say
-        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}, "run": {"sample_every": EVERY}}
+        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}}
         if (recipe, kind) not in undisturbed:
             folder = workshop.new_folder()
             begun = time.monotonic()
