@@ -27,6 +27,9 @@ CASES = {
     "PF003, no updates": (vanishing_updates, {"train": {"learning_rate": 0.0}}, [
         (r"train\.learning_rate above 0", {"train": {"learning_rate": 1e-3}}),
     ]),
+    "PF003, huge updates": (vanishing_updates, {"train": {"learning_rate": 10.0}}, [
+        (r"train\.learning_rate: 2e-4 for an adapter", {"train": {"learning_rate": 2e-4}}),
+    ]),
     "PF021": (more_rows_in_a_step_than_there_are, {"train": {"batch_size": 64, "accumulate": 4}}, [
         (r"train\.batch_size x train\.accumulate at most \d+", {"train": {"batch_size": 4, "accumulate": 1}}),
     ]),
