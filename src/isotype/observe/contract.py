@@ -72,6 +72,7 @@ _SUMMED = "sums are fp32"
 _UNFUSED = "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
 _BOUND = 1e4  # numbers beyond it fill masks
 _SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
+_MUON = "torch/optim/_muon.py"  # its Newton-Schulz iteration is in bf16 whatever its weights are, and is counted as `update_iteration`
 _TERMS = 4  # narrow additions that are a formula; more are a sum written as a loop
 
 
@@ -312,6 +313,8 @@ class Contract:
             made = replace(made, added=made.added + (op.plain in ADDITIONS))
             if op.kind == SUM or made.added > _TERMS:
                 self._narrower(call, "grads", dtype, precision.grads)
+        elif region == UPDATE and narrow and call.by.file.endswith(_MUON):
+            self.seen.dtypes["update_iteration"][dtype] += 1
         elif region in (GRADIENTS, UPDATE) and op.kind == SUM and itemsize(dtype) < itemsize(precision.grads):
             if call.inputs[0].numel() > 1:
                 self._narrower(call, "grads", dtype, precision.grads)

@@ -48,7 +48,7 @@ from .console import RunConsole
 from .ema import Averaged, Ema
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
-from .optimizer import adopt_states
+from .optimizer import adopt_states, averages_in_place, group_numbers
 from .schedule import Milestones, Pace, learning_rate, sample_seconds
 from .step import LossScale, Stepper, peak_memory
 from .task import Batch, Feed, Sample, Task, batches_of_rank
@@ -250,13 +250,13 @@ class Loop:
         best = stop = False
         if evaluating and self.task.eval_rows:
             self.world.at(self.progress.step, "an evaluation")
-            with self.pace.pause("evaluation"):
+            with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
                 best, stop = self._evaluate()
         # a sharded model's forward is one of all processes
         sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
         if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
             self.world.at(self.progress.step, "samples")
-            with self.pace.pause("samples"):
+            with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
                 self._sample()
             self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
@@ -367,6 +367,8 @@ class Loop:
             "stream": self.stream.state(),
             **random_json,
             "optimizer": plain,
+            "optimizer_is": self.config.train.optimizer,
+            "optimizer_groups": group_numbers(self.stepper.optimizer),
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": self.resolved.text,
         }
@@ -400,7 +402,7 @@ class Loop:
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
         target, together = self.folder.adapters / f"step_{self.progress.step}", self.stepper.sharding is not None
-        with self.pace.pause("checkpoint"):
+        with self.pace.pause("checkpoint"), averages_in_place(self.stepper.optimizer):
             if together:
                 self.write_result(target, self.world)
             else:
@@ -439,8 +441,12 @@ class Loop:
         if self.ema is not None:
             self.ema.restore(checkpoint.tensors)
         try:
-            restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
-            if not adopt_states(self.stepper.optimizer):
+            eight_bits = any(name.endswith(".state1") for name in checkpoint.tensors)
+            # older checkpoints do not name it: there were two
+            if state.get("optimizer_is", "adamw8bit" if eight_bits else "adamw") == self.config.train.optimizer:
+                restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+                adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
+            else:
                 self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
             processes = restore_random_state_of_rank(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
