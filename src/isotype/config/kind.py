@@ -23,7 +23,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters",
+        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters", "adapter.dora", "adapter.start",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
         "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
         "run.sample_tokens",

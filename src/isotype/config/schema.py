@@ -218,6 +218,18 @@ class AdapterSection(Section):
     """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
     rslora: bool = False
     """Rank-stabilised scale."""
+    dora: bool = False
+    """DoRA: each row of the adapted weight gets a length that is trained. Not on experts; `dropout` leaves it to PEFT's slower code."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks for some modules: names, or ends of names as regular expressions (`{down_proj: 32, "layers.0.*q_proj": 4}`)."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """The same of `alpha`."""
+    plus: Annotated[float, Field(ge=1.0)] | None = None
+    """LoRA+: B's learning rate as a multiple of A's, which is `train.learning_rate` (16 in the paper)."""
+    start: Literal["default", "orthogonal", "pissa", "olora"] = "default"
+    """Where A and B begin: B at zero, both orthogonal with product zero, or (pissa, olora) at the base weight's largest singular vectors or
+    at its QR, which are taken off the base. Such an adapter is saved as an ordinary one of twice the rank, for the untouched base. Not on
+    experts, not on a packed base."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
     refused."""

@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 
 from ..config.schema import RunSection
 from ..environment.versions import environment
-from ..lora.attach import lora_layers, why_not_fused
+from ..lora.attach import lora_layers, runs_dora, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.record import as_written, noted
 from ..optimize.deferred import materialised
@@ -269,8 +269,8 @@ class WatchedSteps:
         self._hooks.append(module.register_forward_pre_hook(observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
-        reason = why_not_fused(layer)
-        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
+        reason = why_not_fused(layer, dora=True)
+        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_dora" if runs_dora(layer) else "lora_linear"] += 1
 
     def _heads(self) -> Counter[str]:
         found = Counter(answered)

@@ -29,6 +29,7 @@ from .transforms import (
     to,
     to_count,
     to_either,
+    to_number,
     to_preference,
     to_truth,
     truth,
@@ -174,8 +175,10 @@ KEYS: dict[str, Handler] = {
         "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
     "adapter_name_or_path": to("adapter.start_from"),
-    "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
-    **each(not_offered("PiSSA is not offered"), "pissa_init pissa_iter pissa_convert"),
+    "loraplus_lr_ratio": to_number("adapter.plus"),
+    "pissa_init": when_on("adapter.start", "pissa"),
+    "pissa_iter": no_effect("PiSSA's start is an exact SVD"),
+    "pissa_convert": no_effect("such an adapter is always saved as an ordinary one, for the untouched base"),
     # preferences
     "pref_loss": no_effect("part of train.objective"),
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),

@@ -208,6 +208,17 @@ def settle_optimizer(draft: Draft) -> None:
             draft.notes.append(f"train.{key} is left out: {name} does not read it")
 
 
+def start(draft: Draft, given: Given) -> None:
+    """PEFT's `init_lora_weights`."""
+    word = str(given.value).lower()
+    if word == "true":
+        draft.no_effect(given, "the default")
+    elif word.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
+        draft.set(given, "adapter.start", word.partition("_niter_")[0], "its start is an exact SVD" if "_niter_" in word else "")
+    else:
+        draft.not_offered(given, "adapter.start is default, orthogonal, pissa or olora")
+
+
 def schedule_of(words: Mapping[str, Any]) -> Handler:
     choose = to_word("train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used")
 
