@@ -52,6 +52,9 @@ class ModelSection(Section):
     trained in full and saved with the adapter, and the base with its new rows is kept in the run folder."""
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
+    rope_parameters: dict[str, Any] | None = None
+    """Changes to the rotary embedding, by the names of the model's own config.json (`{rope_type: yarn, factor: 4.0}`), for rows longer than
+    the model was made for. A saved model has them in its config.json; an adapter needs a base loaded with the same."""
     optimize: bool = True
     """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
     compile: Literal["none", "layers"] = "none"
@@ -361,6 +364,9 @@ class TrainSection(Section):
     with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, on matrices only."""
+    embedding_noise: PositiveFloat | None = None
+    """NEFTune: noise on the embeddings of a training step, uniform in alpha / sqrt(tokens of a row x width) of this alpha; 5 to 15 in the
+    paper. Evaluation and samples have none. Of sft only."""
     beta1: Fraction = 0.9
     """Decay of the first moment; not with adafactor."""
     beta2: Fraction = 0.999

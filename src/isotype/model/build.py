@@ -21,6 +21,7 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, trained_in_full
+from .embedding_noise import put_embedding_noise
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
@@ -80,6 +81,8 @@ def build_model(
     )
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
+    if config.train.embedding_noise is not None:
+        put_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
 
 

@@ -186,14 +186,21 @@ def _times_an_epoch(target: str) -> Handler:
     return lambda draft, given: draft.not_offered(given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint")
 
 
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    """With transformers 5's name of the type."""
+    return {("rope_type" if key == "type" else key): value for key, value in given.items()}
+
+
 KEYS: dict[str, Handler] = {
     **TRAINER,
     "base_model": to("model.name"),
     "revision_of_model": to("model.revision"),
     "tokenizer_config": to("model.tokenizer"),
+    "rope_scaling": to("model.rope_parameters", _rope),
+    "noisy_embedding_alpha": to_number("train.embedding_noise"),
     **each(
         not_offered("the model's own configuration is used"),
-        "rope_scaling model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
+        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
     ),
     **each(no_effect("the model's own class is used"), "model_type tokenizer_type tokenizer_use_fast"),
     # data

@@ -181,7 +181,7 @@ TRAINER: dict[str, Handler] = {
     "activation_offloading": when_on("train.gradient_checkpointing", "layers+offload", "off"),
     "data_seed": no_effect("train.seed"),
     "full_determinism": to_truth("train.deterministic"),
-    "neftune_noise_alpha": not_offered("noise on embeddings (NEFTune) has no counterpart"),
+    "neftune_noise_alpha": to_number("train.embedding_noise"),
     "label_smoothing_factor": not_offered("no label smoothing in a run; isotype.ops.cross_entropy has it"),
     "torch_compile": not_offered("train without it: the fused ops are used by default (model.optimize)"),
     # evaluation, saving, logging

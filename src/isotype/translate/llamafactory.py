@@ -158,7 +158,7 @@ def _saves_memory(name: str) -> Handler:
 KEYS: dict[str, Handler] = {
     **TRAINER,
     "model_name_or_path": to("model.name"),
-    "rope_scaling": not_offered("the model's own configuration is used"),
+    "rope_scaling": not_offered("model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions"),
     "moe_aux_loss_coef": to("train.aux_loss", number),
     "mixture_of_depths": not_offered("the model is trained as it is"),
     **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),

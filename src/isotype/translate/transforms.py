@@ -170,6 +170,7 @@ def without_what_preferences_refuse(draft: Draft) -> None:
     """Leaves out settings that other tools ignore or switch off for these methods."""
     objective = draft.settings.get("train.objective")
     left_out = {
+        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
         "data.packing": (objective is not None, "each answer is judged as a whole"),
         "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
         "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
