@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
@@ -126,3 +126,31 @@ def test_a_run_with_all_of_them_resumes_checks_what_it_saved_and_merges(configur
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     merged = CliRunner().invoke(build_app(), ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
     assert merged.exit_code == 0, merged.output
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_trained_tokens_are_saved_and_merged_and_other_rows_stay(configured, workshop, tmp_path, tied):
+    base = AutoModelForCausalLM.from_pretrained(workshop.base)
+    if tied:
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    tokenizer.save_pretrained(tmp_path / "base")
+    token = tokenizer.convert_ids_to_tokens(tokenizer("How", add_special_tokens=False).input_ids[0])
+    settings = {
+        "model": {"name": str(tmp_path / "base")},
+        "adapter": {"r": 4, "train_tokens": [token]},
+        "precision": {"preset": "bf16-lora"},
+    }
+    assert train(configured("run", **settings)) == 0
+    merged = CliRunner().invoke(build_app(), ["merge", str(tmp_path / "run"), "--dtype", "fp32", "--out", str(tmp_path / "merged")])
+    assert merged.exit_code == 0, merged.output
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).float()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    changed = (before.get_input_embeddings().weight != after.get_input_embeddings().weight).any(1).nonzero().flatten().tolist()
+    assert changed == [tokenizer.convert_tokens_to_ids(token)]
+    if tied:
+        assert torch.equal(after.get_output_embeddings().weight, after.get_input_embeddings().weight)
+    with pytest.raises(UsageError, match="is no token of the vocabulary"):
+        train(configured("other", adapter={"train_tokens": ["no such token"]}))

@@ -24,7 +24,8 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     ),
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
-        "adapter.dora", "adapter.start", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
+        "adapter.dora", "adapter.start", "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
+        "precision.vision",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding", "model.rope_parameters",
         "model.trust_remote_code", "run.sample_tokens",
     ),
@@ -183,6 +184,7 @@ def why_not_on_host(config: RunConfig, *, device_type: str) -> str | None:
         "moves the input embedding to host memory, and on a CPU it is there already": device_type == "cpu",
         "cannot run with adapter.kind: none, which trains the embedding": config.adapter.kind == "none",
         "cannot run with model.add_tokens, which trains the embedding": bool(config.model.add_tokens),
+        "cannot run with adapter.train_tokens, which trains rows of it": bool(config.adapter.train_tokens),
         f"cannot run with parallel.kind: {config.parallel.kind}, where each process holds a part of every weight": (
             config.parallel.kind in ("shard", "hybrid")
         ),

@@ -236,6 +236,9 @@ class AdapterSection(Section):
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
     refused."""
+    train_tokens: list[str] = []
+    """Tokens of the vocabulary whose embeddings are trained, and their rows of a head that is the embedding (`["<|im_start|>"]`). The other
+    rows stay frozen."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
     vision: Literal["none", "lora", "full"] = "none"

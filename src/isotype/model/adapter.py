@@ -62,11 +62,13 @@ def attach_adapter(
     task_type: str | None = "CAUSAL_LM",
     targets: list[str] | None = None,
     pictures: bool = False,
+    token_ids: Sequence[int] = (),
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
     new_tokens  also train embedding and head in full; tied ones stay tied
     pictures    rows have some: without, layers that read only pictures get no adapter
+    token_ids   those of `train_tokens`
     task_type   PEFT's; None for a model that is called as it is
     targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
@@ -83,6 +85,8 @@ def attach_adapter(
             return _outlined(model, folder)
         return load_adapter(model, folder, what="adapter.start_from")
     in_full, tied = list(section.modules_to_save), False
+    if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
+        raise UsageError("adapter.train_tokens: the embedding is trained in full", fix="remove adapter.train_tokens")
     if new_tokens:
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
@@ -105,6 +109,7 @@ def attach_adapter(
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
         modules_to_save=in_full or None,
+        trainable_token_indices={token_modules(model)[0][0]: list(token_ids)} if token_ids else None,
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in

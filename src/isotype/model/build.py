@@ -25,7 +25,7 @@ from .embedding_noise import put_embedding_noise
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
-from .tokens import align_special_tokens
+from .tokens import align_special_tokens, ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,10 @@ def build_model(
         notes += freeze_vision(base, config.adapter, precision)
     else:
         new_tokens = bool(config.model.add_tokens)
-        model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
+        model = adapted = attach_adapter(
+            base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
+            token_ids=ids_of(tokenizer, config.adapter.train_tokens),
+        )  # fmt: skip
         notes += notes_of_targets(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)

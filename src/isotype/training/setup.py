@@ -129,6 +129,7 @@ def check_adapters(config: RunConfig) -> None:
     of_new_ones = {
         "adapter.dora": adapter.dora, "adapter.rank_pattern": bool(adapter.rank_pattern),
         "adapter.alpha_pattern": bool(adapter.alpha_pattern), "adapter.start": adapter.start != "default",
+        "adapter.train_tokens": bool(adapter.train_tokens),
     }  # fmt: skip
     for key, given in (*of_new_ones.items(), ("adapter.plus", adapter.plus is not None)):
         if given and adapter.kind == "none":
@@ -238,6 +239,8 @@ def why_not_shared(config: RunConfig) -> str | None:
         return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
     if config.adapter.start in OFF_THE_BASE:
         return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
+    if config.adapter.train_tokens:
+        return "adapter.train_tokens: they are rows of a whole embedding"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
     if wants_embedding_on_host(config):
