@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from isotype.integrations.record import summed_in
+from isotype.integrations.watched import summed_in
 
 
 @pytest.fixture(scope="module", autouse=True)

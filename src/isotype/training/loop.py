@@ -29,6 +29,7 @@ from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..model.starts import as_ordinary
 from ..observe import Observation, Observer, is_observed
+from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
@@ -91,6 +92,9 @@ class Loop:
         self._said_no_samples = False
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
+        averages = self.ema.averages if self.ema is not None else None
+        self.carried = self.stepper.carried = Continuity(self.model, self.stepper.optimizer, averages)
+        self.stepper.judge_difference = self._judge_difference
 
     @property
     def ended_early(self) -> bool:
@@ -101,6 +105,7 @@ class Loop:
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
+        self.carried.take(f"the load of step {self.progress.step}" if self.progress.step else "the preparation of the run")
         if self.progress.step == 0:
             with self._errors_told():
                 self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
@@ -156,6 +161,7 @@ class Loop:
         batches = list(self.task.before_step(self.model, batches, self.world, dtype=self.resolved.precision.loss))
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
+        self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
@@ -163,6 +169,7 @@ class Loop:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
+        self.carried.take(f"the update of step {step}")
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.batching.rows * self.batching.total
@@ -207,8 +214,15 @@ class Loop:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
         self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
+        of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
         self.precision_record.add(seen)
         return result, sum(seen.promotions.values())
+
+    def _judge_difference(self, step: int) -> None:
+        """Raises DtypeError DT003 where weights, states or averages are not what the last update left, or a buffer was rounded since."""
+        seen = Observation(step)
+        differing(seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True)
+        self.precision_record.add(seen)
 
     def observe_saved(self, folder: Path, declared: str) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
@@ -452,6 +466,7 @@ class Loop:
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
         lost = self.precision_record.restore(self.progress.step)
+        self._judge_loaded(checkpoint)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
@@ -462,11 +477,32 @@ class Loop:
                 self.console.say(f"warning   {self.metrics.file} lacks the lines of {_steps(last + 1, checkpoint.step)}")
         return processes
 
+    def _judge_loaded(self, checkpoint: Checkpoint) -> None:
+        """Compares the loaded weights, states and averages with the file's, their dtypes included. Raises DtypeError DT003.
+
+        Of another precision, which a resume may ask for, the file's numbers may be others.
+        """
+        self.carried.take("the load")
+        if checkpoint.state.get("precision") != self.resolved.text:
+            return
+        seen = Observation(checkpoint.step)
+        held = self.carried.differences_from(lambda key: checkpoint.tensors.get(tensor_of(key)))
+        differing(seen, held, "the save", "the load", strict=True)
+        if checkpoint.step > 1:
+            of_few_bits(seen, self.carried.loaded_with_few_bits(), f"after the load of step {checkpoint.step}")
+        self.precision_record.add(seen)
+
     def with_last_good(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
+
+
+def tensor_of(key: Key) -> str:
+    """The name in a checkpoint of what `Continuity` keeps under this key."""
+    kind, *rest = key
+    return ".".join(({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest))
 
 
 def _steps(first: int, last: int) -> str:
