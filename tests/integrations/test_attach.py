@@ -306,6 +306,7 @@ def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(
     Trainer(first.model, arguments, train_dataset=Encoded()).train()
 
 
+
 def test_a_wrapped_model_and_a_frozen_one_are_refused(models):
     trainer = trainer_of("Trainer", models)
     trainer.model = nn.DataParallel(trainer.model)
