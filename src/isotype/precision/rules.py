@@ -16,6 +16,7 @@ from ..finding import Finding, Place, Severity
 from ..pages import sheets
 from ..pages.rules import docstring_page
 from .packing import WORDS as PACKED
+from .precision import EIGHT_BIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class _Words(sheets.Facts):
     bf16 among ROLE, ROLE        those of the roles that are bf16; `half among`: bf16 or fp16
     ROLES set to WORD            `precision.ROLE: WORD`, for each of the roles
     device, bf16 of device       its name; native, emulated or none
+    eight bit                    whether the optimizer keeps its states in 8 bits
     ROLE narrower than ROLE      a test of its own
     """
 
@@ -85,6 +87,8 @@ class _Words(sheets.Facts):
                 return settings[rest].given
             case "packed":
                 return self.get(rest) in ("nf4", *PACKED)
+            case "eight":
+                return self.get("optimizer_name") in EIGHT_BIT
             case "device":
                 return self.facts.device
             case "bf16" if rest == "of device":
