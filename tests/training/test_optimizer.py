@@ -1,3 +1,5 @@
+"""AdamW with rounding and fp32 states, the moving average, and the learning rate."""
+
 from itertools import pairwise
 
 import pytest
