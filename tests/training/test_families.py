@@ -151,3 +151,11 @@ def test_stories260k_generates_a_story(shared):
     apply_precision(model, precision, device_type="cpu")
     story = sample(model, tokenizer, prompts_from(["Once upon a time"], tokenizer), max_new_tokens=40, device=cpu)[0]
     assert story.answer.startswith(BEGINNING)
+
+
+def test_adapter_settings_reach_peft():
+    section = AdapterSection(r=3, alpha=6, dropout=0.25, targets=["q_proj"], rslora=True, modules_to_save=["lm_head"])
+    config = attach_adapter(tiny(), section, seed=0).peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora) == (3, 6, 0.25, True)
+    assert set(config.target_modules) == {"q_proj"}
+    assert config.modules_to_save == ["lm_head"]
