@@ -5,14 +5,15 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
 from isotype.optimize.trl_head import fused_head_of
-from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from isotype.precision.apply import precision_of
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
 pytest.importorskip("trl")
 
@@ -253,6 +254,31 @@ def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
     fresh = plain(Setting(models, "full", bf16=True))
     attach(fresh, precision, quiet=True)
     assert curve(trainer) == curve(fresh)
+
+
+def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer_goes_on(models):
+    first, second = trainer_of("Trainer", models), trainer_of("Trainer", models)
+    second.model = second.model_wrapped = first.model
+    attached = attach(first, "fp32", quiet=True)
+    with pytest.raises(UsageError, match=r"Trainer\.model has a precision already, from another attached trainer") as caught:
+        attach(second, "fp32")
+    assert "detach(the other trainer) first" in str(caught.value.fix)
+    assert precision_of(first.model) is attached.precision
+    first.train()
+    assert first.state.global_step == first.args.max_steps
+
+
+def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(models, tmp_path):
+    first = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 1}))
+    attach(first, "fp32", quiet=True, preflight=False)
+    first.train()
+    arguments = TrainingArguments(output_dir=str(tmp_path / "second"), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True)
+    second = Trainer(first.model, arguments, train_dataset=Encoded())
+    with pytest.raises(UsageError, match="attached to Trainer, and Trainer trains it") as caught:
+        second.train()
+    assert caught.value.fix.startswith("detach(the Trainer)")
+    detach(first)
+    Trainer(first.model, arguments, train_dataset=Encoded()).train()
 
 
 @pytest.mark.parametrize("package", ["transformers", "trl"])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
-from isotype.integrations.record import summed_in
+from isotype.integrations.watched import summed_in
 from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 from tests.warm import ROOT, interpreter

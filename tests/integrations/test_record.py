@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from isotype.errors import PreflightError, UsageError
+from isotype.errors import PreflightError, RunError, UsageError
 from isotype.integrations import attach
 from isotype.observe import is_observed
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
@@ -186,3 +186,22 @@ def test_an_attached_run_is_the_plain_one_and_the_update_is_not_rehearsed(models
     found = json.loads((tmp_path / "isotype" / "preflight.json").read_text())
     said = [finding["message"] for finding in found["findings"]] + [skipped["reason"] for skipped in found["skipped"]]
     assert any("with_a_hook" in line for line in said)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_an_update_that_moves_no_weight_is_refused_where_gradients_ask_for_one(share, models, tmp_path):
+    class Copies(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = AdamW([nn.Parameter(p.detach().clone()) for p in self.model.parameters()], lr=1e-2)
+            return self.optimizer
+
+        def compute_loss(self, *args, **kwargs):
+            return share * super().compute_loss(*args, **kwargs)
+
+    trainer = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 2}), Copies)
+    attach(trainer, "fp32", quiet=True, preflight=False)
+    if share:
+        with pytest.raises(RunError, match="step 1 changed no weight, and its gradients and learning rate are not zero: AdamW"):
+            trainer.train()
+    else:  # as in a policy's step whose rewards are equal
+        trainer.train()
