@@ -133,7 +133,7 @@ def test_optimize_lists_them_and_restore_undoes_them():
 
 
 def test_optimize_gives_the_reason_for_each_layer_without_an_op():
-    manifest = optimize(trained("llama", use_dora=True))
+    manifest = optimize(trained("llama", lora_bias=True))
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
-    assert {entry.reason for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
+    assert {entry.reason for entry in placed} == {"lora_B has a bias (lora_bias)"}

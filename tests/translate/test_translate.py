@@ -18,7 +18,7 @@ from isotype.translate import TOOLS, translate
 from isotype.translate.draft import Fate
 from isotype.translate.source import read
 
-from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY
+from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH
 
 TAKEN = {name: case for name, case in CASES.items() if not case.refused}
 REFUSED = {name: case for name, case in CASES.items() if case.refused}
@@ -52,6 +52,55 @@ def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accoun
     assert all(outcome.given.line for outcome in result.outcomes)
     assert all(outcome.note for outcome in result.outcomes if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
     assert not [finding for finding in check([str(tmp_path / "result.yaml")]).findings if finding.severity > Severity.NOTE]
+
+
+# each tool's file, with WORD where it says an optimizer
+_PLACES = {
+    "axolotl": ("a.yml", (AXOLOTL + AXOLOTL_LORA).replace("adamw_8bit", "WORD")),
+    "llamafactory": ("a.yaml", FACTORY + "optim: WORD\n"),
+    "unsloth": ("a.py", UNSLOTH.replace("LOAD", "False").replace("adamw_8bit", "WORD")),
+    "simpletuner": (
+        "config.json",
+        '{"--model_type": "lora", "--model_family": "flux", "--optimizer": "WORD", "--mixed_precision": "bf16"}',
+    ),
+}
+_OPTIMIZERS = {
+    "adamw8bit-paged": ("paged_adamw_8bit", "bnb-adamw8bit-paged"),
+    "lion": ("lion_32bit", "bnb-lion"),
+    "lion8bit": ("lion_8bit", "bnb-lion8bit"),
+    "muon": ("muon", "muon"),
+    "adafactor": ("adafactor", "adafactor"),
+    "schedule-free": ("schedule_free_adamw", "adamw_schedulefree"),
+    "prodigy": ("prodigy", "prodigy"),
+}
+
+
+@pytest.mark.parametrize("tool", _PLACES)
+@pytest.mark.parametrize("ours", _OPTIMIZERS)
+def test_optimizers_are_carried_with_what_they_refuse_left_out(tool, ours, tmp_path):
+    file, text = _PLACES[tool]
+    (tmp_path / file).write_text(text.replace("WORD", _OPTIMIZERS[ours][tool == "simpletuner"]))
+    got = settings(translate(tmp_path / file).text, tmp_path)
+    assert got["train.optimizer"] == ours
+    assert got["train.schedule"] == "constant" or ours != "schedule-free"
+    assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
+
+
+def test_adapter_settings_are_carried(tmp_path):
+    files = {
+        "a.yml": AXOLOTL
+        + AXOLOTL_LORA
+        + "peft_use_dora: true\nloraplus_lr_ratio: 16\npeft_init_lora_weights: pissa\nneftune_noise_alpha: 5\n"
+        + "rope_scaling: {type: yarn, factor: 4.0}\n",
+        "b.yaml": FACTORY + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\n",
+        "c.py": UNSLOTH.replace("LOAD", "False").replace('bias="none",', 'bias="none", use_dora=True, init_lora_weights="pissa_niter_4",'),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        got = settings(translate(tmp_path / name).text, tmp_path)
+        assert (got["adapter.dora"], got["adapter.start"]) == (True, "pissa"), name
+        assert (got["adapter.plus"], got["train.embedding_noise"]) == ((None, None) if name == "c.py" else (16.0, 5.0))
+        assert got["model.rope_parameters"] == ({"rope_type": "yarn", "factor": 4.0} if name == "a.yml" else None)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 SIZE = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
@@ -52,6 +52,9 @@ class ModelSection(Section):
     trained in full and saved with the adapter, and the base with its new rows is kept in the run folder."""
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
+    rope_parameters: dict[str, Any] | None = None
+    """Changes to the rotary embedding, by the names of the model's own config.json (`{rope_type: yarn, factor: 4.0}`), for rows longer than
+    the model was made for. A saved model has them in its config.json; an adapter needs a base loaded with the same."""
     optimize: bool = True
     """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
     compile: Literal["none", "layers"] = "none"
@@ -218,9 +221,24 @@ class AdapterSection(Section):
     """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
     rslora: bool = False
     """Rank-stabilised scale."""
+    dora: bool = False
+    """DoRA: each row of the adapted weight gets a length that is trained. Not on experts; `dropout` leaves it to PEFT's slower code."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks for some modules: names, or ends of names as regular expressions (`{down_proj: 32, "layers.0.*q_proj": 4}`)."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """The same of `alpha`."""
+    plus: Annotated[float, Field(ge=1.0)] | None = None
+    """LoRA+: B's learning rate as a multiple of A's, which is `train.learning_rate` (16 in the paper)."""
+    start: Literal["default", "orthogonal", "pissa", "olora"] = "default"
+    """Where A and B begin: B at zero, both orthogonal with product zero, or (pissa, olora) at the base weight's largest singular vectors or
+    at its QR, which are taken off the base. Such an adapter is saved as an ordinary one of twice the rank, for the untouched base. Not on
+    experts, not on a packed base."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
     refused."""
+    train_tokens: list[str] = []
+    """Tokens of the vocabulary whose embeddings are trained, and their rows of a head that is the embedding (`["<|im_start|>"]`). The other
+    rows stay frozen."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
     vision: Literal["none", "lora", "full"] = "none"
@@ -243,7 +261,7 @@ class PrecisionSection(Section):
     reduce: Dtype | None = None
     """Gradient sums across ranks."""
     optimizer: Literal["fp32", "bf16", "fp16", "int8"] | None = None
-    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` keeps, and is resolved from it."""
+    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` and `lion8bit` keep, and is resolved from them."""
     loss: Dtype | None = None
     """Log-probabilities and loss."""
     norms: Dtype | None = None
@@ -302,6 +320,17 @@ class DistilSection(Section):
     """Share of the loss that is the cross-entropy of the data's own tokens."""
 
 
+# where an optimizer needs another default than AdamW: bitsandbytes' beta2 and a quarter of AdamW's rate for Lion (Chen et al. 2023 advise a
+# third to a tenth), torch's rate for Adafactor, which is relative to the weights, and 1 for Prodigy, a factor of the rate that it finds
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "lion": {"learning_rate": 5e-5, "beta2": 0.99},
+    "lion8bit": {"learning_rate": 5e-5, "beta2": 0.99},
+    "adafactor": {"learning_rate": 1e-2},
+    "schedule-free": {"schedule": "constant"},
+    "prodigy": {"learning_rate": 1.0},
+}
+
+
 class TrainSection(Section):
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward", "distil"] = "sft"
     """What is learnt. `sft`: the answers. dpo, ipo, simpo, orpo and cpo learn from pairs of a chosen and a rejected answer, kto from
@@ -316,9 +345,10 @@ class TrainSection(Section):
     accumulate: PositiveInt = 1
     """Forward passes in one optimizer step; normalised by tokens, so 1 x 8 equals 8 x 1."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 2e-4
-    """Peak learning rate."""
+    """Peak learning rate; by default 5e-5 with lion and lion8bit, 0.01 with adafactor, 1 with prodigy."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Course of the learning rate after warm-up; `wsd`: constant, then linear decay over `decay` of the steps."""
+    """Course of the learning rate after warm-up; `wsd`: constant, then linear decay over `decay` of the steps. By default constant with
+    schedule-free."""
     warmup: Annotated[float, Field(ge=0.0)] = 0.03
     """Warm-up: a share of the steps below 1, a number of steps from 1 on."""
     decay: Fraction = 0.2
@@ -328,16 +358,24 @@ class TrainSection(Section):
     aux_loss: Annotated[float, Field(ge=0.0)] | None = None
     """Coefficient of a mixture's balancing loss, which is logged as `aux_loss`. By default the model's own, where its config asks for the
     loss (`output_router_logits`); 0 leaves it out."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
+    optimizer: Literal["adamw", "adamw8bit", "adamw8bit-paged", "lion", "lion8bit", "muon", "adafactor", "schedule-free", "prodigy"] = (
+        "adamw"
+    )
+    """`adamw8bit` (bitsandbytes) keeps its states in 8 bits, `adamw8bit-paged` in memory that the GPU shares with the host; `lion` has one
+    state, `adafactor` a row and a column for each matrix. `muon` takes the matrices, and AdamW the rest. `schedule-free` averages the
+    weights in place of a schedule, `prodigy` finds its rate. All but `adamw` need fp32 weights and gradients. Stochastic rounding comes
+    with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, on matrices only."""
+    embedding_noise: PositiveFloat | None = None
+    """NEFTune: noise on the embeddings of a training step, uniform in alpha / sqrt(tokens of a row x width) of this alpha; 5 to 15 in the
+    paper. Evaluation and samples have none. Of sft only."""
     beta1: Fraction = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of the first moment; not with adafactor."""
     beta2: Fraction = 0.999
-    """AdamW's decay of the second moment."""
+    """Decay of the second moment, with lion (0.99 by default) of its one; not with adafactor."""
     epsilon: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
+    """Added to the root of the second moment; not with lion and adafactor."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Diffusion: decay of an exponential moving average of the trained weights (0.999), saved as a second result beside the trained one."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
@@ -366,6 +404,11 @@ class TrainSection(Section):
     """Stop after so many evaluations without a better loss."""
     stop_on: str | None = None
     """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_optimizer(cls, given: Any) -> Any:
+        return {**DEFAULTS.get(str(given.get("optimizer")), {}), **given} if isinstance(given, dict) else given
 
 
 class RunSection(Section):
@@ -405,6 +448,13 @@ class RunSection(Section):
     """Write report.html and report.png."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
+    push_to_hub: str | None = None
+    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own. Token and name are checked before the
+    run; an upload that fails does not fail it."""
+    push_merged: bool = False
+    """Push the adapter merged into its base, instead of the adapter."""
+    push_private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 class ParallelSection(Section):

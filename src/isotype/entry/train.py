@@ -166,9 +166,26 @@ def start(
     from ..training.console import RunConsole
 
     console = console or RunConsole()
+    repository = _checked_push(loaded, resume)
     status = train_task(loaded, resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
     folder = Path(console.result["folder"])
+    if repository is not None and status == 0:
+        from ..inference.push import push
+
+        console.say(push(folder, loaded.config, repository))
     return Ended(status, folder, RunFolder(folder).is_run)
+
+
+def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
+    """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
+    from ..distributed.rank import find_rank
+
+    run = loaded.config.run
+    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
+        return None
+    from ..inference.push import check_push
+
+    return check_push(loaded.config, resume)
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:
@@ -261,14 +278,21 @@ class Run:
             self._loaded = load_run(self.folder)
         return self._loaded
 
-    def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0) -> str:
-        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply."""
+    def chat(
+        self, text: str, *, images: Sequence[str] = (), max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0
+    ) -> str:
+        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply.
+
+        images  files of pictures that the question is about, of a vision-language model
+        Raises  UsageError for a picture that cannot be read, or a model that sees none
+        """
         if self._conversation is None:
             from ..inference.loaded import Conversation
 
             self._conversation = Conversation(
                 self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False
             )
+        self._conversation.show(images)
         return self._conversation.say(text)
 
     def forget(self) -> None:

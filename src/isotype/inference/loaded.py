@@ -33,7 +33,7 @@ from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
 from ..runs.checkpoint.atomic_folder import fault
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
 from ..tasks.language.result import load_result
@@ -94,7 +94,7 @@ def load_run(folder: Path) -> LoadedRun:
     checkpoint = _load_newest(CheckpointStore(run.checkpoints), folder)
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
-    restore_model(model, checkpoint.tensors)
+    restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
 
 
@@ -229,9 +229,9 @@ def _precision_of(source: Source) -> Precision:
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
     if config.model.init == "random" or config.model.add_tokens:
-        return Source(str(run.base))
+        return Source(str(run.base), rope=config.model.rope_parameters)
     assert config.model.name is not None, "a run with a pretrained base has its name"
-    return Source(config.model.name, config.model.revision, config.model.trust_remote_code)
+    return Source(config.model.name, config.model.revision, config.model.trust_remote_code, rope=config.model.rope_parameters)
 
 
 class _Stream(TextStreamer):

@@ -25,9 +25,11 @@ from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
+from ..model.starts import OFF_THE_BASE
 from ..optimize import Manifest
 from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
+from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
 from .memory.auto import WITHIN, auto_checkpointing
@@ -35,7 +37,7 @@ from .memory.device import memory_there, other_memory, return_freed_blocks, show
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, check_optimizer
 from .step import Stepper
 from .task import Outline, Task
 
@@ -107,6 +109,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     check_compile(config)
     check_embedding(config, device_type=device.type)
     check_adapters(config)
+    check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -122,6 +125,19 @@ def check_adapters(config: RunConfig) -> None:
         raise UsageError("run.adapters_every: has no effect with adapter.kind: none", fix="run.save_every: checkpoints hold every weight")
     if run.adapters_keep is not None and run.adapters_every is None:
         raise UsageError("run.adapters_keep: has no effect without run.adapters_every", fix="run.adapters_every: 500")
+    adapter = config.adapter
+    of_new_ones = {
+        "adapter.dora": adapter.dora, "adapter.rank_pattern": bool(adapter.rank_pattern),
+        "adapter.alpha_pattern": bool(adapter.alpha_pattern), "adapter.start": adapter.start != "default",
+        "adapter.train_tokens": bool(adapter.train_tokens),
+    }  # fmt: skip
+    for key, given in (*of_new_ones.items(), ("adapter.plus", adapter.plus is not None)):
+        if given and adapter.kind == "none":
+            raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
+        if given and adapter.start_from is not None and key in of_new_ones:
+            raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
+    if adapter.plus is not None and config.train.optimizer == "prodigy":
+        raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -166,7 +182,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
     )
-    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
+    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient, plus=config.adapter.plus)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     if not world.first:
@@ -217,8 +233,14 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
-    if train.optimizer == "adamw8bit":
-        return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer in EIGHT_BIT:
+        return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer != "adamw":
+        return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
+    if config.adapter.start in OFF_THE_BASE:
+        return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
+    if config.adapter.train_tokens:
+        return "adapter.train_tokens: they are rows of a whole embedding"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
     if wants_embedding_on_host(config):

@@ -13,7 +13,7 @@ from .hugging_face import LIGER
 from .source import Source
 from .transforms import (
     GPUS,
-    ONLY_ADAMW,
+    OTHER_OPTIMIZERS,
     OWN_OPS,
     REFERENCE,
     Handler,
@@ -29,9 +29,11 @@ from .transforms import (
     to,
     to_count,
     to_either,
+    to_number,
     to_preference,
     to_truth,
     truth,
+    when_on,
     without_what_preferences_refuse,
 )
 
@@ -156,7 +158,7 @@ def _saves_memory(name: str) -> Handler:
 KEYS: dict[str, Handler] = {
     **TRAINER,
     "model_name_or_path": to("model.name"),
-    "rope_scaling": not_offered("the model's own configuration is used"),
+    "rope_scaling": not_offered("model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions"),
     "moe_aux_loss_coef": to("train.aux_loss", number),
     "mixture_of_depths": not_offered("the model is trained as it is"),
     **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),
@@ -173,8 +175,10 @@ KEYS: dict[str, Handler] = {
         "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
     "adapter_name_or_path": to("adapter.start_from"),
-    "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
-    **each(not_offered("PiSSA is not offered"), "pissa_init pissa_iter pissa_convert"),
+    "loraplus_lr_ratio": to_number("adapter.plus"),
+    "pissa_init": when_on("adapter.start", "pissa"),
+    "pissa_iter": no_effect("PiSSA's start is an exact SVD"),
+    "pissa_convert": no_effect("such an adapter is always saved as an ordinary one, for the untouched base"),
     # preferences
     "pref_loss": no_effect("part of train.objective"),
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
@@ -213,7 +217,8 @@ KEYS: dict[str, Handler] = {
     **each(_saves_memory("GaLore"), "use_galore galore_*"),
     **each(_saves_memory("BAdam"), "use_badam badam_*"),
     **each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
-    **each(not_offered(ONLY_ADAMW), "use_muon use_adam_mini"),
+    "use_muon": when_on("train.optimizer", "muon"),
+    "use_adam_mini": not_offered(OTHER_OPTIMIZERS),
     **each(
         not_offered("the loss is cross-entropy; a loss of your own is a function in Python"),
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha",

@@ -85,7 +85,24 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                     f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
                     f"{part.dtype}{list(part.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
+            if name.endswith((".start_A", ".start_B")) and not torch.equal(part, saved[name].to(part.device)):
+                # the base's residual belongs to them
+                raise RunError(
+                    "adapter.start: this machine decomposes the base's weights in another way than the one that began the run",
+                    code="CK003", fix="resume where it began, or train on from its adapter: adapter.start_from",
+                )  # fmt: skip
             part.copy_(saved[name])
+
+
+def averaged(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of its weights; without one, as they are.
+
+    A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et al. 2024, "The road less scheduled").
+    """
+    names = [
+        name.removesuffix(".z").removeprefix("optimizer.") for name in tensors if name.startswith("optimizer.") and name.endswith(".z")
+    ]
+    return tensors | {f"model.{name}": tensors[f"model.{name}"].lerp(tensors[f"optimizer.{name}.z"], 1 - 1 / beta1) for name in names}
 
 
 def rows_here(model: nn.Module) -> Rows:

@@ -109,6 +109,12 @@ def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
             message="the learning rate is 0: nothing would be learnt", fix="train.learning_rate above 0",
         )  # fmt: skip
         return
+    if rate >= 1:
+        yield Finding(
+            code="PF003", severity=Severity.WARNING, place=Place(symbol="train.learning_rate"),
+            message=f"the learning rate is {rate:g}: AdamW moves each weight by about that much in a step, and weights are below 1",
+            fix="train.learning_rate: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
+        )  # fmt: skip
     stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
     if stochastic and precision.trainable != "fp32":
         return
@@ -182,7 +188,7 @@ def checkpoint_bytes(subject: Subject[Any]) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
-    return sum(p.numel() * p.element_size() + optimizer_bytes(p.numel(), train, precision) for p in trained)
+    return sum(p.numel() * p.element_size() for p in trained) + optimizer_bytes(subject.prepared.model, train, precision)
 
 
 def result_bytes(subject: Subject[Any]) -> int:
