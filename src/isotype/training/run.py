@@ -142,7 +142,7 @@ class _Run:
         world.at(0, "the preflight")
         subject = Subject(
             config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
-            micro_batch=prepared.batching.rows,
+            micro_batch=prepared.batching.rows, observer=loop.observer,
         )  # fmt: skip
         with world.exchanging():
             compile_on_longest_rows(subject)
@@ -161,6 +161,7 @@ class _Run:
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
         if world.size == 1 and (note := asked_but_not_started()):
             console.say(f"warning   {note}")
+        loop.precision_record.watched(list(subject.seen))
         if self.resuming:
             restore(loop, console)
         names = config.run.trackers if world.first else []
