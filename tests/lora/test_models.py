@@ -59,7 +59,9 @@ def test_a_step_under_selective_checkpointing_is_pefts(family, kept, ids):
     optimize(fused)
     (loss, grads), (expected_loss, expected) = step(checkpointed(fused), ids), step(checkpointed(model), ids)
     torch.testing.assert_close(loss, expected_loss)
-    assert_same(grads, expected, relative=1e-5)
+    assert grads.keys() == expected.keys()
+    for name, gradient in grads.items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
