@@ -5,6 +5,7 @@ operators  what each operator does to dtypes
 origin     whose code asked for an operator
 values     tensors, their memory, and what each was computed from
 contract   what is a violation of the declared precision, and what is only counted
+continuity what an update left, compared before the next step
 observer   `Observer`: parameters, gradients, states, buffers, files, and the observed steps
 schedule   the choice of the observed steps
 record     the content of `precision.json`, from all observations

@@ -2,8 +2,8 @@
 
 Of what operators do, these are violations: matrix products outside `compute` (in adapters: outside the dtype of their branch), a loss
 narrower than `loss`, sums narrower than their role (accumulation in backward, in an update or in a buffer; norms of gradients; a norm's own
-sums), fp64, and numbers and tables that are made in a narrow dtype. What is stored is looked at by `observer`. Other arithmetic outside
-`compute` is counted.
+sums), narrow numbers by which the loss is divided or gradients are clipped, fp64, and numbers and tables that are made in a narrow dtype.
+What is stored is looked at by `observer`, what lies between steps by `continuity`. Other arithmetic outside `compute` is counted.
 
 Common practice is not reported: fp32 products of a router, recognised by their later use (top-k), fp32 products of tables, which depend on
 no activation, and those for which a family of transformers switches autocast off. PyTorch's own backward follows the forward that was
