@@ -23,6 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# the kinds of a packed element; the C++ source has the same numbers
+KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
+HALVES = ("fp4", "int4")
+
 Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_
 InPlace = Callable[[Tensor, Tensor], Tensor]
