@@ -115,10 +115,11 @@ def _moment(folder: Path) -> str:
 # --- Every optimizer with every preset and every kind of adapter: trained, killed after a checkpoint, resumed, compared bit for bit.
 
 
-OPTIMIZERS = ("adamw", "adamw8bit")
+OPTIMIZERS = ("adamw", "adamw8bit", "lion", "lion8bit", "muon", "adafactor", "schedule-free", "prodigy")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
     "lora": {"kind": "lora", "r": 64, "dropout": 0.1},
+    "lora, DoRA from PiSSA": {"kind": "lora", "r": 8, "dora": True, "start": "pissa", "rank_pattern": {"down_proj": 4}},
     "lora, head and embedding trained": {"kind": "lora", "r": 4, "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 STEPS, KILLED_AFTER = 4, 2
@@ -146,7 +147,12 @@ def _trial(workshop: Workshop, optimizer: str, preset: str, adapter: str) -> Tri
     sections = {
         "precision": {"preset": preset},
         "adapter": {"dropout": 0.0, **ADAPTERS[adapter]},
-        "train": {"optimizer": optimizer, "steps": STEPS, "eval_every": KILLED_AFTER},
+        "train": {
+            "optimizer": optimizer,
+            "learning_rate": 1.0 if optimizer == "prodigy" else 1e-3,
+            "steps": STEPS,
+            "eval_every": KILLED_AFTER,
+        },
         "run": {"samples": [], "sample_tokens": 1},
     }
     whole, killed = workshop.new_folder(), workshop.new_folder()
