@@ -14,10 +14,8 @@ from tests.tasks.diffusion.models import flux_transformer, pixart_transformer, s
 from isotype.precision import Precision
 from isotype.precision.apply import apply_precision
 from isotype.tasks.diffusion.families import Asked
-from isotype.tasks.diffusion.families.flux import Flux
-from isotype.tasks.diffusion.families.pixart import PixArtAlpha
-from isotype.tasks.diffusion.families.sd3 import SD3
-from isotype.tasks.diffusion.families.sdxl import SDXL
+from isotype.tasks.diffusion.families.flow import SD3, Flux
+from isotype.tasks.diffusion.families.noise import SDXL, PixArtAlpha
 from isotype.training.memory.recomputation import LAYERS, NONE, Checkpointing, apply_checkpointing, checkpointable
 
 pytestmark = pytest.mark.full
