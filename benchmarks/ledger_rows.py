@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isotype.model.host_embedding import is_outlined_on_host
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked as head
 from isotype.ops.recompute import is_recomputing
 
-Kind = Literal["product", "attention", "attention backward", "memory", "copy", "host read"]
+Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Row:
     """Launches of one kind.
 
     phase   forward, recompute, backward or update
-    kind    "copy" is one between the host and the device, beside everything else; a "host read" is a kernel's own, which takes its time
+    kind    "copy" is one between the host and the device, beside everything else
     name    the operator with its sizes, or what a published program calls it
     bytes   read and written by one launch, each tensor once
     flops   of one launch
@@ -68,7 +67,7 @@ class Rates:
     memory: float = 0.765
 
     def seconds(self, row: Row) -> float:
-        if row.kind in ("copy", "host read"):
+        if row.kind == "copy":
             return row.count * row.bytes / (self.host * self.copy)
         share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0
@@ -187,10 +186,6 @@ class Launches(TorchDispatchMode):
             outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
         if kwargs.get("out") is not None and not _accumulates(name, args, kwargs):
             read = [t for t in read if t is not kwargs["out"]]
-        if name in _GATHERS and any(map(is_outlined_on_host, inputs)):
-            shape = " x ".join(map(str, result.shape))
-            self.rows.append(Row(phase=self.phase, name=f"{name} {shape} from the host", kind="host read", bytes=_bytes(result)))
-            return
         if name in _GATHERS:
             # the rows that it gives, of however many
             read = [*outputs, *(t for t in read if not t.is_floating_point())]

@@ -111,7 +111,6 @@ _NAMES = {
     "adapter.rslora": "use_rslora",
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",
-    "model.embedding": "offload_embedding",
     "run.folder": "output_dir",
     "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
     "run.log_every": "logging_steps",

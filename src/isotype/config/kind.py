@@ -1,4 +1,4 @@
-"""Which kind of run a configuration is, which keys each kind has, and what compiled layers and host embeddings exclude; torch-free."""
+"""Which kind of run a configuration is, which keys each kind has, and what compiled layers exclude; torch-free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     ),
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters",
-        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
+        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile",
         "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
         "run.sample_tokens",
     ),
@@ -161,34 +161,3 @@ def check_compile(config: RunConfig) -> None:
     for setting, (reason, given) in reasons.items():
         if given:
             raise UsageError(f"model.compile: layers cannot run with {setting}: {reason}", fix=f"model.compile: none, or no {setting}")
-
-
-NOT_ON_HOST = "model.embedding: device"
-
-
-def wants_embedding_on_host(config: RunConfig) -> bool:
-    return config.model.embedding == "host"
-
-
-def is_kept_on_host(embedding: str, device_type: str) -> bool:
-    """Of `model.embedding`. On a CPU, where a run from a GPU may be loaded, the embedding is in host memory anyway."""
-    return embedding == "host" and device_type != "cpu"
-
-
-def why_not_on_host(config: RunConfig, *, device_type: str) -> str | None:
-    """Which setting keeps the input embedding from waiting in host memory; or None. A model may have a reason of its own."""
-    reasons = {
-        "moves the input embedding to host memory, and on a CPU it is there already": device_type == "cpu",
-        "cannot run with adapter.kind: none, which trains the embedding": config.adapter.kind == "none",
-        "cannot run with model.add_tokens, which trains the embedding": bool(config.model.add_tokens),
-        f"cannot run with parallel.kind: {config.parallel.kind}, where each process holds a part of every weight": (
-            config.parallel.kind in ("shard", "hybrid")
-        ),
-    }
-    return next((why for why, given in reasons.items() if given), None)
-
-
-def check_embedding(config: RunConfig, *, device_type: str) -> None:
-    """Raises  UsageError for settings with which the input embedding cannot wait in host memory, before anything is loaded."""
-    if wants_embedding_on_host(config) and (why := why_not_on_host(config, device_type=device_type)):
-        raise UsageError(f"model.embedding: host {why}", fix=NOT_ON_HOST)

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from .. import json_objects
-from ..config.kind import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
@@ -38,7 +37,6 @@ from ..wording import counted
 from .adapter import kept_whole, layers_to_quantise
 from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
-from .host_embedding import in_pinned_memory, keep_on_host
 from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
@@ -141,14 +139,13 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, embedding: str = "device", in_full: Sequence[str] = (),
+    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (),
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
-    embedding  `model.embedding`
     in_full  `trained_in_full`: quantising leaves these modules as they are
     """
     where = loaded_on(device, part)
@@ -170,8 +167,6 @@ def load_base(
             options["quantization_config"] = _nf4(precision, _kept_whole(source, architecture, in_full))
         options["device_map"] = {"": where}
     model = _load(source, architecture, attention, options, notes)
-    if is_kept_on_host(embedding, where.type):
-        keep_on_host(model, in_pinned_memory)  # before the rest moves: the device need not hold it even now
     if precision.base in ON_LOAD and not quantised_before and not trainable:
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
     if "device_map" not in options:

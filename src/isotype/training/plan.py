@@ -144,7 +144,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
     if wants_compiled(config):
         notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
-        how = less_memory(config, checkpointing.kind, device_type=basis.device.type, model=made.model)
+        how = less_memory(config, checkpointing.kind)
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
     return Plan(
         processes=None

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config.kind import wants_compiled
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
@@ -259,8 +257,7 @@ class _Run:
     def _explained(self, error: Exception) -> Exception:
         """An error for want of memory or of the disk as a RunError that says what to do; another one as it is."""
         if (missing := out_of_memory(error)) is not None:
-            device = "cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu"
-            how = less_memory(self.config, self.config.train.gradient_checkpointing, device_type=device)
+            how = less_memory(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing}", fix=how)
         return refused_by_disk(error, self.folder)
 

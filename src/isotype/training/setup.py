@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.kind import check_compile, check_embedding, wants_compiled, wants_embedding_on_host
+from ..config.kind import check_compile, wants_compiled
 from ..config.schema import RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
@@ -105,7 +105,6 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     check_compile(config)
-    check_embedding(config, device_type=device.type)
     check_adapters(config)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
@@ -221,8 +220,6 @@ def why_not_shared(config: RunConfig) -> str | None:
         return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
-    if wants_embedding_on_host(config):
-        return "model.embedding: host: rows are looked up in a weight that a process has whole"
     return None
 
 

@@ -263,5 +263,5 @@ def memory_too_small(subject: Subject[Any]) -> Iterator[Finding]:
             ("step", f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
-        fix=less_memory(config, prepared.checkpointing.kind, device_type=device, model=prepared.model),
+        fix=less_memory(config, prepared.checkpointing.kind),
     )  # fmt: skip
