@@ -10,7 +10,7 @@ from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
 from isotype.ops.linear_cross_entropy import chunked
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
-from tests.ops.trials import FACTOR, error, plain_weighted
+from tests.ops.trials import FACTOR, error
 
 OPTIONS = {
     "plain": {},
@@ -203,29 +203,6 @@ def test_compiles_without_a_graph_break(reduction, cast):
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_derivatives_of_torch_func_are_pytorchs(options):
-    x, w, b, targets = make(6, 3, 7)
-    keep = targets.clamp(min=0)
-
-    def mine(x, w, b, t=targets):
-        return linear_cross_entropy(x, w, t, bias=b, **options)
-
-    def peer(x, w, b, t=targets):
-        return linear_cross_entropy_reference(x, w, t, bias=b, **options)
-
-    torch.testing.assert_close(torch.func.grad(mine, (0, 1, 2))(x, w, b), torch.func.grad(peer, (0, 1, 2))(x, w, b))
-    torch.testing.assert_close(torch.func.hessian(mine, (0, 1))(x, w, b), torch.func.hessian(peer, (0, 1))(x, w, b))
-    tangents = torch.randn_like(x), torch.randn_like(w), torch.randn_like(b)
-    torch.testing.assert_close(torch.func.jvp(mine, (x, w, b), tangents), torch.func.jvp(peer, (x, w, b), tangents))
-    rows = [torch.func.vmap(torch.func.grad(f), in_dims=(0, None, None, 0))(x, w, b, keep) for f in (mine, peer)]
-    torch.testing.assert_close(*rows)
-    # beside F.cross_entropy too, which has none of the options
-    if not options:
-        plain = torch.func.grad(lambda x: F.cross_entropy(F.linear(x, w, b), targets))(x)
-        torch.testing.assert_close(torch.func.grad(mine)(x, w, b), plain)
-
-
 def test_second_derivatives_are_refused():
     x, w, _, targets = make()
     loss = linear_cross_entropy(x.requires_grad_(), w, targets)
@@ -241,39 +218,3 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
     with torch.no_grad():
         loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())
-
-
-# --- weights of classes and tokens
-
-
-@pytest.mark.parametrize(("reduction", "which"), [("mean", "both"), ("sum", "classes"), ("none", "tokens")])
-def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
-    results = []
-    for op in ("mine", "plain"):
-        x, w, b, targets = make()
-        classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64) if which != "tokens" else None
-        tokens = torch.linspace(0.5, 3.0, 20, dtype=torch.float64).requires_grad_() if which != "classes" else None
-        leaves = [t.requires_grad_() for t in (x, w, b)]
-        if op == "mine":
-            loss = linear_cross_entropy(
-                x, w, targets, bias=b, reduction=reduction, class_weights=classes, token_weights=tokens, label_smoothing=0.1,
-                logit_scale=1.5, z_loss=1e-2, chunk=6,
-            )  # fmt: skip
-        else:
-            loss = plain_weighted(x, w, b, targets, reduction, classes, tokens, 0.1, 1.5, 1e-2)
-        (loss * torch.linspace(-1, 2, loss.numel(), dtype=torch.float64).view(loss.shape)).sum().backward()
-        results.append([loss.detach(), *(t.grad for t in leaves), *([tokens.grad] if tokens is not None else [])])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "words"),
-    [
-        ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
-        ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
-    ],
-)
-def test_weights_of_a_wrong_shape_are_refused(given, kind, words):
-    x, w, _, targets = make()
-    with pytest.raises(kind, match=words):
-        linear_cross_entropy(x, w, targets, **given)

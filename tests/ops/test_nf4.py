@@ -49,20 +49,6 @@ def test_the_kernel_gives_bitsandbytes_values(options, dtype):
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(torch.float32).eps if dtype == torch.float32 else 0, atol=0)
 
 
-@pytest.mark.parametrize("columns", [640, 2048])
-def test_columns_beside_the_weight_are_left_to_the_caller(columns, monkeypatch):
-    weight, state = packed((33, columns))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(7.0))
-    with interpreted(), using("triton"):
-        got = widen_4bit(weight, state, torch.bfloat16, beside=24)
-    monkeypatch.undo()
-    assert got.shape == (33, columns + 24)
-    assert (got[:, columns:] == 7.0).all()
-    assert torch.equal(got[:, :columns], widen_4bit(weight, state, torch.bfloat16))
-    assert torch.equal(got[:, :columns], widen_4bit(weight, state, torch.bfloat16, beside=24)[:, :columns])
-
-
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("double", [False, True])

@@ -129,9 +129,11 @@ def copies(inputs):
 
 
 @each
-def test_first_and_second_derivatives_and_the_reference(case):
+def test_derivatives_and_the_reference(case):
     assert torch.autograd.gradcheck(case.op, tuple(make(case, 6)))
-    assert torch.autograd.gradgradcheck(case.op, tuple(make(case, 4)))
+    inputs = make(case, 4)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(case.op(*inputs).sum(), inputs, create_graph=True)
     inputs = make(case)
     torch.testing.assert_close(case.reference(*inputs), case.plain(*inputs))
 
@@ -163,23 +165,6 @@ def test_aliases_strides_and_no_rows(case, path):
         assert all(x.grad is not None and x.grad.shape == x.shape for x in nothing)
         results.append([x.grad for x in leaves])
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
-
-
-@each
-def test_torch_func(case):
-    inputs = [x.detach() for x in make(case)]
-
-    def loss(f):
-        return lambda *args: f(*args).square().sum()
-
-    every = tuple(range(len(inputs)))
-    torch.testing.assert_close(torch.func.grad(loss(case.op), every)(*inputs), torch.func.grad(loss(case.plain), every)(*inputs))
-    tangents = tuple(torch.randn_like(x) for x in inputs)
-    torch.testing.assert_close(
-        torch.func.jvp(loss(case.op), tuple(inputs), tangents), torch.func.jvp(loss(case.plain), tuple(inputs), tangents)
-    )
-    several = [torch.stack((x, -x, 2 * x)) for x in inputs]
-    torch.testing.assert_close(torch.func.vmap(case.op)(*several), torch.func.vmap(case.plain)(*several))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +226,6 @@ def test_add_rms_norm():
     torch.testing.assert_close(y, rms_norm_reference(x + r, w))
     torch.testing.assert_close(total, x + r)
     assert torch.autograd.gradcheck(add_rms_norm, (x, r, w))
-    assert torch.autograd.gradgradcheck(lambda x, w: add_rms_norm(x, None, w), (x, w))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16])
@@ -272,13 +256,6 @@ def test_the_sums_two_gradients_leave_as_one(dtype, backend, added, used):
         got = gradients(dtype, add_rms_norm)
     for name, a, b, c in zip(("normed", "sum", "dx", "dr", "dw"), got, plain, want, strict=False):
         assert error(a, c) <= 2 * error(b, c) + 1e-7, name
-
-
-def test_position_ids_pick_rows_of_the_tables():
-    q = torch.randn(2, 3, 4, 8)
-    cos, sin = (t.float() for t in tables(10, 4))
-    ids = torch.tensor([[3, 4, 5, 6], [0, 1, 2, 9]])
-    torch.testing.assert_close(rope(q, q, cos, sin, position_ids=ids), rope_reference(q, q, cos[ids], sin[ids]))
 
 
 # --- the C++ kernels, which every test above ran on fp32, bf16 and fp16 where there is a compiler, and plain PyTorch where there is none

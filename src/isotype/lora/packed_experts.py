@@ -29,7 +29,7 @@ class ExpertLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_SO: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("packed experts", why="their backward is fused", fix="a base that is not packed")
+        refuse_second_derivative("packed experts")
         (packed,) = ctx.saved_tensors
         with autocast_off(dy_SO):
             return dy_SO @ ctx.state.widen_expert(packed, ctx.expert, dy_SO.dtype), None, None, None

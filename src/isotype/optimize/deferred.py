@@ -1,7 +1,7 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`); a logit, a
-logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts
+Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability of each row is computed without the
+others (`deferred_values`). Scale, softcap, casts
 that lose nothing, reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of
 forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer
 changes the head's weight. To keep the values, use `logits.detach().clone()`.
@@ -26,7 +26,7 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import linear_cross_entropy
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype
-from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
+from .deferred_tensor import DeferredTensor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
 # Where a training step turned deferred logits into real ones: place -> times
@@ -71,6 +71,7 @@ class Recipe:
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
+    items: int | Tensor | None = None  # what a summed loss will be divided by, where the forward was given it
     # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
     # no gradient of such a loss will reach the logits; the same for all that is made of these logits
@@ -121,8 +122,9 @@ class Recipe:
         with _as_then(self):
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
-                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
-            )
+                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap,
+                num_items=self.items if options.get("reduction") == "sum" else None, **options,
+            )  # fmt: skip
             return self._watched(loss)
 
     def _watched(self, made: Tensor) -> Tensor:
@@ -206,10 +208,11 @@ class DeferredLogits(DeferredTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-    """What `F.linear(hidden, weight, bias)` would be."""
+def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None) -> DeferredLogits:
+    """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them will be divided by, where it is known."""
     grad, product = torch.is_grad_enabled(), product_dtype(hidden, weight)
-    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product, product))
+    cast = autocast_dtype(hidden)
+    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, cast, product, product, items=items))
 
 
 def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -342,9 +345,7 @@ def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    plain = size_average is None and reduce is None and isinstance(target, Tensor)
-    if weight is not None:  # no op has weights with smoothing and a softcap, and none a gradient of the weights
-        plain &= not weight.requires_grad and not (label_smoothing and input.recipe.post is not None)
+    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
     recipe = input.recipe
@@ -352,15 +353,8 @@ def _cross_entropy(
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
     recipe.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(input)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weights": weight}
-    if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
-        # not yet: what divides it next goes into the op
-        def compute(by: Divisor | None, recipe: Recipe = recipe) -> Tensor:
-            return recipe.loss(target, **options, **({"reduction": "sum"} if by is None else {"num_items": by})).to(dtype)
-
-        return DeferredLoss(compute, dtype, recipe.sources(), lambda *sources: compute(None, recipe.of(*sources)))
-    loss: Tensor | None = recipe.loss(target, reduction=reduction, **options).to(dtype)
-    return loss
+    loss = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return loss.to(dtype)
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..environment import planned
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype, refuse_second_derivative, wide
-from ..ops.linear_cross_entropy.op import HeadOfClasses
 from .deferred_tensor import DeferredTensor, in_graph
 
 # how often each op computed a value of deferred logits
@@ -39,7 +38,7 @@ class SelectedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("one logit a row", why="it is computed without the others", fix="isotype.restore(model)")
+        refuse_second_derivative("one logit a row")
         hidden_TH, weight_VH, classes_T = ctx.saved_tensors
         g_T1 = dlogits_T.unsqueeze(-1)
         dhidden = dweight = None
@@ -49,6 +48,25 @@ class SelectedLogits(torch.autograd.Function):
             total_VH = torch.zeros(weight_VH.shape, dtype=g_T1.dtype, device=weight_VH.device)
             dweight = total_VH.index_add_(0, classes_T, g_T1 * hidden_TH.to(ctx.dtype).to(g_T1.dtype)).to(weight_VH.dtype)
         return dhidden, dweight, None, None
+
+
+_BLOCK = 2**22  # elements of the head that are wide at once
+
+
+class HeadMean(torch.autograd.Function):
+    """fp32[H]: the mean of the head's rows; in blocks, without a wide copy of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = weight_VH.shape, weight_VH.dtype
+        total = weight_VH.new_zeros(weight_VH.shape[1], dtype=wide(weight_VH.dtype))
+        for rows in weight_VH.split(max(1, _BLOCK // weight_VH.shape[1])):
+            total += rows.sum(0, dtype=total.dtype)
+        return total / weight_VH.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, dmean_H: Tensor) -> Tensor:
+        return (dmean_H / ctx.shape[0]).to(ctx.dtype).expand(ctx.shape)
 
 
 @contextmanager
@@ -133,8 +151,7 @@ def row_means(x: Any) -> Tensor | None:
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = wide(dtype)
         with autocast_off(r.hidden):
-            share_V = torch.full((r.weight.shape[0],), 1 / r.weight.shape[0], dtype=fp32, device=r.weight.device)
-            made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadOfClasses.apply(r.weight, share_V)
+            made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
             made = made if r.bias is None else made + r.bias.to(fp32).mean()
             return made * float(r.pre)
 

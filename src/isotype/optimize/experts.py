@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import MARK, put
-from ..lora.attach import active_adapter, has_hooks, is_stacked, runs_fused
+from ..lora.attach import active_adapter, has_hooks, is_stacked
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.recompute import layers_running, same_choices
@@ -163,7 +163,7 @@ def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) ->
 
 def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     settings: ExpertsSettings = self.__dict__[MARK][0]
-    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling() and runs_fused()
+    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling()
     wrappers, module = unwrapped(self)
     if not fits or why_not(wrappers, module, settings) is not None:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..recompute import layers_running, output_is_unused, unwritten
 from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted
@@ -35,8 +35,6 @@ EXPERTS = OpContract(
     autocast="ignored",
 )
 """The output has x's dtype also under autocast, as transformers' experts have it; the products follow autocast."""
-
-NO_SECOND_DERIVATIVE = {"why": "its backward is fused", "fix": "isotype.restore(model)"}
 
 
 class Adapter(NamedTuple):
@@ -155,8 +153,7 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative("experts", **NO_SECOND_DERIVATIVE)
+        refuse_second_derivative("experts")
         x_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, up, up_bias, up_a, up_b, down, down_bias, down_a, down_b, *norms = ctx.saved_tensors
         form, dtype, groups, x_dtype, w_dtype, w_shape = ctx.given
         needs_x, _, needs_w, _, _, needs_up, needs_ub, needs_ua, needs_ubb, needs_down, needs_db, needs_da, needs_dbb, *_ = (
@@ -337,12 +334,6 @@ def experts(
     Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
     """
     _check(x, index, weights, up, down, transposed)
-    options: dict[str, Any] = {
-        "up_bias": up_bias, "down_bias": down_bias, "up_adapter": up_adapter, "down_adapter": down_adapter, "activation": activation,
-        "transposed": transposed, "norm": norm,
-    }  # fmt: skip
-    if reference_runs():
-        return experts_reference(x, index, weights, up, down, **options)
     layers: list[Tensor | None] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
         layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]

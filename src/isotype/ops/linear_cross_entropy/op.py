@@ -9,23 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
-from ..cross_entropy.rule import (
-    RULE,
-    LossRule,
-    Reduction,
-    RuleArguments,
-    check_reduction,
-    check_targets,
-    check_weights,
-    reduced,
-    weighed_losses,
-)
-from ..debug import checked_in_debug
+from ..cross_entropy.op import cross_entropy_reference
+from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
-from ..linear_log_probs import linear_log_probs
 from . import chunked
 from .chunked import check_head, extent, gradients_wanted, like_gradients, operand_dtype, result_dtype
 
@@ -47,48 +35,6 @@ def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any) -> Tensor:
     """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of `cross_entropy`."""
     return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
-
-
-_BLOCK = 2**22  # elements of the head that are wide at once
-
-
-class HeadOfClasses(torch.autograd.Function):
-    """sum_v w_v W_v: fp32[H], the head's rows weighed by the classes' weights; in blocks, without a wide copy of the head."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_VH: Tensor, classes_V: Tensor) -> Tensor:
-        ctx.save_for_backward(classes_V)
-        ctx.dtype = weight_VH.dtype
-        rows = max(1, _BLOCK // weight_VH.shape[1])
-        total = torch.zeros(weight_VH.shape[1], dtype=classes_V.dtype, device=weight_VH.device)
-        for start in range(0, weight_VH.shape[0], rows):
-            total += classes_V[start : start + rows] @ weight_VH[start : start + rows].to(classes_V.dtype)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, dtotal_H: Tensor) -> tuple[Tensor, None]:
-        (classes_V,) = ctx.saved_tensors
-        return torch.outer(classes_V, dtotal_H).to(ctx.dtype), None
-
-
-def weighted_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: LossRule, class_weights: Tensor | None,
-    token_weights: Tensor | None, chunk: int | None,
-) -> Tensor:  # fmt: skip
-    """fp32[*n]: the loss of each token, its weights in it; 0 where ignored."""
-    scale, softcap = rule.logit_scale, rule.softcap or None
-    values = linear_log_probs(
-        hidden, weight, targets, bias=bias, outputs=("log_probs", "logsumexp") if rule.z_loss or rule.label_smoothing else ("log_probs",),
-        ignore_index=rule.ignore_index, logit_scale=scale, softcap=softcap, chunk=chunk,
-    )  # fmt: skip
-    assert values.log_probs is not None
-
-    def sum_of_logits(w_V: Tensor) -> Tensor:
-        with autocast_off(hidden):
-            logits: Tensor = hidden.to(w_V.dtype) @ HeadOfClasses.apply(weight, w_V)
-            return (logits if bias is None else logits + bias.to(w_V.dtype) @ w_V) * scale
-
-    return weighed_losses(-values.log_probs, values.logsumexp, sum_of_logits, targets, weight.shape[0], rule, class_weights, token_weights)
 
 
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -196,11 +142,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(
-            "linear_cross_entropy",
-            why="what it keeps are gradients, not logits",
-            fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
-        )
+        refuse_second_derivative("linear_cross_entropy")
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
@@ -217,7 +159,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None, None, None
 
 
-@checked_in_debug(LINEAR_CROSS_ENTROPY)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -232,8 +173,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
 ) -> Tensor:
     """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
 
@@ -241,24 +180,17 @@ def linear_cross_entropy(
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
-    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
-    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
     inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
+    num_items divides a mean; of a sum it is what the caller divides by next, so that a gradient is rounded once.
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
     check_head(hidden, weight, bias, chunk)
-    check_reduction(reduction, num_items)
+    check_reduction(reduction, None if reduction == "sum" else num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
-    if class_weights is not None or token_weights is not None:
-        check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
-        losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
-        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
-    if reference_runs():
-        return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
@@ -278,10 +210,11 @@ def counted_items(
 ) -> Tensor:
     """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device of the targets."""
     if isinstance(num_items, Tensor):
-        return num_items.detach().to(targets_T.device, dtype).reshape(())
-    if num_items is not None:
-        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
-    counted = (targets_T != ignore_index).sum().to(dtype)
+        counted = num_items.detach().to(targets_T.device, dtype).reshape(())
+    elif num_items is not None:
+        counted = torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    else:
+        counted = (targets_T != ignore_index).sum().to(dtype)
     return counted if reduction == "mean" else counted.clamp_min(1.0)
 
 

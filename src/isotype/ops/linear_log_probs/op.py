@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ...environment.planned import stands_for
 from ...errors import UsageError
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rows import Again, Cpp, Source, row_paths
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
-from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_cross_entropy.chunked import (
     Chunks,
@@ -319,11 +318,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        refuse_second_derivative(
-            "linear_log_probs",
-            why="what it keeps are gradients, not logits",
-            fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
-        )
+        refuse_second_derivative("linear_log_probs")
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
@@ -342,7 +337,6 @@ class LinearLogProbs(torch.autograd.Function):
         return (*grads, None, None, None, None, None, None, None)
 
 
-@checked_in_debug(LINEAR_LOG_PROBS)
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -377,11 +371,6 @@ def linear_log_probs(
         raise UsageError(f"temperature is {temperature}: expected a positive number")
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
-    if reference_runs():
-        every = linear_log_probs_reference(
-            hidden, weight, targets, bias=bias, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature
-        )
-        return TokenLogProbs(*(x if name in outputs else None for name, x in zip(OUTPUTS, every)))
     dtype = product_dtype(hidden, weight)
     want = gradients_wanted(hidden, weight, bias)
     if chunk is None:
