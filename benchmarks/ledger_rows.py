@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked as head
+from isotype.ops.linear_cross_entropy import op as head
 from isotype.ops.recompute import is_recomputing
 
 Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
@@ -162,13 +161,11 @@ class Launches(TorchDispatchMode):
             self._note(function, name, args, kwargs, result)
         return result
 
-    def _head(
-        self, hidden: Any, weight: Any, bias: Any, targets: Any, upstream: Any, ignore_index: int, factors: list[float], *rest: Any
-    ) -> Any:
+    def _head(self, *args: Any) -> Any:
         """For PyTorch this is one operator. It launches one or two products and one loss per chunk, and each is recorded."""
-        rule = LossRule.from_arguments(ignore_index, factors)
+        inside: Any = head._forward
         with self:
-            return tuple(head.forward_with_gradients(hidden, weight, bias, targets, upstream, rule, *rest))
+            return inside.__wrapped__(*args)
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]

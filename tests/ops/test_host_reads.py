@@ -23,7 +23,7 @@ from isotype.ops import (
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked
+from isotype.ops.linear_cross_entropy import chunked, op
 from tests.host_reads import HostReadError, NoHostReads
 
 V, H = 1000, 64
@@ -71,11 +71,11 @@ def test_forward_and_backward_read_nothing_on_the_host(op, kernels):
 @pytest.mark.parametrize("head", [False, True], ids=["frozen", "trained"])
 def test_the_heads_chunks_read_nothing_on_the_host(head):
     # inside the operator, whose results alone the test above sees
-    hidden, weight, labels, rule = of(300, H, grad=False), of(V, H, grad=False), targets(300), LossRule()
+    hidden, weight, labels, rule = of(300, H, grad=False), of(V, H, grad=False), targets(300), LossRule().arguments
     one = of(dtype=torch.float32, grad=False)
     with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        made = chunked.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False)
-        chunked.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
+        loss, lse, *_ = op._forward.__wrapped__(hidden, weight, None, labels, one, *rule, 64, True, head, False, True)
+        op._backward.__wrapped__(hidden, weight, None, labels, lse, loss, *rule, True, head)
     # five chunks of rows, then one block of the vocabulary
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
 

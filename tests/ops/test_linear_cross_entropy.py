@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
-from isotype.ops.linear_cross_entropy import chunked
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.linear_cross_entropy import op
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.ops.trials import FACTOR, error
 
@@ -123,9 +124,8 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    rule = chunked.LossRule()
     with Sizes():
-        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False)
+        op._forward.__wrapped__(x, w, None, targets, torch.ones(()), *LossRule().arguments, 64, True, True, False, True)
     assert max(seen) <= 64 * 2000
 
 

@@ -355,11 +355,3 @@ def test_code_that_torch_function_does_not_see_gets_the_gradients_of_real_logits
         value.backward()
         results.append([value.detach(), *(t.grad for t in leaves)])
     torch.testing.assert_close(results[0], results[1])
-
-
-def test_a_sum_that_was_divided_cannot_be_read_by_an_autograd_function_besides():
-    hidden, weight, _ = make()
-    loss = total(defer(hidden, weight, None))
-    value = loss / 3 + Reversed.apply(loss)
-    with pytest.raises(IsotypeError, match="was divided already"):
-        value.backward()

@@ -2,8 +2,8 @@
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
 preflight.json  the checks before step 1                                env.json         versions and devices
-metrics.jsonl   the trainer's own log                                   settings.json    what a resumed run is compared with
-result.json     how it ended                                            report.html      all of it on one page
+metrics.jsonl   the trainer's own log                                   result.json      how it ended
+report.html     all of it on one page
 
 In the first step of a training fused calls are counted, and others with their reason. Dtypes are observed in that step, in those of the
 schedule of `isotype train`, and in the one after a change of the model. Neither changes what is computed: their hooks are marked as
@@ -12,7 +12,6 @@ observing, so that fused code runs as in every other step.
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections import Counter
@@ -21,11 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ..config.schema import RunSection
@@ -44,11 +39,6 @@ from .preflight import run_preflight
 from .steps import Guards
 
 FOLDER = "isotype"
-# the arguments that decide how a resumed run goes on
-COMPARED = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "optim",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "seed",
-)  # fmt: skip
 
 
 class Record(TrainerCallback):
@@ -85,7 +75,6 @@ class Record(TrainerCallback):
         self._said = len(state.log_history)
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            self._compare(resuming)
             self.metrics = Metrics(self.folder.metrics)
             if resuming:
                 self.metrics.cut_after(state.global_step)
@@ -124,10 +113,10 @@ class Record(TrainerCallback):
             return
         self.finish("done" if state.global_step >= state.max_steps else "stopped", state.global_step)
 
-    def finish(self, status: str, steps: int, error: str | None = None) -> None:
-        """result.json and the report. Also called for a step that failed."""
+    def finish(self, status: str, steps: int) -> None:
+        """result.json and the report."""
         result = {"status": status, "steps": steps, "trained_seconds": round(time.monotonic() - self._started, 2)}
-        self.folder.write_json("result.json", result | ({"error": error} if error else {}))
+        self.folder.write_json("result.json", result)
         try:
             write_report(self.folder.path)
         except Exception as problem:  # a report is worth a line, not a trained model
@@ -139,21 +128,6 @@ class Record(TrainerCallback):
             said["first_step"] = self.watched.calls_json()
         self.folder.write_json("manifest.json", said)
 
-    def _compare(self, resuming: bool) -> None:
-        args = self.attached.trainer.args
-        now = {name: str(getattr(args, name)) for name in COMPARED if hasattr(args, name)} | {"precision": str(self.attached.precision)}
-        if resuming:
-            try:
-                before = json.loads((self.folder.path / "settings.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                before = {}
-            for name, value in now.items():
-                if isinstance(before, dict) and name in before and before[name] != value:
-                    note = f"resumed with {name} {value}; the run began with {before[name]}"
-                    self.attached.notes.append(note)
-                    warnings.warn(f"isotype: {note}", stacklevel=2)
-        self.folder.write_json("settings.json", now)
-
 
 _NO_STEP = "no step of this training ended"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
@@ -164,36 +138,6 @@ _OF_THE_TRAINER = {
     "what callbacks write": "code between the forward, the backward and the update of a step, and between steps, is not followed",
 }
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
-
-
-# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are summed; None: that of the gradients
-_HOOKS = {
-    default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
-}  # fmt: skip
-
-
-def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where that cannot be read."""
-    if isinstance(model, DistributedDataParallel):
-        policy: Any = model.mixed_precision
-        hooks = [hook for hook, _ in model._comm_hooks]
-        if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
-            hooks = [builtin]
-        for hook in hooks:
-            if hook not in _HOOKS:
-                name = getattr(hook, "__qualname__", str(hook))
-                return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
-            if (narrow := _HOOKS[hook]) is not None:
-                return [narrow], ""
-    elif isinstance(model, FullyShardedDataParallel):
-        policy = model.mixed_precision
-    elif isinstance(model, FSDPModule):
-        policy = model._get_fsdp_state()._mp_policy
-    else:
-        return [], f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is not known"
-    declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-    own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
-    return ([declared] if declared else list(own)), ""
 
 
 class WatchedSteps:
@@ -208,7 +152,6 @@ class WatchedSteps:
         self.record: dict[str, Any] = {}
         self.steps = 0
         self._seen: Observation | None = None
-        self._unsummed = ""
         self._stack = ExitStack()
         self._hooks: list[Any] = []
 
@@ -245,10 +188,6 @@ class WatchedSteps:
                 self.calls["head", op] += count
             for where, count in (Counter(materialised) - self._materialised).items():
                 self.calls["head", f"logits computed: {where}"] += count
-        trainer = self.attached.trainer
-        if trainer.args.world_size > 1:
-            sent, self._unsummed = summed_in(trainer.model_wrapped)
-            self.observer.look_at_sums(seen, sent)
         earlier = self.record.get("violations", [])
         self.record = noted(self.record, seen)
         self.record["violations"] = earlier + [finding for finding in self.record["violations"] if finding not in earlier]
@@ -300,8 +239,8 @@ class WatchedSteps:
         reasons = dict(_OF_THE_TRAINER)
         if not self.record:
             reasons["generate"] = _NO_STEP
-        if self._unsummed:
-            reasons["reduce"] = self._unsummed
+        if self.attached.trainer.args.world_size > 1:
+            reasons["reduce"] = "DDP and FSDP sum gradients in C++, below what is observed"
         if all(p.requires_grad for p in self.model.parameters()):
             reasons["base"] = "every weight is trained"
         for name in self.attached.manifests:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from isotype.finding import Severity
-from isotype.training.preflight import rehearsal
 from isotype.training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 
 
@@ -30,7 +29,6 @@ def test_rehearsal_restores_all_state(subject):
 
 
 def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
-    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     one = subject()
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(RuntimeError("no kernel\nat all")))
     (finding,) = rehearsed_step(one)
@@ -47,7 +45,6 @@ def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
 ])  # fmt: skip
 def test_missing_memory_is_told_with_what_takes_less(subject, monkeypatch, error):
     one = subject()
-    monkeypatch.setattr(rehearsal, "code_of_update", lambda _: None)  # the step below stands for a library's
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(error))
     (finding,) = rehearsed_step(one)
     assert finding.code == "PF012"

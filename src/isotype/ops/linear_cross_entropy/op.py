@@ -12,10 +12,26 @@ from torch import Tensor
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference
+from ..cross_entropy.rows import Cpp, Source, loss_paths
 from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
-from . import chunked
-from .chunked import check_head, extent, gradients_wanted, like_gradients, operand_dtype, result_dtype
+from .chunked import (
+    Chunks,
+    Forward,
+    HeadGradient,
+    by_vocabulary,
+    check_head,
+    extent,
+    gradient_factors,
+    gradients_wanted,
+    largest,
+    like,
+    like_gradients,
+    operand_dtype,
+    result_dtype,
+    rows_to_compute,
+    scaled,
+)
 
 LINEAR_CROSS_ENTROPY = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[...]",
@@ -39,7 +55,7 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
 
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     chunk, want_dhidden, want_dweight, want_dbias, _ = rest[-5:]
-    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
+    return tuple(like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
 
 
 @library_op(
@@ -61,12 +77,33 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
+    """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    made = chunked.forward_with_gradients(
-        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, exact
-    )
+    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
+    wants_gradient = want_dhidden or want_dweight or want_dbias
+    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
+    if not chunks.count:
+        out.dweight_VH.zero_()
+    into, back = gradient_factors(chunks.operand, upstream)
+    head = HeadGradient(out.dweight_VH, back)
+    compute = loss_paths(chunks.logits)
+    for rows, x_NH, z_NV, g_NV in chunks:
+        targets_N = targets_T[rows]
+        # only the C++ kernels are given bf16 logits of an fp32 sum
+        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
+        if not wants_gradient:
+            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
+            continue
+        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
+        if want_dbias:
+            dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
+            out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
+        if want_dhidden:
+            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
+        if want_dweight:
+            head.add(g_NV, x_NH)
     # a plain tuple, as the schema says
-    return tuple(made)
+    return tuple(out)
 
 
 @library_op(
@@ -86,8 +123,18 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    return chunked.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    targets_N, lse_N = targets_T[rows], lse_T[rows]
+    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        given = dloss_N if factor is None else dloss_N * factor
+        loss_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -118,7 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
         # the op has switched autocast off
-        made = chunked.Forward(
+        made = Forward(
             *_forward(
                 hidden_TH.to(dtype),
                 weight_VH.to(dtype),
@@ -155,7 +202,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *made, items = ctx.saved_tensors
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
-                grads = [chunked.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                grads = [scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return *grads, None, None, None, None, None, None, None
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...data.bad_rows import EMPTY
-from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
+from ...data.rows import IGNORED, Row, row_supervised, tokens_used
 from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
-from ...training.preflight.subject import CheckedTask, Subject
+from ...training.preflight.subject import Subject
 from ...training.task import Check
 from ...wording import counted
 from .batches import Batch, collate, model_inputs, takes_one_row
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
@@ -34,23 +34,12 @@ LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
 MOVED, MOVED_IN_FP32 = 2e-2, 1e-3
 
 
-class TokenTask(CheckedTask, Protocol):
-    """A task whose rows are tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: LoadedData
-    prompts: Sequence[SamplePrompt]
-
-
-LanguageSubject: TypeAlias = Subject[TokenTask]
-
-
-def formats(subject: LanguageSubject) -> set[str]:
+def formats(subject: Subject) -> set[str]:
     """The formats of the training files, as data.json has them."""
     return {form for file in subject.task.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}
 
 
-def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
+def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
     """PF005: Rows that were dropped for it while the data was read, and rows that got through."""
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
@@ -77,7 +66,7 @@ def _fix(why_dropped: set[str], masked: int) -> str:
     return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"
 
 
-def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+def prompts_learnt(subject: Subject) -> Iterator[Finding]:
     """PF006: Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
     rows = subject.task.data.documents
     if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
@@ -92,7 +81,7 @@ def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never learns one of them does not stop."""
     data, tokenizer = subject.task.data, subject.task.tokenizer
     if not formats(subject) & ANSWERED:
@@ -127,7 +116,7 @@ def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_tokens(subject: LanguageSubject) -> set[int]:
+def end_tokens(subject: Subject) -> set[int]:
     from .sample import generation_config
 
     config = generation_config(subject.prepared.model, subject.task.tokenizer, max_new_tokens=1)
@@ -140,7 +129,7 @@ def _ends_masked(row: Row, ends: set[int]) -> bool:
     return any(before != IGNORED and token in ends and label == IGNORED for before, token, label in after_learnt)
 
 
-def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
+def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
     """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids may lie beyond it."""
     rows = _table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
@@ -156,7 +145,7 @@ def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
+def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
     """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
     added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
     read = added & tokens_used(subject.task.data.documents)
@@ -196,7 +185,7 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
     return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
 
 
-def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
+def missing_template(subject: Subject) -> Iterator[Finding]:
     """PF010: chats without a template."""
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
@@ -210,7 +199,7 @@ def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _table(subject: LanguageSubject, *, output: bool) -> Any:
+def _table(subject: Subject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     return inner.get_output_embeddings() if output else inner.get_input_embeddings()
 
@@ -219,7 +208,7 @@ def _is_trained(module: torch.nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
+def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
     """PF020: A table of positions ends; rotary positions continue, with angles that the model was not trained on."""
     model: Any = inner_model(subject.prepared.model)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -240,7 +229,7 @@ def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def packed_documents_apart(subject: LanguageSubject) -> Iterator[Finding]:
+def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     """PF018: in a packed row, one document changes what the model predicts in another.
 
     Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
@@ -294,7 +283,7 @@ def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device
     return logits
 
 
-def padding_changes_nothing(subject: LanguageSubject) -> Iterator[Finding]:
+def padding_changes_nothing(subject: Subject) -> Iterator[Finding]:
     """PF022: padding behind a row changes what the model predicts in it. Rows of a batch are padded on the right; a model that expects
     padding on the left, as CPMAnt, masks a row's own beginning then and reads the padding in its place."""
     if subject.config.data.packing:

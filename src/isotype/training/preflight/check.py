@@ -86,7 +86,7 @@ class Outcome:
 
 
 def preflight(
-    subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
+    subject: Subject, skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
 ) -> Outcome:
     """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A resumed run gets static checks only.
 

@@ -1,7 +1,5 @@
 """PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then restores the state.
 
-The update of an optimizer of a program's own is left out: it may keep state outside `optimizer.state`, which could not be put back.
-
 It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator, so that the weights of a run with
 preflight are bit-identical to those without. At learning rate 0 AdamW changes no weight, not even with stochastic rounding: the value is
 exact.
@@ -18,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +24,11 @@ from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...libraries import code_of_update
 from ...precision.parts import local_part
 from ...wording import counted
+from ..setup import Prepared
 from ..task import random_state_restored
-from .subject import CheckedRun, Subject
+from .subject import Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)
@@ -40,7 +37,7 @@ _OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__
 
 
 @contextmanager
-def undone(prepared: CheckedRun) -> Iterator[None]:
+def undone(prepared: Prepared) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -68,7 +65,6 @@ def undone(prepared: CheckedRun) -> Iterator[None]:
 def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """An update in this block begins without states, at learning rate 0; the optimizer's states and settings are restored on exit."""
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    # a trainer that trains once more, or was given an optimizer, has states already
     states, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -80,7 +76,7 @@ def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_step(subject: Subject) -> Iterator[Finding]:
     """Runs forward, backward and update on the longest rows, and checks the gradients before they are freed."""
     prepared = subject.prepared
     stepper = prepared.stepper
@@ -102,9 +98,6 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
             return
-        if (own := code_of_update(stepper.optimizer)) is not None:
-            yield _not_rehearsed(own)
-            return
         try:
             with _update_undone(stepper.optimizer):
                 stepper.optimizer.step()
@@ -112,7 +105,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield _failed("PF012", f"the update after {what}", error)
 
 
-def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     with undone(prepared):
@@ -131,7 +124,7 @@ def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
     """Generates one small sample in the precision for samples."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.plan.sample_every:
@@ -145,7 +138,7 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
             yield replace(failed, fix=f"run.sample_every: 0 trains without samples; {failed.fix}")
 
 
-def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
+def without_gradient(subject: Subject) -> Iterator[Finding]:
     """PF014: trained tensors that get no gradient, or only zeros."""
     model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -166,7 +159,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _not_zero(tensors: dict[str, Tensor], subject: Subject[Any]) -> set[str]:
+def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
     """The names of tensors with an element that is not zero, in any of the processes that share a model."""
     stepper = subject.prepared.stepper
     some = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
@@ -191,7 +184,7 @@ def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str],
     return False
 
 
-def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
+def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
@@ -211,7 +204,7 @@ def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _not_finite(subject: Subject[Any], what: str) -> Finding:
+def _not_finite(subject: Subject, what: str) -> Finding:
     stepper = subject.prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
     error = stepper.non_finite([batch], step=0, what=what)
@@ -219,13 +212,6 @@ def _not_finite(subject: Subject[Any], what: str) -> Finding:
     return Finding(
         code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
         observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]), fix=error.fix,
-    )  # fmt: skip
-
-
-def _not_rehearsed(own: str) -> Finding:
-    return Finding(
-        code="PF012", severity=Severity.NOTE, place=Place(symbol=own), message=f"the update by {own} is not rehearsed",
-        cause="code of your own may keep state that no rehearsal could put back", observed="whether it runs, and its memory, are not known",
     )  # fmt: skip
 
 
