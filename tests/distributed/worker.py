@@ -4,7 +4,6 @@ config, resume  as for `isotype train`
 command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
-counted         prints the bytes that the last step sent
 sums            a file's name: FILE.RANK gets, of each step, the dtype and the elements of every tensor of floats that was summed over the
                 processes, without the observer: {step: [[dtype, elements], ...]}
 narrow          gradients are summed in bf16, whatever is declared
@@ -120,41 +119,6 @@ COLLECTIVES = {
 }
 
 
-def with_counted_bytes() -> None:
-    """Prints at each step what its collectives sent, by ring algorithms: the sizes are those of the tensors that they were given.
-
-    FSDP and the world look the functions up in `torch.distributed` when they call them.
-    """
-    sent, takes = {"in all": 0.0, "between": 0.0}, Loop._step
-
-    def counting(name: str, place: int, keyword: str, times: int) -> None:
-        collective = getattr(torch.distributed, name)
-
-        def call(*args, **kwargs):
-            tensor = args[place] if len(args) > place else kwargs[keyword]
-            group = kwargs.get("group")
-            ranks = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
-            bytes_ = times * tensor.numel() * tensor.element_size() * (len(ranks) - 1) / len(ranks)
-            sent["in all"] += bytes_
-            local = int(os.environ["LOCAL_WORLD_SIZE"])
-            sent["between"] += bytes_ if len({rank // local for rank in ranks}) > 1 else 0.0
-            return collective(*args, **kwargs)
-
-        setattr(torch.distributed, name, call)
-
-    for name, how in COLLECTIVES.items():
-        if hasattr(torch.distributed, name):
-            counting(name, *how)
-
-    def step(loop, number):
-        sent.update(dict.fromkeys(sent, 0.0))
-        takes(loop, number)
-        if loop.world.first:
-            print(f"step {number} sent {int(sent['in all'])} bytes, {int(sent['between'])} of them to other machines")
-
-    Loop._step = step
-
-
 def with_listed_sums(file: str) -> None:
     """Lists what the steps' sums were given. Of what processes sum in a step, only the gradients are not fp64."""
     listed, takes = {}, Loop._step
@@ -195,8 +159,6 @@ def main() -> int:
         with_listed_sums(given["sums"])
     if given.get("narrow"):
         with_narrow_sums()
-    if given.get("counted"):
-        with_counted_bytes()
     if given.get("offload"):
         with_offload(given["offload"])
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -99,7 +99,6 @@ def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     assert list(made["kinds"]) == ["replicate", "shard", "hybrid"]
     held = {kind: sum(one["memory"][part] for part in ("frozen", "trained", "optimizer")) for kind, one in made["kinds"].items()}
     assert held["replicate"] > held["hybrid"] > held["shard"]
-    assert made["kinds"]["hybrid"]["between"] < made["kinds"]["shard"]["between"]
     assert made["auto"]["kind"] == "replicate"
     twelve = [*command[:5], "--gpus", "12", "--device", "h100"]
     refused = subprocess.run(twelve, env=environment(), capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ from .preflight.check import RECORD, preflight
 from .preflight.rehearsal import undone
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
-from .resume import Changed, compare_data, compare_objectives, compare_with_before, keep_changes, refuse_fewer_steps, restore
+from .resume import Changed, compare_data, compare_objectives, compare_with_before, record_resume, refuse_fewer_steps, restore
 from .schedule import Milestones
 from .setup import Prepared, prepare
 from .start import header_rows, write_start
@@ -146,9 +146,10 @@ class _Run:
             compile_on_longest_rows(subject)
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:
-            world.first_does(lambda: refuse_fewer_steps(loop))
+            step, passed = world.first_does(loop.store.newest_whole)
+            refuse_fewer_steps(loop, step)
             known = [*changes, *(compare_data(task, folder, console, changes) if world.first else [])]
-            world.first_does(lambda: keep_changes(folder, known))
+            world.first_does(lambda: record_resume(folder, step, known))
         name = objective_name(self.objective)
         world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming))
         rows = [] if name is None else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
@@ -159,7 +160,9 @@ class _Run:
         if world.size == 1 and (note := asked_but_not_started()):
             console.say(f"warning   {note}")
         if self.resuming:
-            restore(loop, console)
+            for reason in passed:
+                console.say(f"resume    {reason}: passed over")
+            restore(loop, step, console)
         names = config.run.trackers if world.first else []
         loop.trackers = trackers = start(names, folder.path, config.model_dump(), console.say) if names else None
         status = 1
