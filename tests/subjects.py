@@ -10,9 +10,8 @@ import pytest
 from isotype.data.rows import LoadedData
 from isotype.runs.folder import RunFolder
 from isotype.tasks.choose import task_of
-from isotype.training.preflight.subject import Subject
 from isotype.training.schedule import Milestones
-from isotype.training.setup import prepare
+from isotype.training.setup import Subject, prepare
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
-from isotype.ops.linear_log_probs import OUTPUTS
-from isotype.ops.linear_log_probs.op import linear_log_probs_reference
+from isotype.ops.linear_log_probs import OUTPUTS, linear_log_probs_reference
 from tests.ops.trials import FACTOR, error
 
 OPTIONS = {"plain": {}, "all": {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}}
@@ -152,10 +151,10 @@ def test_logits_never_exist_at_once():
             return out
 
     from isotype.ops.cross_entropy.rule import LossRule
-    from isotype.ops.linear_log_probs import op
+    from isotype.ops.linear_log_probs import _forward
 
     with Sizes():
-        op._forward.__wrapped__(x, w, None, targets, *LossRule().arguments, 64, True, True, True, True, "log_probs")
+        _forward.__wrapped__(x, w, None, targets, *LossRule().arguments, 64, True, True, True, True, "log_probs")
     assert max(seen) <= 64 * 2000
 
 

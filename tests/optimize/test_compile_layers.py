@@ -10,7 +10,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from isotype.errors import UsageError
-from isotype.optimize import optimize, regions, restore
+from isotype.optimize import forwards as regions
+from isotype.optimize import optimize, restore
 from isotype.optimize.layers import compile_layers
 from isotype.precision.apply import _Narrow
 from isotype.training.memory.plan import LiveBytes

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.errors import PreflightError, UsageError
 from isotype.observe import is_observed
-from isotype.optimize import regions
+from isotype.optimize import forwards as regions
 from isotype.tasks.choose import train
 
 COMPILED = {"model": {"compile": "layers"}, "precision": {"preset": "bf16-lora"}, "run": {"observe_every": 100}}

@@ -27,9 +27,8 @@ from ..precision.vision import vision_parts
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.static import vanishing_updates
-from ..training.preflight.subject import Subject
 from ..training.schedule import Milestones
-from ..training.setup import Prepared
+from ..training.setup import Prepared, Subject
 from ..training.task import Check
 from .attachment import Attachment
 

@@ -22,9 +22,8 @@ from ..instance_method import InstanceMethod, put, settings_of
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .forwards import Half, LayerSettings, layer_forward, whole
+from .forwards import CACHES, Half, LayerSettings, is_region, layer_forward, mark, region, whole, without_cache
 from .instances import foreign, placement, same_in_both_modes, stand_in, taken
-from .regions import CACHES, is_region, mark, region, without_cache
 
 PART = "layer"
 

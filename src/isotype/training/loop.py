@@ -25,8 +25,7 @@ from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
-from ..model.card import write_card
-from ..model.export import trained_tensors
+from ..model.export import trained_tensors, write_card
 from ..observe import Observation, Observer, is_observed
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder

@@ -27,11 +27,10 @@ from .loop import Loop
 from .memory.auto import less_memory
 from .preflight.check import RECORD, preflight
 from .preflight.rehearsal import undone
-from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .resume import Changed, compare_data, compare_objectives, compare_with_before, record_resume, refuse_fewer_steps, restore
 from .schedule import Milestones
-from .setup import Prepared, prepare
+from .setup import Prepared, Subject, prepare
 from .start import header_rows, write_start
 from .task import Task
 from .trackers import start

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from .schedule import Milestones
+from .task import Batch
+
 _CHECKPOINTING = "train.gradient_checkpointing"
 REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
 
@@ -328,3 +335,30 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
+
+    task         a `training.task.Task`; of an attached trainer what the checks of tokens ask of one
+    micro_batch  rows of a forward pass; by default train.batch_size
+    """
+
+    config: RunConfig
+    task: Any
+    prepared: Prepared
+    plan: Milestones
+    folder: Path
+    resuming: bool = False
+    micro_batch: int | None = None
+
+    @cached_property
+    def longest_rows(self) -> Sequence[Any]:
+        """The rows of the largest batch that the feed could return."""
+        rows: Sequence[Any] = self.task.largest(self.micro_batch or self.config.train.batch_size)
+        return rows
+
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        batch: Batch = self.task.collate(rows)
+        return batch.to(self.prepared.device)

@@ -19,10 +19,9 @@ from isotype.config.write import init_yaml
 from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.tasks.choose import task_of, train
-from isotype.tasks.diffusion.captions import with_trained_captions
 from isotype.tasks.diffusion.loss import NoiseLevels, objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
-from isotype.tasks.diffusion.pictures import gather
+from isotype.tasks.diffusion.pictures import gather, with_trained_captions
 from isotype.training.setup import settle
 
 

@@ -16,7 +16,7 @@ from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
-from ...training.preflight.subject import Subject
+from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import counted
 from .batches import Batch, collate, model_inputs, takes_one_row

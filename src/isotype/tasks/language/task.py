@@ -42,8 +42,7 @@ from .distil import Distil
 from .objective import NextToken, Objective
 from .outline import of_data, outline
 from .preference.labelled import FromLabels
-from .preference.objective import Preference
-from .preference.reward import Reward
+from .preference.objective import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 

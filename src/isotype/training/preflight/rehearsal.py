@@ -26,9 +26,8 @@ from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
 from ...wording import counted
-from ..setup import Prepared
+from ..setup import Prepared, Subject
 from ..task import random_state_restored
-from .subject import Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)

@@ -24,8 +24,7 @@ from ..memory.device import memory_there, other_memory, shown
 from ..memory.distributed_plan import plan_part
 from ..memory.plan import optimizer_bytes
 from ..schedule import learning_rate, repeats_in_a_step, warmup_steps
-from ..setup import Prepared
-from .subject import Subject
+from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
 MANY, NEARLY_ALL = 0.5, 0.9  # shares of the weights that cannot move: a warning, an error

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...environment.planned import stands_for
-from ...errors import UsageError
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
-from ..contract import OpContract
-from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
-from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rows import Again, Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
-from ..library import library_op
-from ..linear_cross_entropy.chunked import (
+from ..environment.planned import stands_for
+from ..errors import UsageError
+from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from .contract import OpContract
+from .cross_entropy.eager import RowValues, Upstream, Wanted, room
+from .cross_entropy.op import rule_logits
+from .cross_entropy.rows import Again, Cpp, Source, row_paths
+from .cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
+from .library import library_op
+from .linear_cross_entropy.chunked import (
     Chunks,
     by_vocabulary,
     check_head,

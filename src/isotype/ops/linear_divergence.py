@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
-from ..contract import OpContract
-from ..cross_entropy.eager import blocks, widen_, work_buffer
-from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rule import LossRule
-from ..library import library_op
-from ..linear_cross_entropy.chunked import (
+from ..errors import ShapeError, UsageError
+from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from .contract import OpContract
+from .cross_entropy.eager import blocks, widen_, work_buffer
+from .cross_entropy.op import rule_logits
+from .cross_entropy.rule import LossRule
+from .library import library_op
+from .linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
     check_head,
