@@ -54,10 +54,6 @@ class ModelSection(Section):
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
     optimize: bool = True
     """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
-    compile: Literal["none", "layers"] = "none"
-    """`layers`: a training step runs each decoder layer as a graph of `torch.compile`, the same one for all layers and lengths. Observed
-    steps, evaluation and samples run uncompiled; results agree to rounding. Not with `data.packing`, `layers+offload`,
-    `train.keep_attention`, `parallel.kind: shard` or `hybrid`, nor remote code."""
     lora_branch: Literal["compute", "fp32"] = "compute"
     """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False

@@ -20,7 +20,6 @@ from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
 from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
-from .layers import uncompile_layers
 from .manifest import Manifest, base_notes
 
 
@@ -165,7 +164,6 @@ def restore(model: nn.Module) -> int:
     vars(model).pop(PLACED, None)
     vars(model).pop(attention.NEEDS, None)
     undone = unfuse_lora(model)
-    uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)

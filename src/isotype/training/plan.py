@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config.kind import wants_compiled
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, by_name, detect
@@ -140,8 +139,6 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(task, basis, made, has=hardware.memory, besides=process)
     peak = memory.peak + process
-    if wants_compiled(config):
-        notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
         how = less_memory(config, checkpointing.kind)
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.kind import wants_compiled
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
 from ..distributed.rank import asked_but_not_started
@@ -26,7 +25,6 @@ from .interrupt import Interrupt
 from .loop import Loop
 from .memory.auto import less_memory
 from .preflight.check import RECORD, preflight
-from .preflight.rehearsal import undone
 from .quiet import quiet_libraries
 from .resume import Changed, compare_data, compare_objectives, compare_with_before, record_resume, refuse_fewer_steps, restore
 from .schedule import Milestones
@@ -142,7 +140,6 @@ class _Run:
             micro_batch=prepared.batching.rows,
         )  # fmt: skip
         with world.exchanging():
-            compile_on_longest_rows(subject)
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:
             step, passed = world.first_does(loop.store.newest_whole)
@@ -298,15 +295,3 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
         return gone
     message = f"{name}: {reason}" if name else reason
     return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")
-
-
-def compile_on_longest_rows(subject: Subject[Any]) -> None:
-    """Compiles the layers on the longest rows, where that is asked for. Raises UsageError for a layer that is not one graph.
-
-    A resumed run does the same, whatever its next rows: the graphs of both are made from the same sizes.
-    """
-    prepared = subject.prepared
-    if wants_compiled(subject.config):
-        with undone(prepared):
-            prepared.model.train()
-            prepared.stepper.accumulate([subject.batch_of(subject.longest_rows)])

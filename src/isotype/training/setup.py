@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.kind import check_compile, wants_compiled
 from ..config.schema import RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
@@ -26,7 +25,6 @@ from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
 from ..optimize import Manifest
-from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
@@ -111,7 +109,6 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
-    check_compile(config)
     check_adapters(config)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
@@ -158,8 +155,6 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
         checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size), source=sources.get(_CHECKPOINTING, ""))
         apply_checkpointing(model, checkpointing)
-        if wants_compiled(config):
-            manifest.notes.append(compile_layers_of(model))
         units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
 
@@ -183,18 +178,6 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     return Prepared(
         basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprint, parallel
     )  # fmt: skip
-
-
-def compile_layers_of(model: nn.Module) -> str:
-    """Compiles the model's layers; a line for the manifest. Raises UsageError."""
-    layers = checkpointable(model)
-    if not layers:
-        raise UsageError("model.compile: layers: this architecture marks no layers that could be compiled", fix="model.compile: none")
-    compile_layers(layers)
-    return (
-        f"{len(layers)} layers of {type(layers[0]).__name__} run as compiled graphs in training steps; observed steps, evaluation and "
-        "samples run uncompiled"
-    )
 
 
 def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
@@ -236,8 +219,6 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
     given = parallel_as_configured(config, world)
     if given is not None:
         return given
-    if wants_compiled(config):
-        return Parallel("replicate", "model.compile: layers")
 
     def decide() -> list[str]:
         made = task.outline(precision, device_type=device.type)
@@ -321,7 +302,6 @@ def planned_checkpointing(
     target = None if train.memory is None else bytes_of(train.memory)
     return auto_checkpointing(
         simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target,
-        plain=wants_compiled(task.config),
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ def auto_checkpointing(
     besides: int,
     device_type: str,
     target: int | None = None,
-    plain: bool = False,
 ) -> Found:
     """The choice that `auto` makes, and the memory plan for it.
 
@@ -38,7 +37,6 @@ def auto_checkpointing(
     layers    how many can recompute
     has       bytes of the device, 0 where unknown; `besides` of them go to something else than the step
     target    bytes that the step's plan shall stay below, `train.memory`
-    plain     layers are recomputed whole, and nothing goes to host memory: what compiled layers can do
     """
 
     def choice(kind: str, n: int, why: str) -> Checkpointing:
@@ -85,12 +83,11 @@ def auto_checkpointing(
         return (kept, kept_plan) if fits(kept_plan) else (found, plan)
 
     if not fits(plan):
-        if device_type == "cpu" or plain:
+        if device_type == "cpu":
             return every, plan
         away = choice(OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}")
         return with_attention(away, simulate(away))
-    found, plan = fewest(every, plan)
-    return (found, plan) if plain else with_attention(found, plan)
+    return with_attention(*fewest(every, plan))
 
 
 def less_memory(config: RunConfig, checkpointing: str) -> str:
