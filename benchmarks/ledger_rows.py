@@ -8,14 +8,54 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.library import library_op
 from isotype.ops.linear_cross_entropy import op as head
 from isotype.ops.recompute import is_recomputing
+
+
+def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
+def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
+
+
+@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
+def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
+
+
+class Planned:
+    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
+
+    @staticmethod
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+        return _kernel_forward(logits_TV, targets_T)
+
+    @staticmethod
+    def cross_entropy_backward(
+        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    ) -> Tensor:
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return out_TV
+
+    @staticmethod
+    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return loss_T, lse_T
+
 
 Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
 
@@ -164,7 +204,7 @@ class Launches(TorchDispatchMode):
     def _head(self, *args: Any) -> Any:
         """For PyTorch this is one operator. It launches one or two products and one loss per chunk, and each is recorded."""
         inside: Any = head._forward
-        with self:
+        with self, patch.object(head, "row_paths", lambda x: Planned):
             return inside.__wrapped__(*args)
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:

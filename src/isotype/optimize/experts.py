@@ -17,7 +17,6 @@ from ..instance_method import MARK, put
 from ..lora.attach import active_adapter, has_hooks, is_stacked
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
-from ..ops.recompute import layers_running, same_choices
 from ..placement import Placement
 from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
@@ -186,26 +185,3 @@ def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     if wrappers and branch_fp32:
         said.append("lora_branch: fp32 does not reach adapters on experts: they have the products' dtype, as in PEFT")
     return placement(PART, path, base, "experts", "; ".join(said))
-
-
-# --- the block around them
-
-
-def is_block(module: nn.Module) -> bool:
-    """Whether this is a mixture's own block: its router chooses for the experts beside it."""
-    return any(is_candidate(child) for child in module.children()) and not is_stacked(module)
-
-
-def block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own, which chooses the same experts where a layer is recomputed."""
-    if not layers_running:
-        return type(self).forward(self, *args, **kwargs)
-    with same_choices():
-        return type(self).forward(self, *args, **kwargs)
-
-
-def place_block(path: str, module: nn.Module) -> Placement:
-    reason = taken(module)
-    if reason is None:
-        put(module, block_forward, None)
-    return placement("router", path, module, None if reason else "same choices", reason or "when its layer is recomputed")

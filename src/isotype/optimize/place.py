@@ -99,8 +99,6 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         if path and id(module) not in inner and experts.is_candidate(module):
             manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
             inner |= {id(m) for m in module.modules()}
-        elif path and experts.is_block(module) and id(module) not in inner:
-            manifest.entries.append(experts.place_block(path, module))
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backend import applied, autocast_off, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..library import library_op
-from .rows import loss_paths
+from .rows import row_paths
 from .rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets, reduce
 
 CROSS_ENTROPY = OpContract(
@@ -70,7 +70,7 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    return loss_paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    return row_paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -88,7 +88,7 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    return loss_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    return row_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cross_entropy.op import cross_entropy_reference
-from ..cross_entropy.rows import Cpp, Source, loss_paths
+from ..cross_entropy.rows import Cpp, Source, row_paths
 from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
 from .chunked import (
@@ -86,7 +86,7 @@ def _forward(
         out.dweight_VH.zero_()
     into, back = gradient_factors(chunks.operand, upstream)
     head = HeadGradient(out.dweight_VH, back)
-    compute = loss_paths(chunks.logits)
+    compute = row_paths(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
@@ -132,7 +132,7 @@ def _backward(
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         given = dloss_N if factor is None else dloss_N * factor
-        loss_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+        row_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
     return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 

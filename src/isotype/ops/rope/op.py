@@ -117,7 +117,9 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rope")
-        return *_rotated(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back, ctx.path), None, None, None, None, None
+        cos_BSR, sin_BSR = ctx.saved_tensors
+        dq_BNSD, dk_BMSD = _rotated(dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.back, ctx.path)
+        return dq_BNSD, dk_BMSD, None, None, None, None, None
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
