@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import IGNORED
 from isotype.errors import PreflightError, UsageError
 from isotype.finding import Severity
 from isotype.precision.apply import inner_model
@@ -21,15 +21,12 @@ from isotype.tasks.language.checks import (
     beyond_the_positions,
     end_never_learnt,
     missing_template,
-    moved_by_padding,
     nothing_to_learn,
     packed_documents_apart,
-    padding_changes_nothing,
     prompts_learnt,
     untouched_rows,
     untrained_new_tokens,
 )
-from tests.models import tiny
 
 # --- labels
 
@@ -237,30 +234,3 @@ def test_learnt_prompts_are_seen_in_packed_rows_too(subject, tmp_path):
     template.write_text("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
     one = subject(data={**PACKED, "chat_template": str(template)})
     assert [f.code for f in prompts_learnt(one)] == ["PF006"]
-
-
-# --- padding
-
-
-class FromTheEnd(torch.nn.Module):
-    """Takes every token's position from the end of the row, as a model that counts on padding on the left."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.arange(x.shape[1], 0, -1, device=x.device)[:, None]
-
-
-def test_a_model_that_reads_its_rows_from_the_end_is_found(subject):
-    one = subject("plain")
-    assert list(padding_changes_nothing(one)) == []
-    model = inner_model(one.prepared.model).model
-    model.norm = torch.nn.Sequential(model.norm, FromTheEnd())
-    (found,) = padding_changes_nothing(one)
-    assert found.code == "PF022"
-
-
-def test_a_family_that_counts_on_padding_on_the_left():
-    sizes = {"hidden_size": 32, "dim_ff": 48, "dim_head": 8, "prompt_types": 4, "prompt_length": 8, "segment_types": 4, "vocab_size": 128}
-    row = Row(tuple(range(3, 22)), tuple(range(3, 22)), 0)
-    moved = [moved_by_padding(model.eval(), row, pad_id=0, device=torch.device("cpu")) for model in (tiny("cpmant", **sizes), tiny())]
-    assert moved[0] > 0.05
-    assert moved[1] < 1e-5

@@ -1,9 +1,8 @@
-"""The checks of tokens before step 1: labels, the tokenizer, positions, packing, padding."""
+"""The checks of tokens before step 1: labels, the tokenizer, positions, packing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from ...training.preflight.rehearsal import STEP_ERRORS, undone
 from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import counted
-from .batches import Batch, collate, model_inputs, takes_one_row
+from .batches import collate, model_inputs, takes_one_row
 
 if TYPE_CHECKING:
     pass
@@ -28,10 +27,8 @@ FEW = 0.05  # below this share, rows without a token to learn are only listed in
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
 NEAR_ZERO = 1e-3  # of the median norm
-TRIAL = 64  # tokens of each document in the trials of packing and padding: a leak is there from the first token on
+TRIAL = 64  # tokens of each document in the trial of packing: a leak is there from the first token on
 LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
-# of the largest logit, at half of the positions: other shapes round otherwise, by at most 0.4% in bf16 in the families that were tried
-MOVED, MOVED_IN_FP32 = 2e-2, 1e-3
 
 
 def formats(subject: Subject) -> set[str]:
@@ -283,49 +280,6 @@ def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device
     return logits
 
 
-def padding_changes_nothing(subject: Subject) -> Iterator[Finding]:
-    """PF022: padding behind a row changes what the model predicts in it. Rows of a batch are padded on the right; a model that expects
-    padding on the left, as CPMAnt, masks a row's own beginning then and reads the padding in its place."""
-    if subject.config.data.packing:
-        return
-    prepared = subject.prepared
-    row = min(subject.longest_rows, key=lambda row: len(row.input_ids))
-    with undone(prepared):
-        prepared.model.eval()
-        try:
-            moved = moved_by_padding(prepared.model, row, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
-        except STEP_ERRORS:  # the rehearsed step has said it
-            return
-    if moved <= (MOVED_IN_FP32 if prepared.resolved.precision.compute == "fp32" else MOVED):
-        return
-    yield Finding(
-        code="PF022", severity=Severity.WARNING, place=Place(symbol="data.train"),
-        message="padding behind a row changes what the model says in it: rows are learnt otherwise beside longer ones",
-        observed=f"logits move by {moved:.2g} of the largest at half of the row's positions",
-        cause="this model finds the beginning or the length of a row by itself, and not as padding on the right has them",
-        fix="data.packing: true has no padding, where the model can keep rows apart; rows of one length have none; or take a model that "
-        "reads its attention mask",
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def moved_by_padding(model: nn.Module, row: Row, *, pad_id: int, device: torch.device) -> float:
-    """By how much a row's logits move when padding is put behind it, relative to the largest; the median of its positions."""
-    n = min(TRIAL, len(row.input_ids))
-    ids = row.input_ids[:n]
-    padded = collate([Row(ids, ids, 0), Row((*ids, ids[0]), (*ids, ids[0]), 0)], pad_id=pad_id, device_type=device.type).to(device)
-    alone = replace(
-        padded, input_ids=padded.input_ids[:1, :n], labels=padded.labels[:1, :n], attention_mask=torch.ones_like(padded.input_ids[:1, :n])
-    )  # fmt: skip
-    as_is, moved = (_padded_logits(model, batch)[:n] for batch in (alone, padded))
-    return float((as_is - moved).abs().amax(-1).median() / as_is.abs().max().clamp_min(1e-9))
-
-
-def _padded_logits(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(**model_inputs(model, batch)).logits[0].float()
-    return logits
-
-
 CHECKS: dict[str, tuple[Check, ...]] = {
     "data": (
         Check(("PF005",), nothing_to_learn),
@@ -336,5 +290,5 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(("PF010",), missing_template),
         Check(("PF020",), beyond_the_positions),
     ),
-    "real": (Check(("PF018",), packed_documents_apart), Check(("PF022",), padding_changes_nothing)),
+    "real": (Check(("PF018",), packed_documents_apart),),
 }
