@@ -353,7 +353,7 @@ def _cross_entropy(
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
     recipe.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(input)
-    loss = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    loss: Tensor = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
     return loss.to(dtype)
 
 
