@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -43,17 +43,10 @@ _VIEWS = {
 
 
 class Memory:
-    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them, or hooked it; None so far."""
+    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them; None so far."""
 
     def __init__(self) -> None:
         self.changed: str | None = None
-
-
-@dataclass
-class PassedBy:
-    """Whether a loss with a gradient was computed past the logits."""
-
-    a_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +67,14 @@ class Recipe:
     items: int | Tensor | None = None  # what a summed loss will be divided by, where the forward was given it
     # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
-    # no gradient of such a loss will reach the logits; the same for all that is made of these logits
-    passed_by: PassedBy = field(default_factory=PassedBy)
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
+
+    @property
+    def scale_and_softcap(self) -> tuple[float, float | None]:
+        """The ops': post tanh(pre x) is their softcap tanh(scale x / softcap)."""
+        return (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
 
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
@@ -100,26 +96,27 @@ class Recipe:
                 "also in a hook of backward(), or your own code",
             )
 
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Once checked: autocast and gradients as they were when the head was called."""
+        self.check()
+        with planned.autocast(self.hidden.device.type, self.cast), torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            yield
+
     def compute(self) -> Tensor:
         """The real logits, in the dtypes in which the model would have made them, with their graph if the model would have made one."""
-        self.check()
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
-            return self._compute()
-
-    def _compute(self) -> Tensor:
-        with _as_then(self):
-            x = F.linear(self.hidden, self.weight, self.bias)
-        with autocast_off(x):
-            x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
-            x = x if self.pre == 1.0 else x * self.pre
-            return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
+            with self.as_then():
+                x = F.linear(self.hidden, self.weight, self.bias)
+            with autocast_off(x):
+                x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
+                x = x if self.pre == 1.0 else x * self.pre
+                return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
-        self.check()
-        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
-        scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
-        with _as_then(self):
+        scale, cap = self.scale_and_softcap
+        with self.as_then():
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
                 self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap,
@@ -138,11 +135,6 @@ class Recipe:
 def _call(hook: Callable[[Any], Any], gradient: Tensor) -> None:
     """What FSDP's hook returns is the gradient that it was given."""
     hook(gradient)
-
-
-def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
-    """Autocast as it was when the head was called: a loss computed outside it uses the same product."""
-    return planned.autocast(recipe.hidden.device.type, recipe.cast)
 
 
 class DeferredLogits(DeferredTensor):
@@ -222,14 +214,11 @@ def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a write in place or a hook: these become real, and others that would share their memory are refused from then on."""
+    """Before a write in place: these become real, and others that would share their memory are refused from then on. A hook is refused."""
     for x in arguments:
         if isinstance(x, DeferredLogits):
-            if name in _HOOKS and x.recipe.passed_by.a_loss:
-                raise IsotypeError(
-                    f"{name}() on logits that a loss was already computed from, without them: their gradient does not exist",
-                    fix=f"forward without labels, and the loss from outputs.logits after {name}(); or isotype.restore(model)",
-                )
+            if name in _HOOKS:
+                raise IsotypeError(f"{name}() on deferred logits, which have no gradient of their own", fix="isotype.restore(model)")
             x.materialise(name)
             x.memory.changed = name
 
@@ -352,7 +341,6 @@ def _cross_entropy(
     # PyTorch's own: autocast computes this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
-    recipe.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(input)
     loss: Tensor = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
     return loss.to(dtype)
 

@@ -7,15 +7,13 @@ Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..environment import planned
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype, refuse_second_derivative, wide
 from .deferred_tensor import DeferredTensor, in_graph
@@ -69,20 +67,6 @@ class HeadMean(torch.autograd.Function):
         return (dmean_H / ctx.shape[0]).to(ctx.dtype).expand(ctx.shape)
 
 
-@contextmanager
-def as_then(x: Any, *, used: bool) -> Iterator[Any]:
-    """The recipe, once checked, with autocast and gradients as they were when the head was called.
-
-    used a gradient may bypass the logits, which then have none themselves
-    """
-    r = x.recipe
-    r.check()
-    with planned.autocast(r.hidden.device.type, r.cast), torch.set_grad_enabled(r.grad and torch.is_grad_enabled()):
-        if used and torch.is_grad_enabled():
-            x.recipe.passed_by.a_loss = True
-        yield r
-
-
 def is_last(x: Any, dim: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, x.dim() - 1)
 
@@ -97,7 +81,8 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
     classes = one_class_a_row(x, dim, index)
     if rest or classes is None or x.computed is not None:
         return None
-    with as_then(x, used=True) as r:
+    r = x.recipe
+    with r.as_then():
         answered["selected_logits"] += 1
         dtype = product_dtype(r.hidden, r.weight)
         with autocast_off(r.hidden):
@@ -112,10 +97,10 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 
 def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
     """One of `linear_log_probs`'s outputs, for each row: [*n]."""
-    with as_then(x, used=output in ("log_probs", "logsumexp")) as r:
+    r = x.recipe
+    with r.as_then():
         answered["linear_log_probs"] += 1
-        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
-        scale, cap = (r.pre, None) if r.post is None else (r.pre * r.post, r.post)
+        scale, cap = r.scale_and_softcap
         values = linear_log_probs(
             r.hidden, r.weight, classes, bias=r.bias, outputs=(output,), ignore_index=NEVER_IGNORED, logit_scale=scale, softcap=cap
         )
@@ -147,7 +132,7 @@ def row_means(x: Any) -> Tensor | None:
     r = x.recipe
     if r.post is not None:
         return None if x.requires_grad and torch.is_grad_enabled() else per_row(x, any_class(x), "mean_logits")
-    with as_then(x, used=True):
+    with r.as_then():
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = wide(dtype)
         with autocast_off(r.hidden):
@@ -226,7 +211,6 @@ def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None =
         return None
     # PyTorch's own: autocast computes it in fp32
     narrow = x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
-    x.recipe.passed_by.a_loss |= x.requires_grad and torch.is_grad_enabled()
     # logits of its own: a later write to x does not change what was computed before
     return DeferredLogProbs(type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype))
 

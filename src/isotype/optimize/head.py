@@ -334,9 +334,7 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
         return "its forward does more to the logits than a scale and a softcap"
     if logits.recipe.hidden.shape != hidden.shape:
         return "its head is not given every row"
-    pre, post = logits.recipe.pre, logits.recipe.post
-    # post tanh(pre z) is the op's softcap tanh(scale z / softcap)
-    return AfterHead(pre, None) if post is None else AfterHead(pre * post, post)
+    return AfterHead(*logits.recipe.scale_and_softcap)
 
 
 def place_targets(model: nn.Module, head: nn.Module) -> str | None:

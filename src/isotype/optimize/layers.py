@@ -22,7 +22,7 @@ from ..placement import Placement
 from . import norms
 from .attention import implementation_of
 from .forwards import CACHES, Half, LayerSettings, layer_forward, whole
-from .instances import foreign, placement, same_in_both_modes, stand_in, taken
+from .instances import Rows, foreign, placement, same_in_both_modes, stand_in, taken
 
 PART = "layer"
 
@@ -72,18 +72,6 @@ class _Attention(nn.Module):
         return hidden_states.cos() * 0.7 + 0.2, None
 
 
-class _Rows(nn.Module):
-    """Stands for a norm or an MLP: a function of its own."""
-
-    def __init__(self, shift: float, *, first: bool = False) -> None:
-        super().__init__()
-        self.shift, self.first = shift, first
-
-    def forward(self, x: Tensor) -> Any:
-        made = (x * (1.0 + self.shift)).sin() + self.shift
-        return (made, None) if self.first else made
-
-
 def forms(children: Children, module: nn.Module) -> Iterator[tuple[Half, Half, str | None]]:
     """Every way in which these children can be the form."""
     numbers = [name for name, value in vars(module).items() if isinstance(value, float) and not name.startswith("_")]
@@ -118,8 +106,8 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     x = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64).view(1, 2, 6)
     for mlp_first in (False, True):
         stub = _Attention()
-        stubs: dict[str, nn.Module] = {name: _Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
-        twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: _Rows(0.55, first=mlp_first)}, {})
+        stubs: dict[str, nn.Module] = {name: Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
+        twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: Rows(0.55, first=mlp_first)}, {})
         # the class's own forward hands on what it was given under the same names
         given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in CACHES}
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,32 +150,9 @@ class Cpp:
         return out_NV
 
 
-class Paths(Protocol):
-    """What the modules `triton` and `eager` and the class `Cpp` offer."""
-
-    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
-    def cross_entropy_backward(
-        self,
-        logits_TV: Tensor,
-        targets_T: Tensor,
-        lse_T: Tensor,
-        dloss_T: Tensor,
-        rule: LossRule,
-        out_TV: Tensor,
-        classes: int,
-        first: int = 0,
-    ) -> Tensor: ...
-    def loss_and_gradient(
-        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-    def row_values(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
-    def row_value_gradients(
-        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
-    ) -> Tensor: ...
-
-
-def row_paths(x: Tensor) -> Paths | type[Cpp]:
-    """What computes on rows of logits: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
+def row_paths(x: Tensor) -> Any:
+    """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch
+    elsewhere."""
     if triton_runs(x):
         from . import triton
 
