@@ -38,7 +38,6 @@ class ExpertsSettings:
     up: str
     biased: bool
     transposed: bool
-    normed: bool
     activation: Activation | None
 
 
@@ -66,7 +65,8 @@ def recognise(module: Any) -> ExpertsSettings | str:
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return "its experts do not follow transformers' interface for experts"
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    normed = getattr(module, "has_post_expert_norm", False)
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
     transposed, biased = module.is_transposed, module.has_bias
     if any(not p.is_floating_point() for p in module._parameters.values() if p is not None):
         return "its weights are packed"
@@ -82,11 +82,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
         return "it has other weights than two stacks"
     generator = torch.Generator().manual_seed(0)
     tiny = {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes.items()}
-    children = {}
-    if normed:
-        norm = children["post_expert_norm"] = stand_in(module.post_expert_norm, {}, {})
-        norm._parameters = {name: nn.Parameter(torch.linspace(0.5, 2.0, _HIDDEN, dtype=torch.float64)) for name in norm._parameters}
-    twin: Any = stand_in(module, children, tiny)
+    twin: Any = stand_in(module, {}, tiny)
     for name, size in _SIZES.items():
         if hasattr(twin, name):
             setattr(twin, name, size)
@@ -95,7 +91,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
     own = inspect.unwrap(type(module).forward)
     for activation in _activations(module):
-        found = ExpertsSettings(up, biased, transposed, normed, activation)
+        found = ExpertsSettings(up, biased, transposed, activation)
         if same_in_both_modes(twin, lambda: own(twin, x, index, weights), partial(compute, twin, {}, x, index, weights, found), x, weights):
             return found
     return "its output is not that of stacked experts on a probe"
@@ -116,7 +112,7 @@ def _activations(module: Any) -> list[Activation | None]:
 
 def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor, weights: Tensor, s: ExpertsSettings) -> Tensor:
     """The op over this module's own weights."""
-    parameters, norm = module._parameters, module.post_expert_norm if s.normed else None
+    parameters = module._parameters
     activation = s.activation if s.activation is not None else module._apply_gate if module.has_gate else module.act_fn
     return experts(
         x,
@@ -130,8 +126,6 @@ def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor,
         down_adapter=adapters.get("down_proj"),
         activation=activation,
         transposed=s.transposed,
-        norm=norm,
-        norms=() if norm is None else tuple(norm.parameters()),
     )
 
 
