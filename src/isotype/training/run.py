@@ -135,10 +135,7 @@ class _Run:
             prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
         loop = self._loop(prepared)
         world.at(0, "the preflight")
-        subject = Subject(
-            config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
-            micro_batch=prepared.batching.rows,
-        )  # fmt: skip
+        subject = Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming)
         with world.exchanging():
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:

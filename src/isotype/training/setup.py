@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,19 +34,9 @@ from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
-from .step import Stepper
-from .task import Outline, Task
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
-
 from .schedule import Milestones
-from .task import Batch
+from .step import Stepper
+from .task import Batch, Outline, Task
 
 _CHECKPOINTING = "train.gradient_checkpointing"
 REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
@@ -321,8 +311,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 class Subject:
     """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
 
-    task         a `training.task.Task`; of an attached trainer what the checks of tokens ask of one
-    micro_batch  rows of a forward pass; by default train.batch_size
+    task  a `training.task.Task`; of an attached trainer what the checks of tokens ask of one
     """
 
     config: RunConfig
@@ -331,12 +320,11 @@ class Subject:
     plan: Milestones
     folder: Path
     resuming: bool = False
-    micro_batch: int | None = None
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the feed could return."""
-        rows: Sequence[Any] = self.task.largest(self.micro_batch or self.config.train.batch_size)
+        rows: Sequence[Any] = self.task.largest(self.prepared.batching.rows)
         return rows
 
     def batch_of(self, rows: Sequence[Any]) -> Batch:
