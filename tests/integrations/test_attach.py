@@ -98,7 +98,7 @@ def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
 def test_a_failure_while_attaching_leaves_nothing_half_attached(models, monkeypatch):
     trainer = trainer_of("SFT", models, bf16=True)
     before = untouched_state(trainer)
-    monkeypatch.setattr(Guards, "install", lambda self: 1 / 0)
+    monkeypatch.setattr(Guards, "_log", property(lambda self: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         attach(trainer, "bf16-lora", quiet=True)
     same_state(before, untouched_state(trainer))

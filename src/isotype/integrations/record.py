@@ -54,8 +54,8 @@ class Record(TrainerCallback):
         self._started = 0.0
 
     def install(self) -> None:
-        self.methods.wrap("_inner_training_loop", self._training)
         self.attached.trainer.add_callback(self)
+        self.methods.wrap("_inner_training_loop", self._training)
 
     def remove(self) -> None:
         self.methods.restore()

@@ -55,6 +55,7 @@ class Guards(TrainerCallback):
         self._hook: Any = None
 
     def install(self) -> None:
+        self.trainer.add_callback(self)
         self.trainer.args.logging_nan_inf_filter = False
         self.methods.wrap("training_step", self._training_step)
         self.methods.wrap("compute_loss", self._compute_loss)
@@ -63,7 +64,6 @@ class Guards(TrainerCallback):
         self.methods.wrap("log", self._log)
         self.methods.wrap("evaluation_loop", self._evaluation_loop)
         self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
-        self.trainer.add_callback(self)
 
     def remove(self) -> None:
         self.trainer.remove_callback(self)
