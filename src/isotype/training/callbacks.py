@@ -110,7 +110,7 @@ class Snapshot:
         found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
         if found is None:
             after = _values(self.model, self.optimizer)
-            found = next((key for key in self._values if self._values[key] != after[key]), None)
+            found = next((key for key in self._values if not torch.equal(self._values[key], after[key])), None)
         return found
 
 
@@ -126,8 +126,8 @@ def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
     return found
 
 
-def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
-    """The bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them alone."""
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """uint8[...]: bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, Tensor] = {}
     for name, p in spread(trained, _SAMPLED_PARAMETERS):
@@ -135,20 +135,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, byt
         for key, state in optimizer.state.get(p, {}).items():
             if isinstance(state, Tensor):
                 found[f"the optimizer's {key} of {name}"] = _elements(state)
-    return _on_the_host(found)
-
-
-def _on_the_host(elements: dict[str, Tensor]) -> dict[str, bytes]:
-    """Read in one transfer from each device: the host waits for a GPU once, not once a tensor."""
-    read: dict[str, bytes] = {}
-    for device in {t.device for t in elements.values()}:
-        here = {name: t for name, t in elements.items() if t.device == device}
-        together = torch.cat(list(here.values())).cpu().numpy().tobytes()
-        start = 0
-        for name, t in here.items():
-            read[name] = together[start : start + t.numel()]
-            start += t.numel()
-    return read
+    return found
 
 
 def _elements(tensor: Tensor) -> Tensor:
