@@ -127,7 +127,7 @@ def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """uint8[...]: bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them."""
+    """uint8[...]: bytes of some elements of some trained parameters and their optimizer states: a NaN equals itself by them alone."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, Tensor] = {}
     for name, p in spread(trained, _SAMPLED_PARAMETERS):
