@@ -64,7 +64,8 @@ class HeadMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dmean_H: Tensor) -> Tensor:
-        return (dmean_H / ctx.shape[0]).to(ctx.dtype).expand(ctx.shape)
+        each_H: Tensor = (dmean_H / ctx.shape[0]).to(ctx.dtype)
+        return each_H.expand(ctx.shape)
 
 
 def is_last(x: Any, dim: Any) -> bool:

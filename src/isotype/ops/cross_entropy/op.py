@@ -70,7 +70,9 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    return row_paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    compute = row_paths(logits_TV)
+    made: tuple[Tensor, Tensor] = compute.cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    return made
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -88,7 +90,8 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    return row_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    row_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    return out_TV
 
 
 class CrossEntropy(torch.autograd.Function):
