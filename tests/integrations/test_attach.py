@@ -7,17 +7,17 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
-from isotype.integrations.steps import Guards
+from isotype.integrations.steps import Evaluation
 from isotype.optimize.trl_head import fused_head_of
 from isotype.precision import Precision
 from isotype.precision.apply import precision_of
-from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
 pytest.importorskip("trl")
 
@@ -98,7 +98,7 @@ def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
 def test_a_failure_while_attaching_leaves_nothing_half_attached(models, monkeypatch):
     trainer = trainer_of("SFT", models, bf16=True)
     before = untouched_state(trainer)
-    monkeypatch.setattr(Guards, "_log", property(lambda self: 1 / 0))
+    monkeypatch.setattr(Evaluation, "install", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         attach(trainer, "bf16-lora", quiet=True)
     same_state(before, untouched_state(trainer))
@@ -291,6 +291,19 @@ def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer
     assert precision_of(first.model) is attached.precision
     first.train()
     assert first.state.global_step == first.args.max_steps
+
+
+def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(models, tmp_path):
+    first = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 1}))
+    attach(first, "fp32", quiet=True, preflight=False)
+    first.train()
+    arguments = TrainingArguments(output_dir=str(tmp_path / "second"), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True)
+    second = Trainer(first.model, arguments, train_dataset=Encoded())
+    with pytest.raises(UsageError, match="attached to Trainer, and Trainer trains it") as caught:
+        second.train()
+    assert caught.value.fix.startswith("detach(the Trainer)")
+    detach(first)
+    Trainer(first.model, arguments, train_dataset=Encoded()).train()
 
 
 def test_a_wrapped_model_and_a_frozen_one_are_refused(models):

@@ -1,7 +1,8 @@
-"""Optimizers of a program's own that keep state outside `optimizer.state`: an attached run is the plain one."""
+"""Optimizers of a program's own that keep state outside `optimizer.state`: the preflight leaves it alone, and the observer looks at it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import Trainer, TrainingArguments
 
+from isotype.errors import RunError
 from isotype.integrations import attach
 from tests.integrations.trainers import WORDS, Encoded
 
@@ -103,3 +105,31 @@ def test_an_attached_run_is_the_plain_one(make, tmp_path):
     assert losses == plain
     assert len(losses) > STEPS
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, untouched))
+    found = json.loads((tmp_path / "True" / "isotype" / "preflight.json").read_text())
+    said = [finding["message"] for finding in found["findings"]] + [skipped["reason"] for skipped in found["skipped"]]
+    assert any(make.__name__ in line for line in said)
+
+
+def test_pytorchs_own_update_is_rehearsed(tmp_path):
+    run(tmp_path, lambda parameters: AdamW(parameters, lr=1e-2), attached=True)
+    assert json.loads((tmp_path / "isotype" / "preflight.json").read_text())["findings"] == []
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_an_update_that_moves_no_weight_is_refused_where_gradients_ask_for_one(share, tmp_path):
+    class Copies(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = AdamW([nn.Parameter(p.detach().clone()) for p in self.model.parameters()], lr=1e-2)
+            return self.optimizer
+
+        def compute_loss(self, *args, **kwargs):
+            return share * super().compute_loss(*args, **kwargs)
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True)
+    trainer = Copies(Plain(), arguments, train_dataset=Encoded())
+    attach(trainer, "fp32", quiet=True, preflight=False)
+    if share:
+        with pytest.raises(RunError, match="step 1 changed no weight, and its gradients and learning rate are not zero: AdamW"):
+            trainer.train()
+    else:  # as in a policy's step whose rewards are equal
+        trainer.train()

@@ -159,11 +159,12 @@ def test_a_run_with_preflight_is_bit_for_bit_the_run_without(name, models):
 
 def test_every_check_ran_or_has_its_reason(models, tmp_path):
     _, read = run("SFT", models, tmp_path, eval_strategy="steps", eval_steps=2)
-    assert {"PF003", "PF005", "PF007", "PF008", "PF009", "PF020"} <= set(read("preflight")["checks"])
+    assert {"PF003", "PF005", "PF007", "PF008", "PF009", "PF012", "PF016", "PF017", "PF020"} <= set(read("preflight")["checks"])
     _, read = run("GRPO", models, tmp_path)
     skipped = {s["code"]: s["reason"] for s in read("preflight")["skipped"]}
-    assert "not rehearsed" in skipped["PF012"]
+    assert "generation" in skipped["PF012"]
     assert "no plain tokens" in skipped["PF005"]
+    assert "is the check, which does not run" in skipped["PF011"]
 
 
 def test_rows_without_labels_are_refused_before_step_1(models):
@@ -212,6 +213,18 @@ def test_a_learning_rate_of_zero_is_refused_unless_skipped(models, tmp_path):
 def test_settings_without_effect_are_refused(given, words, models):
     with pytest.raises(UsageError, match=words):
         attach(plain(Setting(models)), "fp32", **given)
+
+
+def test_a_changed_learning_rate_is_reported_on_resume(models, tmp_path):
+    more = {"output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run("Trainer", models, tmp_path, precision="fp32", **{k: v for k, v in more.items() if k != "output_dir"})
+    trainer = plain(Setting(models, rate=5e-4, more={**more, "lr_scheduler_type": "constant"}))
+    attached = attach(trainer, "fp32", quiet=True)
+    with pytest.warns(UserWarning, match="resumed with learning_rate 0.0005; the run began with 0.002"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert any("lr_scheduler_type" in note for note in attached.notes)
+    rows = [json.loads(line) for line in (tmp_path / "isotype" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_not_read(models):

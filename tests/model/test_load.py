@@ -206,3 +206,13 @@ def test_what_does_not_predict_the_next_token_is_refused(tmp_path, family, messa
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=message):
         load(Source(str(tmp_path)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_classifier_is_refused_as_what_it_is(tmp_path, tied):
+    from transformers import AutoModelForSequenceClassification
+
+    config = tiny("qwen2", tie_word_embeddings=tied).config
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="Qwen2ForSequenceClassification answers with classes of a text"):
+        load(Source(str(tmp_path)))

@@ -23,7 +23,7 @@ from ..model.build import resolve_precision
 from ..model.export import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
@@ -196,6 +196,6 @@ def _load_run(
         if step is None:
             raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet", fix=f"isotype train --resume {folder}")
         model, _ = task.denoiser(precision, device)
-        restore_model(model, store.load(step).tensors)
+        restore_model(model, averaged(store.load(step).tensors, task.config.train.beta1))
         taken = f"checkpoint step_{step}"
     return task, model.eval(), device, taken

@@ -23,7 +23,7 @@ from ..precision.apply import apply_precision, precision_of, remove_precision
 from .attachment import Attachment, Methods, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
-from .steps import Guards
+from .steps import Evaluation, Guards
 from .weights import Autocast, PureWeights, Weights
 
 
@@ -42,7 +42,7 @@ def attach(
     trainer     a transformers.Trainer or a subclass of it, complete: TRL's too
     precision   a preset's name, its short text form, a Precision, or auto: what the arguments ask for, else what the device does best
     skip        checks of the preflight to leave out: code -> why
-    preflight   checks model, arguments and rows in `on_train_begin`
+    preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an evaluation and a generation
     record      writes output_dir/isotype/: manifest, observed precision, preflight, environment, report.html
     reversible  keeps, in host memory, what narrowing frozen weights to their declared dtype would lose, so that `detach` is exact
     quiet       does not print
@@ -100,6 +100,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
+    evaluation = Evaluation(trainer)
     autocast = Autocast(trainer.accelerator)
     attached.undo.append(autocast.give_back)
     autocast.take(list(models.values()), precision)
@@ -121,8 +122,9 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(pure.remove)
         pure.install()
     guards = Guards(trainer, precision.compute, attached.gradient)
-    attached.undo.append(guards.remove)
-    guards.install()
+    for part in (guards, evaluation):
+        attached.undo.append(part.remove)
+        part.install()
     _one_graph_for_every_rank(attached)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")

@@ -1,38 +1,53 @@
 """The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and rows, before step 1.
 
-A trainer is presented to them as a run. Checks that need a run file are left out, each with its reason, and nothing is rehearsed: the first
-step comes next, and a rehearsal in somebody's trainer could not put back all that its code counts and draws.
+A trainer is presented to them as a run: its arguments, its step, its rows. Checks that need a run file are left out, and those that the
+trainer cannot be rehearsed for, each with its reason. It draws, updates and logs nothing: a run with the preflight is bit-identical to one
+without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
 from ..data.rows import IGNORED, LoadedData, Row, SamplePrompt
-from ..distributed.world import World
-from ..errors import PreflightError
-from ..finding import Finding, Place, Severity
-from ..model.architecture import is_vision_language
+from ..distributed.shard import Sharding
+from ..distributed.world import ALONE, World
+from ..dtypes import to_torch
+from ..errors import PreflightError, RunError
+from ..finding import Severity
+from ..libraries import hook_of_gradients
+from ..observe import Observation, Observer
+from ..optimize import Manifest
+from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
 from ..precision.resolve import Resolved
 from ..precision.vision import vision_parts
 from ..tasks.language.checks import beyond_the_embeddings, beyond_the_positions, end_never_learnt, nothing_to_learn, untrained_new_tokens
+from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
+from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from ..training.preflight.static import vanishing_updates
 from ..training.schedule import Milestones
 from ..training.setup import Prepared, Subject
-from ..training.task import Check
-from .attachment import Attachment
+from ..training.step import LossScale, gradient_norm
+from ..training.task import Check, Evaluation, eval_mode, random_state_restored
+from ..wording import counted
+from .attachment import Attachment, Methods
+from .vision import names_that_do_not_load, places_learnt
 
 _ARGUMENTS = {
+    "run.sample_every: 0 trains without samples; ": "",
     "train.learning_rate": "learning_rate",
     "train.clip": "max_grad_norm",
     "train.batch_size": "per_device_train_batch_size",
@@ -54,23 +69,37 @@ def in_trainers_words(text: str) -> str:
 
 
 MOST = 4096  # rows looked at: the first ones
+_LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
 @dataclass(frozen=True)
 class TrainerRows:
-    """train, eval: as tokens, empty where they are none"""
+    """train, eval: as tokens, empty where they are none; largest: the rows of the largest batch, as the dataset has them."""
 
     train: Sequence[Row]
     eval: Sequence[Row]
+    largest: Sequence[Any]
+    largest_eval: Sequence[Any]
     why_no_tokens: str = ""
+
+    @property
+    def tokens(self) -> bool:
+        return bool(self.train)
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerRows:
+        args = trainer.args
         train, why = _first(trainer.train_dataset)
         evaluated = trainer.eval_dataset
         evaluated, _ = _first(next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated)
         rows = _token_rows(train)
-        return cls(rows, _token_rows(evaluated) if rows else [], "" if rows else why or "the rows are no plain tokens with labels")
+        return cls(
+            rows,
+            _token_rows(evaluated) if rows else [],
+            _largest(train, args.per_device_train_batch_size),
+            _largest(evaluated, args.per_device_eval_batch_size),
+            why or "the rows are no plain tokens with labels",
+        )
 
 
 def _first(dataset: Any) -> tuple[list[Any], str]:
@@ -109,11 +138,83 @@ def _token_rows(rows: list[Any]) -> list[Row]:
     return made
 
 
-class TrainerTask:
-    """What the checks of tokens ask of a task."""
+def _largest(rows: list[Any], count: int) -> list[Any]:
+    def length(row: Any) -> int:
+        return sum(len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")) if isinstance(row, dict) else 0
 
-    def __init__(self, trainer: Any, rows: TrainerRows) -> None:
-        self.trainer, self.tokenizer = trainer, tokenizer_of(trainer)
+    return sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
+
+
+NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
+
+
+class TrainerBatch:
+    """One collated batch. weight: supervised tokens, 1 where there are no labels."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.inputs = inputs
+        ids = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() == 2), None)
+        self.rows: int = ids.shape[0] if ids is not None else 1
+        self.length: int = ids.shape[1] if ids is not None else 0
+        labels = inputs.get("labels")
+        self.weight = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else 1
+        self.units = self.rows * self.length
+
+    def to(self, device: torch.device) -> TrainerBatch:
+        return self  # the trainer moves its inputs itself
+
+    def __str__(self) -> str:
+        return f"{counted(self.rows, 'row')} of {counted(self.length, 'token')}"
+
+
+class TrainerStepper:
+    """A step as the trainer makes it: its own compute_loss, its own optimizer."""
+
+    def __init__(self, attached: Attachment) -> None:
+        self.trainer, self.compute = attached.trainer, attached.precision.compute
+        self.model: nn.Module = self.trainer.model
+        self.optimizer = self.trainer.optimizer
+        self.loss_scale: LossScale | None = None  # under accelerate's scaler no step is rehearsed
+        self.sharding: Sharding | None = None  # one process has the whole model
+        self.world = ALONE
+        dtype = attached.precision.trainable
+        # of weights in their gradients' dtype: those stay in .grad
+        self.accumulator = attached.accumulator or GradientAccumulator(self.model.parameters(), dtype=dtype)
+        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "weights are in their declared dtype"
+
+    def accumulate(self, batches: Sequence[TrainerBatch]) -> Tensor:
+        total = torch.zeros(())
+        for batch in batches:
+            loss = self._loss(batch)
+            loss.backward()
+            total = total + loss.detach().float().cpu()
+        return total
+
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return float(gradient_norm(self.accumulator.gradients()))
+
+    def _loss(self, batch: TrainerBatch) -> Tensor:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(self.model, trainer._prepare_inputs(dict(batch.inputs)))
+            return loss
+
+    def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
+        passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
+        args = self.trainer.args
+        return non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
+            clip=args.max_grad_norm or None, compute=self.compute,
+        )  # fmt: skip
+
+
+class TrainerTask:
+    """The task of an attached trainer: answers what the checks ask of a task."""
+
+    def __init__(self, attached: Attachment, rows: TrainerRows) -> None:
+        self.trainer, self.rows_of, self.model = attached.trainer, rows, attached.trainer.model
+        self.tokenizer = tokenizer_of(self.trainer)
         train, evaluated = rows.train, rows.eval
         answered = any(IGNORED in row.labels for row in train)  # else every token is learnt: no answers that should end
         facts = {
@@ -130,6 +231,31 @@ class TrainerTask:
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
+    def largest(self, count: int) -> Sequence[Any]:
+        return self.rows_of.largest
+
+    def collate(self, rows: Sequence[Any]) -> TrainerBatch:
+        return TrainerBatch(self.trainer.data_collator(list(rows)))
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+        if not self.rows_of.largest_eval:
+            return None
+        batch = self.collate(self.rows_of.largest_eval)
+        with eval_mode(model):
+            loss, *_ = self.trainer.prediction_step(model, dict(batch.inputs), True)
+        return None if loss is None else Evaluation(float(loss.mean()), batch.weight)
+
+    @property
+    def samples(self) -> int:
+        return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
+
+    def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
+        row = self.rows_of.train[0]
+        ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
+        with eval_mode(model), random_state_restored():
+            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return []
+
 
 def tokenizer_of(trainer: Any) -> Any | None:
     """The trainer's tokenizer, also inside a processor; None where it has none."""
@@ -140,11 +266,13 @@ def tokenizer_of(trainer: Any) -> Any | None:
 
 @dataclass(frozen=True)
 class AttachedRun:
-    """The parts of `Prepared` that these checks use."""
+    """The parts of an attached trainer that the checks use."""
 
     model: nn.Module
     resolved: Resolved
     device: torch.device
+    stepper: TrainerStepper
+    manifest: Manifest
 
 
 def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject:
@@ -153,11 +281,15 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
     config = RunConfig(
         model=ModelSection(name="the trainer's model"),
         data=DataSection(train="the trainer's train_dataset", max_length=max(1, _longest(rows.train))),
-        train=TrainSection(learning_rate=args.learning_rate, optimizer="adamw"),
-    )
+        train=TrainSection(
+            learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
+            eval_batch_size=args.per_device_eval_batch_size,
+        ),
+    )  # fmt: skip
+    stepper = TrainerStepper(attached)
     return Subject(
-        config=config, task=TrainerTask(trainer, rows), folder=folder, resuming=resuming,
-        prepared=cast(Prepared, AttachedRun(trainer.model, attached.resolved, args.device)),
+        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
+        prepared=cast(Prepared, AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest)),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
 
@@ -166,74 +298,47 @@ def _longest(rows: Sequence[Any]) -> int:
     return max((len(row.input_ids) for row in rows), default=0)
 
 
-_FEW = 4  # rows of the batch that is looked at
-
-
-def places_learnt(subject: Subject) -> Iterator[Finding]:
-    """PF023: labels on the places of pictures, as trainers that learn every token have them."""
-    trainer: Any = subject.task.trainer
-    config = inner_model(trainer.model).config
-    place = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(config, key, None)) is not None), None)
-    rows = list(islice(iter(trainer.train_dataset), _FEW))
-    labels = trainer.data_collator(rows).get("labels") if rows and place is not None else None
-    if labels is None:
-        return
-    learnt, places = int((labels != IGNORED).sum()), int((labels == place).sum())
-    if places:
-        yield Finding(
-            code="PF023", severity=Severity.WARNING, place=Place(symbol="labels"),
-            message=f"{places} of {learnt} learnt tokens of the first rows are places of pictures",
-            cause="the model learns to write the token for a picture; the user's words are learnt too where every token is",
-            fix="labels of the assistant's turns alone (TRL: assistant_only_loss=True), or -100 at the places of pictures",
-        )  # fmt: skip
-
-
-def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
-    """PF024: an adapter on a family's class for text, whose names the released class does not have."""
-    from transformers import AutoConfig
-
-    model: Any = inner_model(subject.task.trainer.model)
-    name = getattr(model, "name_or_path", "")
-    if vision_parts(model) is not None or not hasattr(subject.task.trainer.model, "peft_config") or not name:
-        return
-    try:
-        released = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError):  # it came from no folder or hub
-        return
-    if is_vision_language(released):
-        yield Finding(
-            code="PF024", severity=Severity.WARNING, place=Place(symbol=type(model).__name__),
-            message=f"the adapter's names will not load onto the released model ({(released.architectures or ['?'])[0]}): "
-            "servers and AutoModelForImageTextToText find none of them",
-            cause=f"{type(model).__name__} is the family's class for text alone: its layers have other paths",
-            fix=f"load the model with AutoModelForImageTextToText.from_pretrained({name!r}), for text too",
-        )  # fmt: skip
-
-
 _ROWS = (Check(("PF005",), nothing_to_learn),)
 _POSITIONS = (Check(("PF020",), beyond_the_positions),)
 _TOKENS = (Check(("PF007",), end_never_learnt),)
 _TABLES = (Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
 _PLACES = (Check(("PF023",), places_learnt),)
 _NAMES = (Check(("PF024",), names_that_do_not_load),)
-_NOT_REHEARSED = "a step, an evaluation and a generation are not rehearsed in an attached trainer"
+_STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
+_EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
 
-def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
-    """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
+def run_preflight(
+    attached: Attachment, folder: Path, skip: Mapping[str, str], observer: Observer, *, resuming: bool
+) -> dict[str, Observation]:
+    """Returns what the observer saw of each rehearsal. Raises PreflightError with every error found; `attach(..., skip={"PF003": "why"})`
+    leaves a check out."""
     trainer = attached.trainer
-    rows = TrainerRows.of(trainer)
+    with _trainer_restored(trainer):
+        rows = TrainerRows.of(trainer)
+        subject = replace(subject_of(attached, rows, folder, resuming=resuming), observer=observer, violation=Severity.WARNING)
+        _run(attached, rows, subject, skip)
+    return subject.seen
+
+
+def _run(attached: Attachment, rows: TrainerRows, subject: Subject, skip: Mapping[str, str]) -> Outcome:
+    trainer = attached.trainer
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
-    skipped = {"PF011": "a trainer's memory is not planned", "PF012": _NOT_REHEARSED, **skip}
-    without = rows.why_no_tokens or ("" if tokenizer_of(trainer) else "the trainer has no processing_class")
+    why_not = _why_not_rehearsed(trainer, rows)
+    unmeasured = f", which does not run: {why_not}" if why_not else ""
+    skipped = {"PF011": f"a trainer's memory is not planned; the rehearsed step of its longest batch is the check{unmeasured}", **skip}
+    without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
     unknown = "" if hasattr(inner_model(trainer.model), "config") else "the model is none of transformers: its tables are not known"
+    unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     for phase, these, why in (
-        ("data", _ROWS, rows.why_no_tokens),
-        ("data", _POSITIONS, unknown or rows.why_no_tokens),
+        ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
+        ("data", _POSITIONS, unknown or ("" if rows.tokens else rows.why_no_tokens)),
         ("data", _TOKENS, without),
         ("data", _TABLES, unknown or without),
         ("data", _PLACES, unknown or ("" if vision_parts(inner_model(trainer.model)) is not None else "the model sees no pictures")),
         ("static", _NAMES, unknown),
+        ("real", _STEP, why_not),
+        ("real", _EVALUATION, why_not or unplanned),
     ):
         if why:
             skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
@@ -242,9 +347,62 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     world = World()  # each process checks for itself, and the first one writes
     world.rank = trainer.args.process_index
     try:
-        return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks, world=world)
+        return preflight(subject, skipped, checks=checks, world=world)
     except PreflightError as error:
         attached.give_back_optimizers()  # their rates may be what was refused
         first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
         fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
         raise PreflightError(in_trainers_words(error.message), fix=fix) from None
+
+
+def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
+    if trainer.args.world_size > 1:
+        return "several processes: a rehearsed backward would meet DDP's hooks"
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        return "fp16: the gradient scaler would count the rehearsed step"
+    if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
+        return "the trainer makes its rows by generation in its first step"
+    if (hook := hook_of_gradients(trainer.model.parameters())) is not None:
+        return f"{hook} runs in backward: what it does there, as an update of the weights, could not be put back"
+    return "" if rows.largest else rows.why_no_tokens
+
+
+@contextmanager
+def _trainer_restored(trainer: Any) -> Iterator[None]:
+    """Restores on exit random state, and what a trainer, its state and its collator count and draw: TRL's metrics, the generator of a
+    collator with a seed. Nothing is logged."""
+    owners = [vars(owner) for owner in (trainer, trainer.state, trainer.control, trainer.data_collator) if hasattr(owner, "__dict__")]
+    before = [(owner, {name: kept for name, value in owner.items() if (kept := _kept(value)) is not None}) for owner in owners]
+    methods = Methods(trainer)
+    with random_state_restored():
+        methods.wrap("log", lambda *_, **__: None)
+        try:
+            yield
+        finally:
+            methods.restore()
+            for owner, values in before:
+                for name, (value, state) in values.items():
+                    owner[name] = value
+                    if isinstance(value, torch.Generator):
+                        value.set_state(state)
+                    elif isinstance(value, np.random.Generator):
+                        value.bit_generator.state = state
+                    else:
+                        owner[name] = state
+
+
+def _kept(value: Any) -> tuple[Any, Any] | None:
+    """(value, a copy of its state) of a generator, and of numbers, text and containers of them; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value, value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value, value.bit_generator.state
+    return (value, copy.deepcopy(value)) if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(one) for one in (*value.keys(), *value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -2,8 +2,8 @@
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
 preflight.json  the checks before step 1                                env.json         versions and devices
-metrics.jsonl   the trainer's own log                                   result.json      how it ended
-report.html     all of it on one page
+metrics.jsonl   the trainer's own log                                   settings.json    what a resumed run is compared with
+result.json     how it ended                                            report.html      all of it on one page
 
 In the first step of a training fused calls are counted, and others with their reason. Dtypes are observed in that step, in those of the
 schedule of `isotype train`, and in the one after a change of the model. Neither changes what is computed: their hooks are marked as
@@ -12,33 +12,30 @@ observing, so that fused code runs as in every other step.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections import Counter
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
-from ..config.schema import RunSection
 from ..environment.versions import environment
-from ..lora.attach import lora_layers, why_not_fused
-from ..observe import Observation, Observer, is_observed, observing
-from ..observe.record import as_written, noted
-from ..optimize.deferred import materialised
-from ..optimize.deferred_values import answered
-from ..optimize.trl_head import fused_head_of
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
 from .attachment import Attachment, Methods
 from .preflight import run_preflight
 from .steps import Guards
+from .watched import WatchedSteps
 
 FOLDER = "isotype"
+# the arguments that decide how a resumed run goes on
+COMPARED = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "optim",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "seed",
+)  # fmt: skip
 
 
 class Record(TrainerCallback):
@@ -54,8 +51,9 @@ class Record(TrainerCallback):
         self._started = 0.0
 
     def install(self) -> None:
-        self.attached.trainer.add_callback(self)
         self.methods.wrap("_inner_training_loop", self._training)
+        self.methods.wrap("training_step", self._micro_batch)
+        self.attached.trainer.add_callback(self)
 
     def remove(self) -> None:
         self.methods.restore()
@@ -66,15 +64,21 @@ class Record(TrainerCallback):
             return original(*args, **kwargs)
         finally:
             if self.watched is not None:  # a step that raised ends the watch too
-                self.watched.stop()
+                self.watched.close()
+
+    def _micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.watched is not None:
+            self.watched.before_micro_batch()
+        return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.watched = WatchedSteps(self.attached)
+        self.watched = WatchedSteps(self.attached, partial(self.folder.write_json, "precision.json"))
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
+            self._compare(resuming)
             self.metrics = Metrics(self.folder.metrics)
             if resuming:
                 self.metrics.cut_after(state.global_step)
@@ -84,21 +88,32 @@ class Record(TrainerCallback):
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()
         if self.preflight:
-            run_preflight(self.attached, self.folder.path, self.skip, resuming=resuming)
+            seen = run_preflight(self.attached, self.folder.path, self.skip, self.watched.observer, resuming=resuming)
+            self.watched.rehearsed(seen)
+        self.watched.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.watched is not None:
             self.watched.begin(state.global_step + 1)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.watched is not None:
+            self.watched.look_at_gradients()
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is None or (seen := self.watched.end()) is None:
+        if self.watched is None:
+            return
+        if not self.attached.trainer.accelerator.optimizer_step_was_skipped:
+            self.watched.check_update(self.guards.extra.get("share_changed", 0.0))
+        if (seen := self.watched.end()) is None:
             return
         if state.is_world_process_zero:
             self._write_manifest()
-            self.folder.write_json("precision.json", self.watched.precision_json())
         self.guards.extra["promotions"] = sum(seen.promotions.values())
-        if seen.violations:
-            warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.watched is not None:
+            self.watched.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:
@@ -113,10 +128,10 @@ class Record(TrainerCallback):
             return
         self.finish("done" if state.global_step >= state.max_steps else "stopped", state.global_step)
 
-    def finish(self, status: str, steps: int) -> None:
-        """result.json and the report."""
+    def finish(self, status: str, steps: int, error: str | None = None) -> None:
+        """result.json and the report. Also called for a step that failed."""
         result = {"status": status, "steps": steps, "trained_seconds": round(time.monotonic() - self._started, 2)}
-        self.folder.write_json("result.json", result)
+        self.folder.write_json("result.json", result | ({"error": error} if error else {}))
         try:
             write_report(self.folder.path)
         except Exception as problem:  # a report is worth a line, not a trained model
@@ -128,122 +143,17 @@ class Record(TrainerCallback):
             said["first_step"] = self.watched.calls_json()
         self.folder.write_json("manifest.json", said)
 
-
-_NO_STEP = "no step of this training ended"
-# roles that a run of Isotype's own observes and an attached trainer does not, or not always
-_OF_THE_TRAINER = {
-    "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
-    "generate": "nothing was generated in the observed steps",
-    "save": "the trainer writes its own files, which are not read",
-    "what callbacks write": "code between the forward, the backward and the update of a step, and between steps, is not followed",
-}
-_COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
-
-
-class WatchedSteps:
-    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the schedule of `isotype train` and in the
-    one after a change of the model; every other step costs a comparison of hooks and dtypes."""
-
-    def __init__(self, attached: Attachment) -> None:
-        self.attached, self.model = attached, attached.trainer.model
-        read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
-        self.observer = Observer(self.model, attached.precision, read_only=read_only)
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.record: dict[str, Any] = {}
-        self.steps = 0
-        self._seen: Observation | None = None
-        self._stack = ExitStack()
-        self._hooks: list[Any] = []
-
-    def begin(self, step: int) -> None:
-        """At the beginning of a step, whose number is `step`."""
-        trainer = self.attached.trainer
-        self.steps += 1
-        first = self.steps == 1
-        drawn = first or is_observed(step, every=RunSection().observe_every, seed=trainer.args.seed, total=trainer.state.max_steps)
-        if not drawn and not self.observer.changed():
-            return
-        if first:
-            self._begin_counting()
-        # accelerate's optimizer wraps the one whose step is observed
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
-
-    def _begin_counting(self) -> None:
-        for entry in self.attached.manifest.entries:
-            if entry.part in _COUNTED:
-                self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
-        for _, layer in lora_layers(self.model):
-            self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
-        self._materialised, self._before = Counter(materialised), self._heads()
-
-    def end(self) -> Observation | None:
-        """After the update of a step: what was observed in it."""
-        seen = self._seen
-        if seen is None:
-            return None
-        self.stop()
-        if self.steps == 1:
-            for op, count in (self._heads() - self._before).items():
-                self.calls["head", op] += count
-            for where, count in (Counter(materialised) - self._materialised).items():
-                self.calls["head", f"logits computed: {where}"] += count
-        earlier = self.record.get("violations", [])
-        self.record = noted(self.record, seen)
-        self.record["violations"] = earlier + [finding for finding in self.record["violations"] if finding not in earlier]
-        return seen
-
-    def stop(self) -> None:
-        """Removes every hook."""
-        self._seen = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._stack.close()
-
-    def _count(self, module: nn.Module, part: str, op: str) -> None:
-        def hook(*_: Any) -> None:
-            self.calls[part, op] += 1
-
-        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
-
-    def _count_lora(self, layer: nn.Module, args: Any) -> None:
-        reason = why_not_fused(layer)
-        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
-
-    def _heads(self) -> Counter[str]:
-        found = Counter(answered)
-        for module in self.model.modules():
-            head = fused_head_of(module)
-            found += Counter(
-                {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
-            )
-        return found
-
-    def calls_json(self) -> list[dict[str, Any]]:
-        return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
-
-    def precision_json(self) -> dict[str, Any]:
-        """precision.json, as a run of Isotype's own writes it."""
-        resolved = self.attached.resolved
-        record = self.record or {"places": {"every role": _NO_STEP}}
-        return {
-            "precision": resolved.text,
-            "preset": resolved.preset,
-            "declared": resolved.as_json(),
-            **as_written(record, compute=resolved.precision.compute, more=self._unseen()),
-        }
-
-    def _unseen(self) -> dict[str, str]:
-        """The reason for each role, and each model beside the trained one, of which nothing is counted."""
-        reasons = dict(_OF_THE_TRAINER)
-        if not self.record:
-            reasons["generate"] = _NO_STEP
-        if self.attached.trainer.args.world_size > 1:
-            reasons["reduce"] = "DDP and FSDP sum gradients in C++, below what is observed"
-        if all(p.requires_grad for p in self.model.parameters()):
-            reasons["base"] = "every weight is trained"
-        for name in self.attached.manifests:
-            if name != "model":
-                reasons[f"the weights of {name}"] = "they are not counted; what is computed with them is judged with the step's"
-        return reasons
+    def _compare(self, resuming: bool) -> None:
+        args = self.attached.trainer.args
+        now = {name: str(getattr(args, name)) for name in COMPARED if hasattr(args, name)} | {"precision": str(self.attached.precision)}
+        if resuming:
+            try:
+                before = json.loads((self.folder.path / "settings.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                before = {}
+            for name, value in now.items():
+                if isinstance(before, dict) and name in before and before[name] != value:
+                    note = f"resumed with {name} {value}; the run began with {before[name]}"
+                    self.attached.notes.append(note)
+                    warnings.warn(f"isotype: {note}", stacklevel=2)
+        self.folder.write_json("settings.json", now)

@@ -135,10 +135,10 @@ class PureWeights(TrainerCallback):
         self.accumulator = GradientAccumulator(trainer.model.parameters(), dtype=precision.grads)
 
     def install(self) -> None:
-        self.trainer.add_callback(self)
         self.methods.wrap("create_optimizer", self._create_optimizer)
         self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
         self.methods.wrap("_get_grad_norm", self._get_grad_norm)
+        self.trainer.add_callback(self)
 
     def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """By the arguments as they are when a training begins."""

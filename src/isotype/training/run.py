@@ -135,7 +135,10 @@ class _Run:
             prepared.stepper.loss_sum = lambda model, batch, divisor=1: objective(model, batch) / divisor
         loop = self._loop(prepared)
         world.at(0, "the preflight")
-        subject = Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming)
+        subject = Subject(
+            config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
+            micro_batch=prepared.batching.rows, observer=loop.observer,
+        )  # fmt: skip
         with world.exchanging():
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:
@@ -153,6 +156,7 @@ class _Run:
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
         if world.size == 1 and (note := asked_but_not_started()):
             console.say(f"warning   {note}")
+        loop.precision_record.watched(list(subject.seen))
         if self.resuming:
             for reason in passed:
                 console.say(f"resume    {reason}: passed over")

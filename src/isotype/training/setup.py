@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
+from ..finding import Finding, Severity
 from ..model.build import resolve_precision
+from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
+from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
 from .memory.auto import WITHIN, auto_checkpointing
@@ -33,7 +37,7 @@ from .memory.device import memory_there, other_memory, return_freed_blocks, show
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, check_optimizer
 from .schedule import Milestones
 from .step import Stepper
 from .task import Batch, Outline, Task
@@ -100,6 +104,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     check_adapters(config)
+    check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -196,8 +201,10 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
-    if train.optimizer == "adamw8bit":
-        return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer in EIGHT_BIT:
+        return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer != "adamw":
+        return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
     return None
@@ -311,7 +318,10 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 class Subject:
     """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
 
-    task  a `training.task.Task`; of an attached trainer what the checks of tokens ask of one
+    task         a `training.task.Task`; of an attached trainer what the checks ask of one
+    prepared     of an attached trainer the parts that the checks use
+    micro_batch  rows of a forward pass; by default train.batch_size
+    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a violation is
     """
 
     config: RunConfig
@@ -320,11 +330,29 @@ class Subject:
     plan: Milestones
     folder: Path
     resuming: bool = False
+    micro_batch: int | None = None
+    observer: Observer | None = None
+    violation: Severity = Severity.ERROR
+    seen: dict[str, Observation] = field(default_factory=dict)
+
+    @contextmanager
+    def watched(self, what: str, role: str = "compute") -> Iterator[None]:
+        """Judges what runs in this block. One that raises was not watched."""
+        if self.observer is None:
+            yield
+            return
+        with self.observer.watch(0, role=role) as seen:
+            yield
+        seen.violations = [replace(finding, severity=self.violation) for finding in seen.violations]
+        self.seen[what] = seen
+
+    def violations(self, what: str) -> list[Finding]:
+        return self.seen[what].violations if what in self.seen else []
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the feed could return."""
-        rows: Sequence[Any] = self.task.largest(self.prepared.batching.rows)
+        rows: Sequence[Any] = self.task.largest(self.micro_batch or self.config.train.batch_size)
         return rows
 
     def batch_of(self, rows: Sequence[Any]) -> Batch:

@@ -9,7 +9,6 @@ from .picture_tools import DATASET, datasets_of, is_on, preset_of, put_sources, 
 from .source import Source
 from .transforms import (
     IRRELEVANT,
-    ONLY_ADAMW,
     SCHEDULES,
     Handler,
     changed,
@@ -17,12 +16,12 @@ from .transforms import (
     no_effect,
     not_offered,
     number,
+    optimizer,
     schedule_of,
     to,
     to_count,
     to_either,
     to_number,
-    to_word,
     when_on,
 )
 
@@ -153,7 +152,7 @@ KEYS: dict[str, Handler] = {
     "train.train_text_encoder": _trained,
     "train.gradient_checkpointing": to_either("train.gradient_checkpointing", "layers", "none"),
     "train.noise_scheduler": no_effect("the pipeline's own scheduler"),
-    "train.optimizer": to_word("train.optimizer", {"adamw8bit": "adamw8bit", "adamw": "adamw"}, ONLY_ADAMW),
+    "train.optimizer": optimizer,
     "train.optimizer_params.weight_decay": to_number("train.weight_decay"),
     "train.optimizer_params": not_offered("train.beta1, train.beta2, train.epsilon, train.weight_decay"),
     "train.lr": rate("train.optimizer"),

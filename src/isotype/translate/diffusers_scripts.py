@@ -10,7 +10,6 @@ from .source import Source
 from .transforms import (
     GPUS,
     IRRELEVANT,
-    ONLY_ADAMW,
     SCHEDULES,
     Handler,
     changed,
@@ -18,12 +17,12 @@ from .transforms import (
     no_effect,
     not_offered,
     number,
+    optimizer,
     schedule_of,
     to,
     to_count,
     to_either,
     to_number,
-    to_word,
     trackers,
 )
 
@@ -104,7 +103,7 @@ KEYS: dict[str, Handler] = {
     "learning_rate": rate("optimizer"),
     "text_encoder_lr": no_effect("text encoders are not trained"),
     "scale_lr": not_offered("train.learning_rate is the rate of a step, whatever its rows"),
-    "optimizer": to_word("train.optimizer", {"adamw": "adamw"}, ONLY_ADAMW),
+    "optimizer": optimizer,
     "use_8bit_adam": lambda draft, given: draft.set(given, "train.optimizer", "adamw8bit") if is_on(given.value) else None,
     **each(not_offered("of Prodigy"), "prodigy_*"),
     "adam_beta1": to_number("train.beta1"),

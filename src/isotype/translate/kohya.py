@@ -24,7 +24,6 @@ from .source import Source
 from .transforms import (
     GPUS,
     IRRELEVANT,
-    ONLY_ADAMW,
     SCHEDULES,
     Handler,
     changed,
@@ -32,13 +31,13 @@ from .transforms import (
     no_effect,
     not_offered,
     number,
+    optimizer,
     schedule_of,
     to,
     to_count,
     to_either,
     to_number,
     to_truth,
-    to_word,
     trackers,
     when_on,
 )
@@ -170,11 +169,7 @@ KEYS: dict[str, Handler] = {
     # steps
     "learning_rate": rate("optimizer_type"),
     "unet_lr": rate("optimizer_type"),
-    "optimizer_type": to_word(
-        "train.optimizer",
-        {"adamw": "adamw", "adamw8bit": "adamw8bit", "pagedadamw8bit": ("adamw8bit", "not paged"), "adamw8bitkahan": "adamw8bit"},
-        ONLY_ADAMW,
-    ),
+    "optimizer_type": optimizer,
     "optimizer_args": not_offered("train.beta1, train.beta2, train.epsilon, train.weight_decay"),
     "lr_scheduler": schedule_of({**SCHEDULES, "cosine_with_restarts": ("cosine", "without restarts")}),
     **each(not_offered("train.schedule has no powers and no restarts"), "lr_scheduler_num_cycles lr_scheduler_power lr_scheduler_args"),

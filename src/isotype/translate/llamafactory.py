@@ -13,7 +13,7 @@ from .hugging_face import LIGER
 from .source import Source
 from .transforms import (
     GPUS,
-    ONLY_ADAMW,
+    OTHER_OPTIMIZERS,
     OWN_OPS,
     REFERENCE,
     Handler,
@@ -32,6 +32,7 @@ from .transforms import (
     to_preference,
     to_truth,
     truth,
+    when_on,
     without_what_preferences_refuse,
 )
 
@@ -213,7 +214,8 @@ KEYS: dict[str, Handler] = {
     **each(_saves_memory("GaLore"), "use_galore galore_*"),
     **each(_saves_memory("BAdam"), "use_badam badam_*"),
     **each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
-    **each(not_offered(ONLY_ADAMW), "use_muon use_adam_mini"),
+    "use_muon": when_on("train.optimizer", "muon"),
+    "use_adam_mini": not_offered(OTHER_OPTIMIZERS),
     **each(
         not_offered("the loss is cross-entropy; a loss of your own is a function in Python"),
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha",

@@ -9,18 +9,17 @@ from .picture_tools import DATASET, datasets_of, is_on, preset_of, put_sources, 
 from .source import Source
 from .transforms import (
     IRRELEVANT,
-    ONLY_ADAMW,
     Handler,
     changed,
     each,
     no_effect,
     not_offered,
     number,
+    optimizer,
     schedule_of,
     to,
     to_count,
     to_number,
-    to_word,
     when_on,
 )
 
@@ -168,7 +167,7 @@ KEYS: dict[str, Handler] = {
     "gradient_checkpointing": _checkpointing,
     "clip_grad_norm": to_number("train.clip"),
     "seed": to_count("train.seed"),
-    _OPTIMIZER: to_word("train.optimizer", {"adamw": "adamw", "adamw_8bit": "adamw8bit", "adam_8bit": "adamw8bit"}, ONLY_ADAMW),
+    _OPTIMIZER: optimizer,
     "optimizer.weight_decay": to_number("train.weight_decay"),
     "optimizer.beta1": to_number("train.beta1"),
     "optimizer.beta2": to_number("train.beta2"),

@@ -10,7 +10,7 @@ from typing import Any
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml
 from ..errors import UsageError
 from .draft import Draft, Given
-from .transforms import Handler, number, truth
+from .transforms import OPTIMIZERS, Handler, number, truth
 
 DATASET = "dataset"
 _PROGRAMS = (
@@ -144,11 +144,13 @@ def side_of_square(value: Any) -> int:
 
 
 def rate(optimizer_key: str) -> Handler:
-    """A learning rate. Prodigy and its like find their own, and 1.0 is their factor: AdamW gets a rate of its own in its place."""
+    """A learning rate. DAdapt and its like find their own, and 1.0 is their factor: AdamW gets a rate of its own in its place."""
 
     def handler(draft: Draft, given: Given) -> None:
         word = str(draft.keys.get(optimizer_key) or "").lower()
-        if any(word.startswith(own) for own in _OWN_RATE) or float(given.value) > 0.05:
+        if OPTIMIZERS.get(word) == "prodigy":
+            draft.set(given, "train.learning_rate", number(given.value))
+        elif any(word.startswith(own) for own in _OWN_RATE) or float(given.value) > 0.05:
             note = f"{given.value} is the factor of {word or 'an optimizer'} that finds its own rate; AdamW would diverge with it"
             draft.set(given, "train.learning_rate", _RATE_OF_ADAMW, note)
         else:

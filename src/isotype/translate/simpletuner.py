@@ -12,7 +12,8 @@ from .simpletuner_files import DATASET
 from .source import Source
 from .transforms import (
     GPUS,
-    ONLY_ADAMW,
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
     SCHEDULES,
     Handler,
     changed,
@@ -48,8 +49,10 @@ HUB = {  # family and flavour -> the model that SimpleTuner takes where none is 
 HARMLESS = ("CF020", "CF029")
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
-    **dict.fromkeys(("optimi-adamw", "optimi-adam", "adamw"), "adamw"),
-    **dict.fromkeys(("ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw8bit-paged"), "adamw8bit"),
+    **OPTIMIZERS,
+    "optimi-adam": "adamw",
+    **dict.fromkeys(("adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"), "schedule-free"),
+    "prodigy": ("prodigy", "Prodigy without SimpleTuner's averages"),
 }
 _SCHEDULES = {
     **{word: SCHEDULES[word] for word in ("constant", "constant_with_warmup", "linear", "cosine")},
@@ -247,7 +250,7 @@ KEYS: dict[str, Handler] = {
     "lr_scheduler": schedule_of(_SCHEDULES),
     "lr_warmup_steps": _warmup,
     "lr_end": _lr_end,
-    "optimizer": to_word("train.optimizer", _OPTIMIZERS, ONLY_ADAMW),
+    "optimizer": to_word("train.optimizer", _OPTIMIZERS, OTHER_OPTIMIZERS),
     "optimizer_config": not_offered("train.beta1, train.beta2, train.epsilon, train.weight_decay"),
     **each(to_number("train.beta1"), "optimizer_beta1 adam_beta1"),
     **each(to_number("train.beta2"), "optimizer_beta2 adam_beta2"),

@@ -104,12 +104,3 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(t
     found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
     assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
     assert plan.peak == keeping(found).peak <= target * MiB
-
-
-def test_compiled_layers_keep_nothing_and_stay_on_the_device():
-    def choose(target):
-        found, _ = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, plain=True)
-        return found
-
-    assert (choose(99).kind, choose(99).layers, choose(99).keep_attention) == ("layers", (0,), False)
-    assert choose(1).kind == "layers"

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from isotype.config.load import load
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
-from isotype.training.memory.plan import LiveBytes, optimizer_bytes, plan_memory
+from isotype.training.memory.plan import LiveBytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, as_configured
 
 from .measured_memory import built
@@ -84,12 +84,6 @@ def test_bf16_pure_and_nf4_hold_less():
     lora, quantised = (planned(LLAMA, [f"precision.preset={p}"], 16)[1] for p in ("bf16-lora", "nf4-lora"))
     assert quantised.frozen < lora.frozen
     assert quantised.trained == lora.trained
-
-
-def test_eight_bit_states_have_scales_and_small_tensors_fp32_states():
-    config, precision = load(None, ["train.optimizer=adamw8bit"]).config, Precision()
-    assert optimizer_bytes(1 << 20, config.train, precision) == pytest.approx(2 * (1 << 20) * (1 + 4 / 256))
-    assert optimizer_bytes(100, config.train, precision) == 800
 
 
 def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypatch):

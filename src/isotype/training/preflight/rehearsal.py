@@ -1,5 +1,7 @@
 """PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then restores the state.
 
+The update of an optimizer of a program's own is left out: it may keep state outside `optimizer.state`, which could not be put back.
+
 It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator, so that the weights of a run with
 preflight are bit-identical to those without. At learning rate 0 AdamW changes no weight, not even with stochastic rounding: the value is
 exact.
@@ -24,6 +26,8 @@ from ...distributed.world import ALONE
 from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
+from ...libraries import code_of_update
+from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part
 from ...wording import counted
 from ..setup import Prepared, Subject
@@ -64,6 +68,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
 def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """An update in this block begins without states, at learning rate 0; the optimizer's states and settings are restored on exit."""
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    # a trainer that trains once more, or was given an optimizer, has states already
     states, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -84,18 +89,23 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
     with undone(prepared):
         prepared.model.train()
         try:
-            loss = float(stepper.accumulate([batch]))
-            norm = stepper.norm()
+            with subject.watched(LONGEST):
+                loss = float(stepper.accumulate([batch]))
+                norm = stepper.norm()
         except STEP_ERRORS as error:
             yield _failed("PF012", what, error)
             return
         if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
             yield _not_finite(subject, "the gradient" if math.isfinite(loss) else "the loss")
             return
+        yield from subject.violations(LONGEST)
         if batch.weight:
             yield from without_gradient(subject)
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
+            return
+        if (own := code_of_update(stepper.optimizer)) is not None:
+            yield _not_rehearsed(own)
             return
         try:
             with _update_undone(stepper.optimizer):
@@ -109,10 +119,12 @@ def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     prepared = subject.prepared
     with undone(prepared):
         try:
-            result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
+            with subject.watched(EVALUATION):
+                result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
         except STEP_ERRORS as error:
             yield _failed("PF016", "an evaluation of the longest rows", error)
             return
+    yield from subject.violations(EVALUATION)
     if result is not None and not math.isfinite(result.loss):
         yield Finding(
             code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
@@ -131,10 +143,13 @@ def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
     with undone(prepared):
         try:
             together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
-            subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
+            with subject.watched(GENERATION, "generate"):
+                subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
         except STEP_ERRORS as error:
             failed = _failed("PF017", "a small sample", error)
             yield replace(failed, fix=f"run.sample_every: 0 trains without samples; {failed.fix}")
+            return
+    yield from subject.violations(GENERATION)
 
 
 def without_gradient(subject: Subject) -> Iterator[Finding]:
@@ -211,6 +226,13 @@ def _not_finite(subject: Subject, what: str) -> Finding:
     return Finding(
         code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
         observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]), fix=error.fix,
+    )  # fmt: skip
+
+
+def _not_rehearsed(own: str) -> Finding:
+    return Finding(
+        code="PF012", severity=Severity.NOTE, place=Place(symbol=own), message=f"the update by {own} is not rehearsed",
+        cause="code of your own may keep state that no rehearsal could put back", observed="whether it runs, and its memory, are not known",
     )  # fmt: skip
 
 
