@@ -9,7 +9,7 @@ from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, state, widen
-from isotype.ops.packed.formats import Layout
+from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
 from isotype.precision.packing import UnreadPacking, packing
 from tests.gpu import DEVICE, kernels, on_a_gpu
@@ -112,7 +112,7 @@ def test_the_kernel_compiles_for_every_output_and_target(form, target):
     made = forms.ordered({**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout)
 
     def run(out):
-        triton.widen_(out, made.packed, made.scale, made.zero, forms.KINDS[made.kind], 0, *how.layout.block)
+        triton.widen_(out, made.packed, made.scale, made.zero, KINDS[made.kind], 0, *how.layout.block)
 
     compile_matrix(run, (torch.empty(64, 640),), targets=[target], fail_on="note", binary=True)
 

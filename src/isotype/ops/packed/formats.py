@@ -23,6 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
+"""Of numbers that lie in order along a row (`kernels`). The C++ source has the same numbers."""
+HALVES = ("fp4", "int4")
 Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_
 InPlace = Callable[[Tensor, Tensor], Tensor]
@@ -93,7 +96,8 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
 
 def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
     """int32[rows G]: the zero points of `packed_rows`, less the offset."""
-    return _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
+    zeros: Tensor = _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
+    return zeros
 
 
 def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:

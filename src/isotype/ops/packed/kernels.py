@@ -14,11 +14,8 @@ from torch import Tensor
 from ..backend import cpp_runs, fused_runs
 from ..cpp import CppKernels
 from ..library import library_op
-from .formats import Layout, Tensors, exponents, packed_zeros
+from .formats import KINDS, Layout, Tensors, exponents, packed_zeros
 
-KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
-"""The C++ source has the same numbers."""
-HALVES = ("fp4", "int4")
 KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_its_device
-from .kernels import HALVES, KINDS
+from .formats import HALVES, KINDS
 
 BLOCK = 1024  # bytes of a program, in one row
 _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "fp4"))
