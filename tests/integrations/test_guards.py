@@ -1,7 +1,5 @@
 """Guards of an attached trainer: NF001 with the module, logs that say whether updates took, evaluation over tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,17 +1,17 @@
 """The quickstart at a hundredth of its steps: both stages, resumed and repeated, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from isotype import train
-from isotype.config.load import load
 from isotype.data import stdlib
 from isotype.errors import UsageError
-from isotype.quickstart import quickstart
+from isotype.quickstart import quickstart, stages
+from isotype.quickstart.stages import EndsInTime, Stage, planned
+from isotype.training.callbacks import Moment
+from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -44,8 +44,7 @@ def test_both_runs_are_ordinary_and_their_results_load_in_transformers_and_peft(
 
 
 def test_loss_of_pretraining_falls(made: Path) -> None:
-    rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = metrics(made / "pretrain", "loss")
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.3
 
@@ -64,15 +63,6 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert str(made / "tune" / "report.html") in shown
 
 
-@pytest.mark.full
-def test_its_files_are_configurations_that_train_takes(made: Path) -> None:
-    config = load(made / "pretrain.yaml").config
-    assert (config.train.steps, config.data.train) == (1200, str(made / "text.txt"))
-    out = made.parent / "by_hand"
-    run = train(made / "tune.yaml", run=str(out), train={"steps": 2, "eval_every": 2}, data={"limit": 20})
-    assert (run.adapter / "adapter_config.json").is_file()
-
-
 def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="holds other files"):
@@ -80,3 +70,57 @@ def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match="is a file"):
         quickstart(tmp_path / "thesis.tex")
+
+
+# --- The stages of a quickstart end in time whatever their parts take; the clock is the test's.
+
+
+STAGES = (Stage("first", "", 1000, least=40), Stage("second", "", 400, least=20))
+
+
+def seconds_of(monkeypatch, *, before: float, start: float, end: float, step: float, later: float) -> tuple[float, list[int]]:
+    """What the command takes, and the steps of each stage.
+
+    start, end  of each stage
+    step        seconds of a step at first; `later`: from the 50th step of the first stage on
+    """
+    now = [before]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    done, share = [], planned(STAGES, step)
+    for i, stage in enumerate(STAGES):
+        clock = EndsInTime(300.0, stage, (0.7, 1.0)[i], (3, 1)[i])
+        now[0] += start
+        total, number = max(1, round(share * stage.steps)), 0
+        while number < total:
+            number += 1
+            now[0] += later if i or number > 50 else step
+            moment = Moment(number, total, {}, torch.nn.Identity(), Path())
+            clock.on_step(moment)
+            if moment._asked:
+                break
+        now[0] += end
+        if i == 0:
+            share = max(0.1, min(share, clock.left_for(STAGES[1])))
+        done.append(number)
+    return now[0], done
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"before": 20.0, "start": 10.0, "end": 8.0, "step": 0.1, "later": 0.1},
+        {"before": 20.0, "start": 15.0, "end": 15.0, "step": 0.2, "later": 2.0},
+        {"before": 60.0, "start": 30.0, "end": 25.0, "step": 1.0, "later": 1.0},
+    ],
+    ids=["idle", "other programs begin", "busy from the start"],
+)
+def test_both_stages_end_within_the_time(monkeypatch, parts):
+    seconds, (first, second) = seconds_of(monkeypatch, **parts)
+    assert seconds <= 300.0 + 2 * parts["later"]  # the step that is being done when the time is over
+    assert first >= 40
+    assert second >= 20
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.64), (30.0, 0.1)])
+def test_a_slow_machine_plans_fewer_steps(seconds, share):
+    assert planned(STAGES, seconds) == pytest.approx(share, abs=0.01)

@@ -1,10 +1,7 @@
 """Which kind of sharing a run takes, and why; the memory of a part; a plan for many GPUs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-from dataclasses import replace
 
 import pytest
 from tests.distributed.processes import environment
@@ -13,9 +10,6 @@ from tests.warm import interpreter
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
 from isotype.errors import UsageError
-from isotype.precision import PRESETS
-from isotype.training.memory.distributed_plan import UnitBytes, gathered_bytes, of_one_part
-from isotype.training.memory.plan import MemoryPlan
 from isotype.training.setup import REPLICATE, SHARD, by_plan, parallel_as_configured
 
 GIB = 1 << 30
@@ -29,11 +23,6 @@ def world(size, nodes=1):
 
 def config(kind, **train):
     return RunConfig.model_validate({"parallel": {"kind": kind}, "train": train})
-
-
-def test_one_process_shares_with_nobody():
-    assert parallel_as_configured(config("shard"), world(1)).kind == REPLICATE
-    assert parallel_as_configured(config("auto"), world(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -52,11 +41,6 @@ def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
     assert refused.value.fix
 
 
-def test_hybrid_has_a_model_in_each_machine():
-    taken = parallel_as_configured(config("hybrid"), world(8, 2))
-    assert (taken.nodes, taken.parts(8)) == (2, 4)
-
-
 def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     def never():
         raise AssertionError("the bound is enough")
@@ -70,23 +54,6 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     kept = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, config=config("auto", optimizer="adamw8bit"))
     assert kept.kind == REPLICATE
     assert "is not shared because of train.optimizer: adamw8bit" in kept.reason
-
-
-def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
-    units = [UnitBytes(400, 0, 0, 40, stays_gathered=False)] * 3 + [UnitBytes(100, 100, 25, 0, stays_gathered=True)]
-    whole = MemoryPlan(
-        frozen=1320, trained=100, gradients=100, optimizer=200, activations=50, working=40, forward=90, backward=20, update=30, peak=1850
-    )
-    part = of_one_part(whole, units, PRESETS["fp32"], parts=4, device_type="cuda")
-    assert part.frozen == (1320 - 120) // 4 + 120
-    assert (part.trained, part.gradients, part.optimizer) == (25, 25, 50)
-    # the head, two layers, and the head's gradient as it is made and as it is sent
-    assert part.gathered == gathered_bytes(units, PRESETS["fp32"], device_type="cuda").most == 100 + 800 + 200
-    assert part.peak == part.held + 70 + part.gathered
-    on_cpu = of_one_part(whole, units, PRESETS["fp32"], parts=4, device_type="cpu")
-    assert on_cpu.peak == part.held + 90 + 900 + 400  # in forward: gloo gathers into a copy
-    assert of_one_part(whole, units, PRESETS["fp32"], parts=1, device_type="cpu") == whole
-    assert replace(part, peak=0).held == part.held
 
 
 def test_a_plan_for_sixteen_gpus(configured, tmp_path):

@@ -419,6 +419,13 @@ class RunSection(Section):
     """Write report.html and report.png."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
+    push_to_hub: str | None = None
+    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own. Token and name are checked before the
+    run; an upload that fails does not fail it."""
+    push_merged: bool = False
+    """Push the adapter merged into its base, instead of the adapter."""
+    push_private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 class ParallelSection(Section):

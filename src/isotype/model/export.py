@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.sources import is_folder_name
 from ..errors import RunError
-from ..precision.apply import inner_model
-from ..precision.precision import ROLES, Precision
-from ..precision.vision import vision_parts
-from .architecture import auto_class
 
 Digests = Mapping[str, str]
 
@@ -129,46 +124,3 @@ def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
 
 def _different(folder: Path, what: str) -> RunError:
     return RunError(f"{folder}: {what}", code="SV001", fix="the checkpoints are untouched; report this with env.json")
-
-
-# --- `README.md` of a saved adapter or language model
-
-
-def write_card(
-    folder: Path, model: Any, *, base: str, data: str, step: int, precision: Precision, observed: Mapping[str, Mapping[str, int]],
-    adapter: bool, scored: bool,
-) -> None:  # fmt: skip
-    """Replaces the card that PEFT writes, whose fields are empty.
-
-    data      the counts of the rows, in words
-    observed  role -> dtype -> how many things of that role had it when the run was last observed
-    scored    a sequence classifier of one label
-    """
-    inner: Any = inner_model(model)
-    kind = auto_class(inner.config, of_text=vision_parts(inner) is None, scored=scored).__name__
-    labels = ", num_labels=1" if scored else ""
-    on_hub = not is_folder_name(base) and not Path(base).exists()  # the hub refuses a card whose base_model is a path
-    facts = {"base_model": base if on_hub else None, "library_name": "peft" if adapter else "transformers"}
-    what = "A PEFT adapter" if adapter else "A model"
-    roles = [
-        f"| {role} | {getattr(precision, role)} | {', '.join(observed.get(role, {})) or 'not observed'} |"
-        for role in ROLES
-        if role != "save"
-    ]
-    name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
-    load = [
-        f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
-        "model = PeftModel.from_pretrained(model, FOLDER)",
-    ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
-    lines = [
-        "---", *(f"{key}: {json.dumps(value)}" for key, value in facts.items() if value), "---", "",
-        f"# {what}, trained by Isotype", "",
-        f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}, in {saved}", "",
-        "| role | declared | observed |", "|---|---|---|", *roles, "",
-        "FOLDER is this folder:", "", "```python",
-        *(["from peft import PeftModel"] if adapter else []), f"from transformers import {kind}, AutoTokenizer", "",
-        *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", "",
-    ]  # fmt: skip
-    if not scored:
-        lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

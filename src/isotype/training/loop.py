@@ -25,7 +25,8 @@ from ..distributed.shard import whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
-from ..model.export import trained_tensors, write_card
+from ..model.card import write_card
+from ..model.export import trained_tensors
 from ..observe import Observation, Observer, is_observed
 from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
 from ..precision.resolve import Resolved

@@ -291,7 +291,7 @@ KEYS: dict[str, Handler] = {
     "saves_per_epoch": _times_an_epoch("run.save_every"),
     **each(no_effect("evaluations come by train.eval_every, by default ten in a run"), "evaluation_strategy"),
     "auto_resume_from_checkpoints": not_offered("isotype train --resume RUN"),
-    "hub_model_id": not_offered("isotype merge RUN writes the model; upload it with `hf upload`"),
+    "hub_model_id": to("run.push_to_hub"),
     "use_tensorboard": when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": _wandb_project,

@@ -200,7 +200,7 @@ TRAINER: dict[str, Handler] = {
     "output_dir": to("run.folder"),
     **each(no_effect("everything lies in run.folder, which names the run"), "run_name"),
     "overwrite_output_dir": no_effect("a folder that holds a run is never overwritten"),
-    "push_to_hub": not_offered("isotype merge RUN writes the model; upload it with `hf upload`"),
+    "push_to_hub": not_offered("run.push_to_hub: ORG/NAME pushes the result"),
     **each(no_effect("nothing is uploaded"), "hub_model_id hub_strategy"),
     "resume_from_checkpoint": not_offered("isotype train --resume RUN"),
     "save_safetensors": no_effect("always safetensors"),

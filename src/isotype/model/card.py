@@ -1,0 +1,97 @@
+"""`README.md` of a saved result: its base, data and precision, and how plain transformers loads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config.sources import is_folder_name
+from ..precision.apply import inner_model
+from ..precision.precision import ROLES, Precision
+from ..precision.vision import vision_parts
+from .architecture import auto_class
+
+
+def write_card(
+    folder: Path, model: Any, *, base: str, data: str, step: int, precision: Precision, observed: Mapping[str, Mapping[str, int]],
+    adapter: bool, scored: bool,
+) -> None:  # fmt: skip
+    """Replaces the card that PEFT writes, whose fields are empty.
+
+    data      the counts of the rows, in words
+    observed  role -> dtype -> how many things of that role had it when the run was last observed
+    scored    a sequence classifier of one label
+    """
+    inner: Any = inner_model(model)
+    kind = auto_class(inner.config, of_text=vision_parts(inner) is None, scored=scored).__name__
+    labels = ", num_labels=1" if scored else ""
+    on_hub = not is_folder_name(base) and not Path(base).exists()  # the hub refuses a card whose base_model is a path
+    facts = {"base_model": base if on_hub else None, "library_name": "peft" if adapter else "transformers"}
+    what = "A PEFT adapter" if adapter else "A model"
+    roles = [
+        f"| {role} | {getattr(precision, role)} | {', '.join(observed.get(role, {})) or 'not observed'} |"
+        for role in ROLES
+        if role != "save"
+    ]
+    name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
+    load = [
+        f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
+        "model = PeftModel.from_pretrained(model, FOLDER)",
+    ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
+    lines = [
+        "---", *(f"{key}: {json.dumps(value)}" for key, value in facts.items() if value), "---", "",
+        f"# {what}, trained by Isotype", "",
+        f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}, in {saved}", "",
+        "| role | declared | observed |", "|---|---|---|", *roles, "",
+        "FOLDER is this folder:", "", "```python",
+        *(["from peft import PeftModel"] if adapter else []), f"from transformers import {kind}, AutoTokenizer", "",
+        *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", "",
+    ]  # fmt: skip
+    if not scored:
+        lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def merged_card(card: str, dtype: str, noise: float) -> str:
+    """The card of a merged model, from that of its adapter.
+
+    noise  error of the rounding to `dtype`, as a share of the adapter's effect on the weights
+    """
+    facts, _, load = card.partition("FOLDER is this folder:")
+    kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
+    name = kind[1] if kind else "AutoModelForCausalLM"
+    facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace("# A PEFT adapter", "# A model", 1)
+    rounded = f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's effect on the weights\n"
+    facts = facts.replace("\n\n| role", f"\n{rounded}\n| role", 1)
+    lines = [f"from transformers import {name}, AutoTokenizer", "", f"model = {name}.from_pretrained(FOLDER, dtype='auto')"]
+    code = "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"])
+    return f"{facts}FOLDER is this folder:\n\n```python\n{code}\n```\n"
+
+
+def plain_card(*, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None) -> str:
+    """The card of a result that was saved without one, as those of pictures are.
+
+    data, precision  data.json and precision.json of the run
+    """
+    counted = {key: value for key, value in data.items() if key.endswith(("pictures", "captions")) and isinstance(value, int) and value}
+    counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items())
+    observed = precision.get("observed", {})
+    roles = [
+        f"| {role} | {said.get('value')} | {', '.join(observed.get(role, {})) or 'not observed'} |"
+        for role, said in precision.get("declared", {}).items()
+        if isinstance(said, dict) and role in ROLES and role != "save"
+    ]
+    facts = ["---", f"base_model: {json.dumps(base)}", "---", ""] if not is_folder_name(base) and not Path(base).exists() else []
+    lines = [
+        *facts,
+        "# A result trained by Isotype",
+        "",
+        f"* base: `{base}`",
+        f"* data: {counts or 'not counted'}",
+        f"* weights of step {step}",
+        "",
+    ]
+    return "\n".join([*lines, "| role | declared | observed |", "|---|---|---|", *roles, ""])
