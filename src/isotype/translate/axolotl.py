@@ -22,6 +22,7 @@ from .transforms import (
     not_offered,
     optimizer,
     schedule,
+    start,
     targets,
     to,
     to_count,
@@ -185,14 +186,21 @@ def _times_an_epoch(target: str) -> Handler:
     return lambda draft, given: draft.not_offered(given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint")
 
 
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    """With transformers 5's name of the type."""
+    return {("rope_type" if key == "type" else key): value for key, value in given.items()}
+
+
 KEYS: dict[str, Handler] = {
     **TRAINER,
     "base_model": to("model.name"),
     "revision_of_model": to("model.revision"),
     "tokenizer_config": to("model.tokenizer"),
+    "rope_scaling": to("model.rope_parameters", _rope),
+    "noisy_embedding_alpha": to_number("train.embedding_noise"),
     **each(
         not_offered("the model's own configuration is used"),
-        "rope_scaling model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
+        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
     ),
     **each(no_effect("the model's own class is used"), "model_type tokenizer_type tokenizer_use_fast"),
     # data
@@ -244,13 +252,14 @@ KEYS: dict[str, Handler] = {
     "lora_target_linear": when_on("adapter.targets", "all-linear", "adapter.targets"),
     "lora_fan_in_fan_out": no_effect("seen from the layer"),
     "peft_use_rslora": to_truth("adapter.rslora"),
-    "peft_use_dora": not_offered("DoRA is not offered; plain LoRA is used"),
+    "peft_use_dora": to_truth("adapter.dora"),
+    "peft_init_lora_weights": start,
     "lora_model_dir": to("adapter.start_from"),
     "lora_target_parameters": to("adapter.parameters"),
     **each(not_offered("ReLoRA is not offered"), "relora* jagged_restart_*"),
     "lisa_*": not_offered("LISA is not offered"),
     "peft": not_offered("adapter.* has what is offered of PEFT's settings"),
-    "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
+    "loraplus_lr_ratio": to_number("adapter.plus"),
     "unfrozen_parameters": not_offered("every weight (adapter.kind: none) or adapter.modules_to_save"),
     "reinit_weights": not_offered("model.init: random builds fresh weights"),
     "llmcompressor": not_offered("pruning is not offered"),

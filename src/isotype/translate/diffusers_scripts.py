@@ -92,7 +92,7 @@ KEYS: dict[str, Handler] = {
     "lora_alpha": to_number("adapter.alpha"),
     "lora_dropout": to_number("adapter.dropout"),
     "lora_layers": _layers,
-    "use_dora": not_offered("DoRA is not offered"),
+    "use_dora": not_offered("adapter.dora is for language models"),
     # precision
     **each(
         changed("one of the keys that decide precision.preset"),

@@ -29,6 +29,7 @@ from .transforms import (
     to,
     to_count,
     to_either,
+    to_number,
     to_preference,
     to_truth,
     truth,
@@ -157,7 +158,7 @@ def _saves_memory(name: str) -> Handler:
 KEYS: dict[str, Handler] = {
     **TRAINER,
     "model_name_or_path": to("model.name"),
-    "rope_scaling": not_offered("the model's own configuration is used"),
+    "rope_scaling": not_offered("model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions"),
     "moe_aux_loss_coef": to("train.aux_loss", number),
     "mixture_of_depths": not_offered("the model is trained as it is"),
     **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),
@@ -174,8 +175,10 @@ KEYS: dict[str, Handler] = {
         "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
     "adapter_name_or_path": to("adapter.start_from"),
-    "loraplus_lr_ratio": not_offered("one learning rate for A and B"),
-    **each(not_offered("PiSSA is not offered"), "pissa_init pissa_iter pissa_convert"),
+    "loraplus_lr_ratio": to_number("adapter.plus"),
+    "pissa_init": when_on("adapter.start", "pissa"),
+    "pissa_iter": no_effect("PiSSA's start is an exact SVD"),
+    "pissa_convert": no_effect("such an adapter is always saved as an ordinary one, for the untouched base"),
     # preferences
     "pref_loss": no_effect("part of train.objective"),
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),

@@ -149,7 +149,7 @@ KEYS: dict[str, Handler] = {
     "lora_rank": to_count("adapter.r"),
     "lora_alpha": to_number("adapter.alpha"),
     "dropout_probability": to_number("adapter.dropout"),
-    "lora_decompose": not_offered("DoRA is not offered"),
+    "lora_decompose": not_offered("adapter.dora is for language models"),
     "lora_weight_dtype": no_effect("adapters are fp32"),
     **each(not_offered("adapter.targets names modules"), "layer_filter layer_filter_preset"),
     "lora_model_name": not_offered("adapter.start_from goes on with a PEFT folder"),

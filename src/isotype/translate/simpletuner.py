@@ -223,7 +223,7 @@ KEYS: dict[str, Handler] = {
     "lora_dropout": to_number("adapter.dropout"),
     "lora_type": no_effect("standard: PEFT's LoRA"),
     **each(_targets, "flux_lora_target lora_target"),
-    "use_dora": not_offered("DoRA is not offered"),
+    "use_dora": not_offered("adapter.dora is for language models"),
     "init_lora": not_offered("adapter.start_from goes on with a PEFT folder, such as RUN/adapter"),
     # precision
     **each(Draft.precision, "mixed_precision base_model_precision base_model_default_dtype pure_bf16"),

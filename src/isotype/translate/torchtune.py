@@ -64,7 +64,9 @@ def _model(draft: Draft, given: Given) -> None:
     component = str(given.value).rpartition(".")[2]
     if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         dora = component.removeprefix("q").startswith("dora_")
-        draft.set(given, "adapter.kind", "lora", "DoRA is not offered; plain LoRA is used" if dora else "the model itself is model.name")
+        draft.set(given, "adapter.kind", "lora", "the model itself is model.name")
+        if dora:
+            draft.settings["adapter.dora"] = True
     else:
         draft.set(given, "adapter.kind", "none", "every weight is trained; the model itself is model.name")
 
@@ -133,7 +135,7 @@ KEYS: dict[str, Handler] = {
     "model.lora_alpha": to_number("adapter.alpha"),
     "model.lora_dropout": to("adapter.dropout", lambda value: number(value or 0)),
     "model.quantize_base": Draft.precision,
-    "model.use_dora": not_offered("DoRA is not offered; plain LoRA is used"),
+    "model.use_dora": to_truth("adapter.dora"),
     "checkpointer._component_": no_effect("safetensors in Hugging Face's format"),
     "checkpointer.checkpoint_dir": to(
         "model.name", str, "a folder in Hugging Face's format is needed (config.json, safetensors, tokenizer)"

@@ -170,6 +170,7 @@ def without_what_preferences_refuse(draft: Draft) -> None:
     """Leaves out settings that other tools ignore or switch off for these methods."""
     objective = draft.settings.get("train.objective")
     left_out = {
+        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
         "data.packing": (objective is not None, "each answer is judged as a whole"),
         "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
         "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
@@ -206,6 +207,17 @@ def settle_optimizer(draft: Draft) -> None:
     for key in {"adafactor": ("beta1", "beta2", "epsilon"), "lion": ("epsilon",), "lion8bit": ("epsilon",)}.get(name, ()):
         if settings.pop(f"train.{key}", None) is not None:
             draft.notes.append(f"train.{key} is left out: {name} does not read it")
+
+
+def start(draft: Draft, given: Given) -> None:
+    """PEFT's `init_lora_weights`."""
+    word = str(given.value).lower()
+    if word == "true":
+        draft.no_effect(given, "the default")
+    elif word.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
+        draft.set(given, "adapter.start", word.partition("_niter_")[0], "its start is an exact SVD" if "_niter_" in word else "")
+    else:
+        draft.not_offered(given, "adapter.start is default, orthogonal, pissa or olora")
 
 
 def schedule_of(words: Mapping[str, Any]) -> Handler:

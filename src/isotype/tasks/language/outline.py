@@ -66,7 +66,10 @@ def outline(
             freeze_vision(base, config.adapter, precision)
         else:
             new_tokens = bool(config.model.add_tokens)
-            model = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
+            model = attach_adapter(
+                base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
+                token_ids=range(len(config.adapter.train_tokens)),  # as many
+            )  # fmt: skip
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
