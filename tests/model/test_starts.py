@@ -106,7 +106,7 @@ def test_a_start_on_a_packed_base_and_settings_without_an_adapter_are_refused(co
         train(configured(adapter={"kind": "none", "plus": 16}))
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16-lora"])
+@pytest.mark.parametrize("preset", [pytest.param("fp32", marks=pytest.mark.full), "bf16-lora"])
 def test_a_run_with_all_of_them_resumes_checks_what_it_saved_and_merges(configured, workshop, tmp_path, preset):
     section = {"r": 4, "start": "pissa", "dora": True, "plus": 4, "rank_pattern": {"down_proj": 2}}
     settings = {"adapter": section, "precision": {"preset": preset}}

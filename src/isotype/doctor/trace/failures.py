@@ -33,15 +33,13 @@ _READERS = 8  # operands shown in full
 
 
 _MARK = "_isotype_finding"  # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
-_CAUGHT = 32  # findings kept for errors that the program catches
 
 
 class Failures:
-    """Explains each failing op once, where it fails first; which of them escaped the program is known only at the end."""
+    """Explains each failing op once, where it fails first. An error that the program catches is its own business."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._seen: list[Finding] = []
         self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
 
     def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
@@ -87,16 +85,9 @@ class Failures:
                 return finding
         return None
 
-    def caught(self, error: BaseException | None) -> list[Finding]:
-        """The explanations of errors that the program itself dealt with."""
-        left = [getattr(link, _MARK, None) for link in _causes(error)] if error is not None else []
-        return [finding for finding in self._seen if not any(finding is other for other in left)]
-
     def _attach(self, error: BaseException, finding: Finding) -> None:
         error.add_note(finding.render())
         setattr(error, _MARK, finding)
-        if len(self._seen) < _CAUGHT:
-            self._seen.append(finding)
 
     def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if not isinstance(error, (RuntimeError, ValueError, TypeError)) or hasattr(error, _MARK):

@@ -8,14 +8,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 
 import torch
 
 from ...errors import UsageError
-from ...finding import Finding, Place, Severity, worst_first
+from ...finding import Finding, Place, worst_first
 from ...observe.origin import OBSERVERS, TORCH
 from .context import say
 from .tracer import Tracer
@@ -48,11 +48,6 @@ class trace:
         if ended is not None:
             self._failure = self._tracer.failures.escaped(ended)
         self._others = self._tracer.findings()
-        for caught in self._tracer.failures.caught(ended):
-            if not any(f.code == "TR022" and f.place == caught.place for f in self._others):
-                self._others.append(
-                    replace(caught, code="TR022", severity=Severity.NOTE, message=f"caught by the program: {caught.message}")
-                )
         self._tracer.provenance.forget()
 
     @property

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# the kinds of a packed element; the C++ source has the same numbers
 KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
-"""Of numbers that lie in order along a row (`kernels`). The C++ source has the same numbers."""
 HALVES = ("fp4", "int4")
+
 Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_
 InPlace = Callable[[Tensor, Tensor], Tensor]
@@ -96,8 +97,8 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
 
 def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
     """int32[rows G]: the zero points of `packed_rows`, less the offset."""
-    zeros: Tensor = _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
-    return zeros
+    zero: Tensor = _words(t["weight_zero_point"], of.bits, 0)[rows]
+    return zero - 2 ** (of.bits - 1)
 
 
 def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
