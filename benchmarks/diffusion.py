@@ -36,7 +36,7 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built
 from isotype.tasks.diffusion.families import Asked
-from isotype.tasks.diffusion.families.flux import Flux, packed, positions, unpacked
+from isotype.tasks.diffusion.families.flow import Flux, packed, positions, unpacked
 from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import resolve_precision

@@ -36,12 +36,8 @@ from isotype.precision.precision import PRESETS, Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built, quantise
 from isotype.tasks.diffusion.families import Asked, Family
-from isotype.tasks.diffusion.families.flux import Flux
-from isotype.tasks.diffusion.families.pixart import PixArtSigma
-from isotype.tasks.diffusion.families.qwen_image import QwenImage
-from isotype.tasks.diffusion.families.sana import Sana
-from isotype.tasks.diffusion.families.sd3 import SD3
-from isotype.tasks.diffusion.families.sdxl import SDXL
+from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage, Sana
+from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import resolve_precision

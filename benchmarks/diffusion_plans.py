@@ -19,9 +19,7 @@ from isotype.config.load import load
 from isotype.environment.hardware import detect
 from isotype.tasks.diffusion.denoiser import built, quantised_layers
 from isotype.tasks.diffusion.families import Family
-from isotype.tasks.diffusion.families.flux import Flux
-from isotype.tasks.diffusion.families.qwen_image import QwenImage
-from isotype.tasks.diffusion.families.sd3 import SD3
+from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import held_bytes
 from isotype.training.setup import resolve_precision

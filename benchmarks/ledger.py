@@ -25,7 +25,6 @@ from isotype.config.load import load
 from isotype.config.schema import TrainSection
 from isotype.environment.hardware import Hardware, by_name
 from isotype.errors import UsageError
-from isotype.model.host_embedding import bytes_on_host
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
@@ -57,10 +56,7 @@ SMALL = 256  # a product with a dimension below this is an adapter's
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes.
-
-    on_host  bytes of the input embedding where ours is in host memory; Unsloth's peak is by its default, with the embedding on the device
-    """
+    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes."""
 
     device: str
     rates: Rates
@@ -69,7 +65,6 @@ class Ledger:
     peak: int
     their_peak: int
     what: str
-    on_host: int = 0
 
     def seconds(self, rows: Iterable[Row]) -> float:
         return step_seconds(rows, self.rates)
@@ -90,7 +85,6 @@ class Ledger:
                 "rows": each(self.theirs),
                 "seconds": self.seconds(self.theirs),
                 "peak": self.their_peak,
-                **({"peak_with_its_embedding_on_the_host": self.their_peak - self.on_host} if self.on_host else {}),
             },
         }
 
@@ -131,12 +125,6 @@ class Ledger:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}{1e3 * other:>12.2f}{saved:>10.2f}   {other / mine:.2f}x")
             share = self.peak / self.their_peak
             lines.append(f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted")
-            if self.on_host:
-                less = self.their_peak - self.on_host
-                lines.append(
-                    f"  ours with model.embedding: host, which Unsloth has too, off by default (offload_embedding): with it {shown(less)} "
-                    f"there, {self.peak / less:.2f}x"
-                )
         else:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}")
         return lines
@@ -256,30 +244,26 @@ def step_ledger(
     memory  the plan of the same step
     """
     rows, rates = recorded(made, train, precision, largest, checkpointing=checkpointing), rates_of(hardware)
-    theirs, their_peak, on_host = None, 0, bytes_on_host(made.model)
+    theirs, their_peak = None, 0
     config: Any = getattr(made.model, "config", None)
     if rank and not packing and getattr(config, "model_type", "") in ("llama", "mistral", "qwen2"):
         s = shapes_of(config, rows=largest.rows, length=largest.length, rank=rank, nf4=precision.base == "nf4")
         one = unsloth_step.step(s)
         update = [row for row in one if row.phase == "update"]
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update
-        their_peak = unsloth_step.peak_bytes(s, memory.held + on_host)
+        their_peak = unsloth_step.peak_bytes(s, memory.held)
     return Ledger(
         device=hardware.name, rates=rates, rows=rows, theirs=theirs, peak=memory.peak, their_peak=their_peak,
         what=f"{checkpointing}; attention's results {'kept' if checkpointing.keep_attention else 'computed again'}"
         if checkpointing.layers
         else str(checkpointing),
-        on_host=on_host,
     )  # fmt: skip
 
 
-def ledger_of(
-    tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4", embedding: str = "device"
-) -> Ledger:
+def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4") -> Ledger:
     given = [
         f"precision.preset={base}-lora",
         f"adapter.r={rank}",
-        f"model.embedding={embedding}",
         "train.batch_size=1",
         "train.accumulate=1",
     ]
@@ -315,7 +299,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", default="h200")
-    parser.add_argument("--embedding", default="device", choices=["device", "host"], help="as model.embedding")
     parser.add_argument(
         "--host-ms", type=float, help="of our step, measured: `benchmarks/lora.py --part host`; a row beside the device's time"
     )
@@ -323,13 +306,11 @@ def main() -> None:
     asked = parser.parse_args()
 
     def counted(kind: str) -> Ledger:
-        return ledger_of(
-            asked.tokens, kind=kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers, embedding=asked.embedding
-        )
+        return ledger_of(asked.tokens, kind=kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers)
 
     ledger = counted(asked.kind)
     rest = beside(ledger, counted("none") if asked.kind != "none" else ledger, asked.host_ms)
-    command = f"python benchmarks/ledger.py --tokens {asked.tokens}" + (" --embedding host" if asked.embedding == "host" else "")
+    command = f"python benchmarks/ledger.py --tokens {asked.tokens}"
     command += f" --host-ms {asked.host_ms:g}" if asked.host_ms else ""
     text = (
         f"# {date.today()}, the ledger of Llama-3.1-8B QLoRA at {asked.tokens:,} tokens, counted, nothing measured\n\n"

@@ -8,18 +8,56 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isotype.model.host_embedding import is_outlined_on_host
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked as head
+from isotype.ops.library import library_op
+from isotype.ops.linear_cross_entropy import op as head
 from isotype.ops.recompute import is_recomputing
 
-Kind = Literal["product", "attention", "attention backward", "memory", "copy", "host read"]
+
+def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
+def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
+
+
+@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
+def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
+    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
+
+
+class Planned:
+    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
+
+    @staticmethod
+    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+        return _kernel_forward(logits_TV, targets_T)
+
+    @staticmethod
+    def cross_entropy_backward(
+        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+    ) -> Tensor:
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return out_TV
+
+    @staticmethod
+    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
+        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
+        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
+        return loss_T, lse_T
+
+
+Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +65,7 @@ class Row:
     """Launches of one kind.
 
     phase   forward, recompute, backward or update
-    kind    "copy" is one between the host and the device, beside everything else; a "host read" is a kernel's own, which takes its time
+    kind    "copy" is one between the host and the device, beside everything else
     name    the operator with its sizes, or what a published program calls it
     bytes   read and written by one launch, each tensor once
     flops   of one launch
@@ -70,7 +108,7 @@ class Rates:
     memory: float = 0.765
 
     def seconds(self, row: Row) -> float:
-        if row.kind in ("copy", "host read"):
+        if row.kind == "copy":
             return row.count * row.bytes / (self.host * self.copy)
         share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0
@@ -170,13 +208,11 @@ class Launches(TorchDispatchMode):
             self._note(function, name, args, kwargs, result)
         return result
 
-    def _head(
-        self, hidden: Any, weight: Any, bias: Any, targets: Any, upstream: Any, ignore_index: int, factors: list[float], *rest: Any
-    ) -> Any:
+    def _head(self, *args: Any) -> Any:
         """For PyTorch this is one operator. It launches one or two products and one loss per chunk, and each is recorded."""
-        rule = LossRule.from_arguments(ignore_index, factors)
-        with self:
-            return tuple(head.forward_with_gradients(hidden, weight, bias, targets, upstream, rule, *rest))
+        inside: Any = head._forward
+        with self, patch.object(head, "row_paths", lambda x: Planned):
+            return inside.__wrapped__(*args)
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
@@ -196,10 +232,6 @@ class Launches(TorchDispatchMode):
             outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
         if kwargs.get("out") is not None and not _accumulates(name, args, kwargs):
             read = [t for t in read if t is not kwargs["out"]]
-        if name in _GATHERS and any(map(is_outlined_on_host, inputs)):
-            shape = " x ".join(map(str, result.shape))
-            self.rows.append(Row(phase=self.phase, name=f"{name} {shape} from the host", kind="host read", bytes=_bytes(result)))
-            return
         if name in _GATHERS:
             # the rows that it gives, of however many
             read = [*outputs, *(t for t in read if not t.is_floating_point())]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isotype import ops
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked
+from isotype.ops.linear_cross_entropy import op as head
 from isotype.ops.linear_cross_entropy.chunked import extent
 
 Step = Callable[[], list[Tensor]]
@@ -135,17 +135,17 @@ class Blocked(torch.autograd.Function):
     def forward(ctx, x, w, targets, rule):
         one = torch.ones((), device=x.device)
         chunk = extent(x.shape[0], w.shape[0], x.element_size(), x.device, head=False)
-        made = chunked.forward_with_gradients(x, w, None, targets, one, rule, chunk, False, False, False)
-        ctx.save_for_backward(x, w, targets, made.lse_T)
+        loss, lse, *_ = head._forward(x, w, None, targets, one, *rule.arguments, chunk, False, False, False, True)
+        ctx.save_for_backward(x, w, targets, lse)
         ctx.rule, ctx.items = rule, (targets != -100).sum()
-        return made.loss_T.sum() / ctx.items
+        return loss.sum() / ctx.items
 
     @staticmethod
     def backward(ctx, dloss):
         x, w, targets, lse = ctx.saved_tensors
         dloss_T = (dloss / ctx.items).expand_as(lse).contiguous()
         want = ctx.needs_input_grad
-        dx, dw, _ = chunked.backward_by_vocabulary(x, w, None, targets, lse, dloss_T, ctx.rule, want[0], want[1])
+        dx, dw, _ = head._backward(x, w, None, targets, lse, dloss_T, *ctx.rule.arguments, want[0], want[1])
         return dx.to(x.dtype), dw if want[1] else None, None, None
 
 

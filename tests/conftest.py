@@ -152,9 +152,8 @@ def subject(configured, tmp_path):
     """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
     from isotype.runs.folder import RunFolder
     from isotype.tasks.choose import task_of
-    from isotype.training.preflight.subject import Subject
     from isotype.training.schedule import Milestones
-    from isotype.training.setup import prepare
+    from isotype.training.setup import Subject, prepare
 
     def make(folder_name: str = "run", **sections: Any) -> Subject:
         loaded = configured(folder_name, **sections)

@@ -53,10 +53,10 @@ def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
     assert row == replace(rows.product("forward", "", 8, 32, 16, adds=True), name=row.name)
 
 
-def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, embedding="device", **kept):
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, **kept):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
-    given = [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1", f"model.embedding={embedding}"]
+    given = [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]
     config = load(None, given).config
     precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": layers})
     made = outline(architecture, config, precision, device_type="cuda")

@@ -4,7 +4,6 @@ config, resume  as for `isotype train`
 command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
-counted         prints the bytes that the last step sent
 offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
                 tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
@@ -105,55 +104,8 @@ def with_offload(file: str) -> None:
     atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(str(fetched)))
 
 
-# name -> (place and name of the tensor that all processes together have, how many times a ring sends it); torch renamed two of them
-COLLECTIVES = {
-    "all_reduce": (0, "tensor", 2),
-    "all_gather_single": (0, "output_tensor", 1),
-    "all_gather_into_tensor": (0, "output_tensor", 1),
-    "reduce_scatter_single": (1, "input", 1),
-    "reduce_scatter_tensor": (1, "input", 1),
-}
-
-
-def with_counted_bytes() -> None:
-    """Prints at each step what its collectives sent, by ring algorithms: the sizes are those of the tensors that they were given.
-
-    FSDP and the world look the functions up in `torch.distributed` when they call them.
-    """
-    sent, takes = {"in all": 0.0, "between": 0.0}, Loop._step
-
-    def counting(name: str, place: int, keyword: str, times: int) -> None:
-        collective = getattr(torch.distributed, name)
-
-        def call(*args, **kwargs):
-            tensor = args[place] if len(args) > place else kwargs[keyword]
-            group = kwargs.get("group")
-            ranks = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
-            bytes_ = times * tensor.numel() * tensor.element_size() * (len(ranks) - 1) / len(ranks)
-            sent["in all"] += bytes_
-            local = int(os.environ["LOCAL_WORLD_SIZE"])
-            sent["between"] += bytes_ if len({rank // local for rank in ranks}) > 1 else 0.0
-            return collective(*args, **kwargs)
-
-        setattr(torch.distributed, name, call)
-
-    for name, how in COLLECTIVES.items():
-        if hasattr(torch.distributed, name):
-            counting(name, *how)
-
-    def step(loop, number):
-        sent.update(dict.fromkeys(sent, 0.0))
-        takes(loop, number)
-        if loop.world.first:
-            print(f"step {number} sent {int(sent['in all'])} bytes, {int(sent['between'])} of them to other machines")
-
-    Loop._step = step
-
-
 def main() -> int:
     given = json.loads(sys.argv[1])
-    if given.get("counted"):
-        with_counted_bytes()
     if given.get("offload"):
         with_offload(given["offload"])
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

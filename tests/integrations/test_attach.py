@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
-from isotype.integrations.steps import Evaluation
+from isotype.integrations.steps import Guards
 from isotype.optimize.trl_head import fused_head_of
 from isotype.precision.apply import precision_of
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
@@ -86,7 +86,7 @@ def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
 def test_a_failure_while_attaching_leaves_nothing_half_attached(models, monkeypatch):
     trainer = trainer_of("SFT", models, bf16=True)
     before = untouched_state(trainer)
-    monkeypatch.setattr(Evaluation, "install", lambda self: 1 / 0)
+    monkeypatch.setattr(Guards, "_log", property(lambda self: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         attach(trainer, "bf16-lora", quiet=True)
     same_state(before, untouched_state(trainer))

@@ -6,7 +6,7 @@ from transformers import Trainer, TrainerCallback
 
 from isotype.errors import RunError, UsageError
 from isotype.integrations import attach
-from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 
 pytest.importorskip("trl")
 
@@ -46,74 +46,15 @@ def test_logs_say_which_share_of_the_weights_changed(models):
     assert {row["share_changed"] for row in frozen.state.log_history if "loss" in row} == {0.0}
 
 
-@pytest.mark.parametrize("name", ["Trainer", "SFT"])
-def test_the_evaluation_loss_is_a_mean_over_tokens(name, models):
+@pytest.mark.parametrize("name", ["Trainer", "DPO"])
+def test_an_evaluation_is_the_trainers_own(name, models):
     losses = []
-    for size in (1, 4, 6):
-        trainer = TRAINERS[name](Setting(models, more={"per_device_eval_batch_size": size}))
-        attach(trainer, "fp32", quiet=True, preflight=False)
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
-    unmodified = plain(Setting(models, more={"per_device_eval_batch_size": 6}))
-    if name == "Trainer":  # one batch of all rows: its mean is the mean over tokens
-        assert losses[0] == pytest.approx(unmodified.evaluate()["eval_loss"], rel=1e-6)
-
-
-def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
-    from transformers import Trainer
-
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**inputs)
-            loss = outputs.loss.square()
-            return (loss, outputs) if return_outputs else loss
-
-    def row_mean(outputs, labels, num_items_in_batch=None):
-        losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
-        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
-
-    setting = Setting(models, more={"per_device_eval_batch_size": 4})
-    for cls, function in ((Own, None), (None, row_mean)):
-        got = []
-        for attached in (True, False):
-            trainer = plain(setting, cls)
-            trainer.compute_loss_func = function
-            if attached:
-                attach(trainer, "fp32", quiet=True, preflight=False)
-            got.append(trainer.evaluate()["eval_loss"])
-        assert got[0] == pytest.approx(got[1], rel=1e-6)
-
-
-@pytest.mark.full
-def test_the_evaluation_of_a_loss_that_is_no_token_mean_stays_the_trainers(models):
-    """Labels of tokens do not say what a model's own loss is a mean of."""
-    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-
-    def routed():
-        return MixtralForCausalLM(
-            MixtralConfig(vocab_size=96, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes)
-        )
-
-    def spoken():
-        options = {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
-        sound = {"conv_dim": (32, 32), "conv_stride": (2, 2), "conv_kernel": (2, 2), **options}
-        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=96, **sound, **sizes))
-
-    heard = [{"input_values": torch.randn(80), "labels": torch.arange(1, 9).masked_fill(torch.arange(8) > n, -100)} for n in range(2, 5)]
-    for make, rows in ((routed, Encoded(6)), (spoken, heard)):
-        got = []
-        for attached in (False, True):
-            torch.manual_seed(0)
-            arguments = TrainingArguments(
-                str(models / "out"), per_device_eval_batch_size=4 if rows is not heard else 2, report_to=[], use_cpu=True, disable_tqdm=True
-            )
-            trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows)
-            if attached:
-                attach(trainer, "fp32", quiet=True, preflight=False)
-            got.append(trainer.evaluate()["eval_loss"])
-        assert got[1] == pytest.approx(got[0], rel=1e-5), make
+    for on in (False, True):
+        trainer = TRAINERS[name](Setting(models))
+        if on:
+            attach(trainer, "fp32", quiet=True, preflight=False)
+        losses.append(trainer.evaluate(eval_dataset=trainer.train_dataset)["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_full_evaluation_in_bf16_leaves_the_model_as_it_was(models):

@@ -92,31 +92,11 @@ def test_derivatives_agree_with_finite_differences(case):
     torch.testing.assert_close(op(*inputs), reference(*inputs))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("experts")])
-def test_torch_func(name):
-    inputs, op, reference = differentiable(CASES[name], 4)
-    inputs = [t.detach() for t in inputs]
-    every = tuple(range(len(inputs)))
-    tangents = tuple(torch.randn_like(x) for x in inputs)
-    several = [torch.stack((x, -x, 2 * x)) for x in inputs]
-    results = []
-    for f in (op, reference):
-        grad = torch.func.grad(lambda *a, f=f: sum(t.square().sum() for t in f(*a)), every)(*inputs)
-        results.append([grad, torch.func.jvp(f, tuple(inputs), tangents), torch.func.vmap(f)(*several)])
-    torch.testing.assert_close(*results)
-
-
-FUSED = ("linear_", "experts")
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if name != "attention"])
-def test_second_derivatives_agree_with_finite_differences_or_are_refused(name):
+def test_second_derivatives_are_refused(name):
     inputs, op, _ = differentiable(CASES[name], 3)
-    if name.startswith(FUSED):
-        with pytest.raises(UsageError, match=r"has no second derivative \(create_graph=True\)"):
-            torch.autograd.grad(op(*inputs)[0].sum(), inputs, create_graph=True)
-    else:
-        assert torch.autograd.gradgradcheck(op, inputs, fast_mode=True)
+    with pytest.raises(UsageError, match=r"has no second derivative \(create_graph=True\)"):
+        torch.autograd.grad(op(*inputs)[0].sum(), inputs, create_graph=True)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith("experts")])
@@ -258,13 +238,6 @@ X, TOKENS, VECTOR, HEADS = torch.randn(3, 4), torch.randn(2, 3, 4), torch.randn(
 def test_bad_inputs_are_named(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
-
-
-def test_position_ids_pick_rows_of_the_tables():
-    q, angle = torch.randn(2, 3, 4, 8), torch.randn(10, 4)
-    ids = torch.tensor([[3, 4, 5, 6], [0, 1, 2, 9]])
-    want = ops.rope(q, q, angle[ids].cos(), angle[ids].sin())
-    torch.testing.assert_close(ops.rope(q, q, angle.cos(), angle.sin(), position_ids=ids), want)
 
 
 @pytest.mark.parametrize(

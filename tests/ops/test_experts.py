@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.ops import cpp
@@ -22,14 +20,10 @@ COMPILED = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compile
 BACKENDS = ["eager", pytest.param("cpp", marks=COMPILED)]
 
 
-def normed(weight, o):
-    return F.rms_norm(o, (o.shape[-1],), weight.to(o.dtype))
-
-
 class Call:
     """One call and its gradients. Values are drawn in fp64 and rounded to `dtype`; adapters are `adapter`."""
 
-    def __init__(self, *, gate="silu", biased=False, transposed=False, lora=False, norm=False, dtype=torch.float64, adapter=None):
+    def __init__(self, *, gate="silu", biased=False, transposed=False, lora=False, dtype=torch.float64, adapter=None):
         generator = torch.Generator().manual_seed(0)
 
         def made(*shape, dtype=dtype):
@@ -52,10 +46,6 @@ class Call:
                 a, b = made(EXPERTS, RANK, columns, dtype=adapter), made(rows, RANK, EXPERTS, dtype=adapter)
                 self.leaves |= {f"{name}_a": a, f"{name}_b": b}
                 self.options[f"{name}_adapter"] = Adapter(a, b.permute(2, 0, 1), 2.0)
-        self.norms = ()
-        if norm:
-            weight = self.leaves["norm"] = made(HIDDEN)
-            self.options["norm"], self.norms = partial(normed, weight), (weight,)
         self.dy = made(TOKENS, HIDDEN).detach()
 
     def run(self, op, **more):
@@ -64,19 +54,19 @@ class Call:
         return {"y": y.detach(), **dict(zip(self.leaves, grads))}
 
 
-FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True), (False, True)))
+FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True)))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), pytest.param("cpp", torch.float32, marks=COMPILED)])
 def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, monkeypatch):
     monkeypatch.setattr(groups, "ROWS", 30)
-    for gate, biased, transposed, lora, norm in FORMS:
-        call = Call(gate=gate, biased=biased, transposed=transposed, lora=lora, norm=norm, dtype=dtype)
+    for gate, biased, transposed, lora in FORMS:
+        call = Call(gate=gate, biased=biased, transposed=transposed, lora=lora, dtype=dtype)
         with using(backend):
-            got = call.run(experts, norms=call.norms)
+            got = call.run(experts)
         for name, want in call.run(experts_reference).items():
             assert got[name].dtype == want.dtype
-            assert error(got[name], want) < (1e-12 if dtype == torch.float64 else 5e-6), (name, gate, biased, transposed, lora, norm)
+            assert error(got[name], want) < (1e-12 if dtype == torch.float64 else 5e-6), (name, gate, biased, transposed, lora)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

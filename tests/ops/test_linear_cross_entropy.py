@@ -11,10 +11,11 @@ from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
-from isotype.ops.linear_cross_entropy import chunked
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.linear_cross_entropy import chunked, op
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.host_reads import NoHostReads
-from tests.ops.trials import FACTOR, error, plain_weighted
+from tests.ops.trials import FACTOR, error
 
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
 
@@ -102,9 +103,8 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    rule = chunked.LossRule()
     with Sizes():
-        chunked.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False)
+        op._forward.__wrapped__(x, w, None, targets, torch.ones(()), *LossRule().arguments, 64, True, True, False, True)
     assert max(seen) <= 64 * 2000
 
 
@@ -138,38 +138,15 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())
 
 
-# --- weights of classes and tokens
-
-
-@pytest.mark.parametrize(("reduction", "which"), [("mean", "both"), ("sum", "classes"), ("none", "tokens")])
-def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, which):
-    results = []
-    for op in ("mine", "plain"):
-        x, w, b, targets = make()
-        classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64) if which != "tokens" else None
-        tokens = torch.linspace(0.5, 3.0, 20, dtype=torch.float64).requires_grad_() if which != "classes" else None
-        leaves = [t.requires_grad_() for t in (x, w, b)]
-        if op == "mine":
-            loss = linear_cross_entropy(
-                x, w, targets, bias=b, reduction=reduction, class_weights=classes, token_weights=tokens, label_smoothing=0.1,
-                logit_scale=1.5, z_loss=1e-2, chunk=6,
-            )  # fmt: skip
-        else:
-            loss = plain_weighted(x, w, b, targets, reduction, classes, tokens, 0.1, 1.5, 1e-2)
-        (loss * torch.linspace(-1, 2, loss.numel(), dtype=torch.float64).view(loss.shape)).sum().backward()
-        results.append([loss.detach(), *(t.grad for t in leaves), *([tokens.grad] if tokens is not None else [])])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("head", [False, True], ids=["frozen", "trained"])
 def test_the_heads_chunks_read_nothing_on_the_host(head):
     # inside the operator, whose results alone test_every_op sees
     hidden, weight = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (300, 1000))
     one = torch.empty((), device="meta")
-    labels, rule = torch.empty(300, dtype=torch.int64, device="meta"), chunked.LossRule()
+    labels, rule = torch.empty(300, dtype=torch.int64, device="meta"), LossRule().arguments
     with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        made = chunked.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False)
-        chunked.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
+        loss, lse, *_ = op._forward.__wrapped__(hidden, weight, None, labels, one, *rule, 64, True, head, False, True)
+        op._backward.__wrapped__(hidden, weight, None, labels, lse, loss, *rule, True, head)
     # five chunks of rows, then one block of the vocabulary
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
 
@@ -193,12 +170,6 @@ def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share)
         torch.testing.assert_close(masked, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-def test_hessian_of_torch_func_is_pytorchs():
-    x, w, b, targets = make(6, 3, 7)
-    results = [torch.func.hessian(lambda x, w, f=f: f(x, w, targets, bias=b, **OPTIONS), (0, 1))(x, w) for f in BOTH]
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
@@ -206,8 +177,6 @@ def test_hessian_of_torch_func_is_pytorchs():
         ({"bias": torch.ones(3)}, ShapeError, "SH001 bias"),
         ({"chunk": 0}, UsageError, "chunk is 0"),
         ({"targets": torch.full((20,), 50)}, IsotypeError, "SH002"),
-        ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
-        ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
     ],
 )
 def test_bad_arguments_are_named(changes, kind, message):

@@ -7,7 +7,7 @@ import torch
 
 from isotype.errors import ShapeError, UsageError
 from isotype.ops import linear_divergence
-from isotype.ops.linear_divergence.op import linear_divergence_reference
+from isotype.ops.linear_divergence import linear_divergence_reference
 from tests.ops.trials import error
 
 SHAPED = {"temperature": 2.0, "logit_scale": 1.5, "softcap": 8.0, "teacher_logit_scale": 0.5, "teacher_softcap": 5.0}

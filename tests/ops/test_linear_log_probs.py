@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
-from isotype.ops.linear_log_probs import OUTPUTS
-from isotype.ops.linear_log_probs.op import linear_log_probs_reference
+from isotype.ops.linear_log_probs import OUTPUTS, linear_log_probs_reference
 from tests.ops.trials import error
 
 OPTIONS = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}
@@ -102,12 +101,11 @@ def test_logits_never_exist_at_once():
             seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
             return out
 
-    from isotype.ops.cross_entropy.eager import Wanted
     from isotype.ops.cross_entropy.rule import LossRule
-    from isotype.ops.linear_log_probs import op as chunked
+    from isotype.ops.linear_log_probs import _forward
 
     with Sizes():
-        chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), "log_probs")
+        _forward.__wrapped__(x, w, None, targets, *LossRule().arguments, 64, True, True, True, True, "log_probs")
     assert max(seen) <= 64 * 2000
 
 

@@ -49,20 +49,6 @@ def test_the_kernel_gives_bitsandbytes_values(options, dtype):
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(torch.float32).eps if dtype == torch.float32 else 0, atol=0)
 
 
-@pytest.mark.parametrize("columns", [640, 2048])
-def test_columns_beside_the_weight_are_left_to_the_caller(columns, monkeypatch):
-    weight, state = packed((33, columns))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(7.0))
-    with interpreted(), using("triton"):
-        got = widen_4bit(weight, state, torch.bfloat16, beside=24)
-    monkeypatch.undo()
-    assert got.shape == (33, columns + 24)
-    assert (got[:, columns:] == 7.0).all()
-    assert torch.equal(got[:, :columns], widen_4bit(weight, state, torch.bfloat16))
-    assert torch.equal(got[:, :columns], widen_4bit(weight, state, torch.bfloat16, beside=24)[:, :columns])
-
-
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("double", [False, True])
@@ -78,12 +64,12 @@ def test_on_a_gpu_the_values_are_bitsandbytes(dtype, double):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-@pytest.mark.parametrize(("double", "beside"), [(False, 0), (True, 0), (True, 32)])
-def test_the_kernel_compiles_for_every_output_and_target(target, double, beside):
+@pytest.mark.parametrize("double", [False, True])
+def test_the_kernel_compiles_for_every_output_and_target(target, double):
     weight, state = packed((64, 640), double=double)
     inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if double else (None, None, None, 1)
 
     def run(out):
-        triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out, beside)
+        triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out)
 
-    compile_matrix(run, (torch.empty(64, 640 + beside),), targets=[target], fail_on="note", binary=True)
+    compile_matrix(run, (torch.empty(64, 640),), targets=[target], fail_on="note", binary=True)

@@ -9,7 +9,7 @@ from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, state, widen
-from isotype.ops.packed.formats import Layout
+from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
 from isotype.precision.packing import UnreadPacking, packing
 from tests.gpu import DEVICE, kernels, on_a_gpu
@@ -42,13 +42,11 @@ def test_each_value_is_what_the_definition_gives(form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_pieces_and_columns_beside_change_nothing(form, monkeypatch):
+def test_pieces_change_nothing(form, monkeypatch):
     weight, how = read(form, packed(form, OUT, IN))
     whole = widen(weight, how, torch.bfloat16)
     monkeypatch.setattr(state, "_CPU", 1)
-    beside = widen(weight, how, torch.bfloat16, beside=3)
-    assert beside.shape == (OUT, IN + 3)
-    assert torch.equal(beside[:, :IN], whole)
+    assert torch.equal(widen(weight, how, torch.bfloat16), whole)
 
 
 @needs_compiler
@@ -88,7 +86,7 @@ def test_the_kernel_of_a_gpu_gives_the_same_in_the_interpreter(form):
     with using("eager"):
         want = widen(weight, how, torch.bfloat16)
     with interpreted(), using("triton"):
-        assert torch.equal(widen(weight, how, torch.bfloat16, beside=3)[:, :IN], want)
+        assert torch.equal(widen(weight, how, torch.bfloat16), want)
 
 
 @on_a_gpu
@@ -114,7 +112,7 @@ def test_the_kernel_compiles_for_every_output_and_target(form, target):
     made = forms.ordered({**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout)
 
     def run(out):
-        triton.widen_(out, made.packed, made.scale, made.zero, forms.KINDS[made.kind], 0, *how.layout.block)
+        triton.widen_(out, made.packed, made.scale, made.zero, KINDS[made.kind], 0, *how.layout.block)
 
     compile_matrix(run, (torch.empty(64, 640),), targets=[target], fail_on="note", binary=True)
 

@@ -75,30 +75,3 @@ def test_inputs_return_unchanged_from_host_memory():
             chain(way, leaf, layers).square().sum().backward()
             results.append(leaf.grad)
     assert all(torch.equal(results[0], grad) for grad in results)
-
-
-@on_a_gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="memory of the host that a GPU reads")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_looked_up_in_host_memory(dtype):
-    from isotype.model.host_embedding import in_pinned_memory
-
-    weight, ids = torch.randn(50_000, 512).to(dtype), torch.randint(50_000, (4, 300))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    seen = in_pinned_memory(weight)
-    assert seen.is_cuda
-    assert torch.cuda.memory_allocated() - before < 1 << 20
-    assert torch.equal(torch.nn.functional.embedding(ids.to(DEVICE), seen).cpu(), weight[ids])
-    assert torch.equal(seen.cpu(), weight)
-
-
-@on_a_gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="refused on a CPU, whose memory is host memory")
-@pytest.mark.parametrize("preset", ["bf16-lora", "nf4-lora"])
-def test_an_embedding_in_host_memory_changes_no_result(configured, tmp_path, preset):
-    if preset == "nf4-lora":
-        pytest.importorskip("bitsandbytes")
-    for embedding in ("device", "host"):
-        assert train(configured(embedding, **settings(preset, model={"device": DEVICE, "embedding": embedding}))) == 0
-    same_result(tmp_path / "device", tmp_path / "host")

@@ -12,8 +12,6 @@ from .yaml_text import write_value
 # Keys that leave the steps already done valid. Everything else would make the result one that no single configuration describes.
 MAY_CHANGE = {
     "model.device": "the same run elsewhere; not bit for bit",
-    "model.compile": "the same step, compiled or not; not bit for bit",
-    "model.embedding": "the same numbers in other memory",
     "data.cache": "where tokenised rows are kept, not what they are",
     "images.cache": "where latents are kept, not what they are",
     "train.steps": "the schedule is stretched from here on",

@@ -114,7 +114,6 @@ _NAMES = {
     "adapter.start": "init_lora_weights",
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",
-    "model.embedding": "offload_embedding",
     "model.rope_parameters": "rope_scaling rope_theta",
     "train.embedding_noise": "neftune_noise_alpha neftune_alpha noisy_embedding_alpha",
     "run.folder": "output_dir",

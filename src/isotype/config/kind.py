@@ -1,4 +1,4 @@
-"""Which kind of run a configuration is, which keys each kind has, and what compiled layers and host embeddings exclude; torch-free."""
+"""Which kind of run a configuration is and which keys each kind has; torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
         "adapter.dora", "adapter.start", "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
         "precision.vision",
-        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding", "model.rope_parameters",
+        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.rope_parameters",
         "model.trust_remote_code", "run.sample_tokens",
     ),
 }  # fmt: skip
@@ -136,63 +136,3 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
 
 def _among(key: str, keys: tuple[str, ...]) -> bool:
     return any(key.startswith(one) if one.endswith(".") else key == one for one in keys)
-
-
-def wants_compiled(config: RunConfig) -> bool:
-    return config.model.compile == "layers"
-
-
-def check_compile(config: RunConfig) -> None:
-    """Raises  UsageError for settings with which compiled layers cannot run, or which would have no effect, before anything is loaded."""
-    if not wants_compiled(config):
-        return
-    train = config.train
-    reasons = {
-        "model.trust_remote_code: true": ("nothing is known of a model's own code", config.model.trust_remote_code),
-        "data.packing: true": ("a graph's attention cannot read where packed documents begin", config.data.packing),
-        "train.gradient_checkpointing: layers+offload": (
-            "copies to host memory run between layers and inside them", train.gradient_checkpointing == "layers+offload"
-        ),
-        f"train.keep_attention: {train.keep_attention}": (
-            "a graph is the same for forward and recompute, which leaves nothing out", bool(train.keep_attention)
-        ),
-        "run.observe_every: 1": ("observed steps run uncompiled, and these would be all", config.run.observe_every == 1),
-        f"parallel.kind: {config.parallel.kind}": (
-            "gathering a layer's weights inside a graph was never tested", config.parallel.kind in ("shard", "hybrid")
-        ),
-    }  # fmt: skip
-    for setting, (reason, given) in reasons.items():
-        if given:
-            raise UsageError(f"model.compile: layers cannot run with {setting}: {reason}", fix=f"model.compile: none, or no {setting}")
-
-
-NOT_ON_HOST = "model.embedding: device"
-
-
-def wants_embedding_on_host(config: RunConfig) -> bool:
-    return config.model.embedding == "host"
-
-
-def is_kept_on_host(embedding: str, device_type: str) -> bool:
-    """Of `model.embedding`. On a CPU, where a run from a GPU may be loaded, the embedding is in host memory anyway."""
-    return embedding == "host" and device_type != "cpu"
-
-
-def why_not_on_host(config: RunConfig, *, device_type: str) -> str | None:
-    """Which setting keeps the input embedding from waiting in host memory; or None. A model may have a reason of its own."""
-    reasons = {
-        "moves the input embedding to host memory, and on a CPU it is there already": device_type == "cpu",
-        "cannot run with adapter.kind: none, which trains the embedding": config.adapter.kind == "none",
-        "cannot run with model.add_tokens, which trains the embedding": bool(config.model.add_tokens),
-        "cannot run with adapter.train_tokens, which trains rows of it": bool(config.adapter.train_tokens),
-        f"cannot run with parallel.kind: {config.parallel.kind}, where each process holds a part of every weight": (
-            config.parallel.kind in ("shard", "hybrid")
-        ),
-    }
-    return next((why for why, given in reasons.items() if given), None)
-
-
-def check_embedding(config: RunConfig, *, device_type: str) -> None:
-    """Raises  UsageError for settings with which the input embedding cannot wait in host memory, before anything is loaded."""
-    if wants_embedding_on_host(config) and (why := why_not_on_host(config, device_type=device_type)):
-        raise UsageError(f"model.embedding: host {why}", fix=NOT_ON_HOST)

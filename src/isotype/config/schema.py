@@ -57,14 +57,6 @@ class ModelSection(Section):
     the model was made for. A saved model has them in its config.json; an adapter needs a base loaded with the same."""
     optimize: bool = True
     """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
-    compile: Literal["none", "layers"] = "none"
-    """`layers`: a training step runs each decoder layer as a graph of `torch.compile`, the same one for all layers and lengths. Observed
-    steps, evaluation and samples run uncompiled; results agree to rounding. Not with `data.packing`, `layers+offload`,
-    `train.keep_attention`, `parallel.kind: shard` or `hybrid`, nor remote code."""
-    embedding: Literal["device", "host"] = "device"
-    """`host`: a frozen input embedding stays in pinned host memory, from which the GPU reads the rows that it looks up: 1 GiB less there
-    for 128,256 x 4,096 in bf16, and the same numbers. Not for an embedding that is trained or is the head too, not on a CPU, and not with
-    `parallel.kind: shard` or `hybrid`."""
     lora_branch: Literal["compute", "fp32"] = "compute"
     """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False

@@ -27,9 +27,8 @@ from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
-from ..tasks.diffusion.comfyui import write_comfyui
 from ..tasks.diffusion.pipeline import PipelineFolder
-from ..tasks.diffusion.result import MODEL_FILE, load_result
+from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
 from ..tasks.diffusion.sample import Prompt, Sample, texts_of
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
 from ..training.task import Evaluation, eval_mode

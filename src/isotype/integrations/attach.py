@@ -23,7 +23,7 @@ from ..precision.apply import apply_precision, precision_of, remove_precision
 from .attachment import Attachment, Methods, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
-from .steps import Evaluation, Guards
+from .steps import Guards
 from .weights import Autocast, PureWeights, Weights
 
 
@@ -100,7 +100,6 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
-    evaluation = Evaluation(trainer)
     autocast = Autocast(trainer.accelerator)
     attached.undo.append(autocast.give_back)
     autocast.take(list(models.values()), precision)
@@ -123,9 +122,8 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(pure.remove)
         pure.install()
     guards = Guards(trainer, precision.compute, attached.gradient)
-    for part in (guards, evaluation):
-        attached.undo.append(part.remove)
-        part.install()
+    attached.undo.append(guards.remove)
+    guards.install()
     _one_graph_for_every_rank(attached)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")

@@ -187,8 +187,3 @@ def overridden(trainer: Any, method: str) -> str | None:
             at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
             return f"{cls.__name__}.{method}{at}"
     return None
-
-
-def defined_in(trainer: Any, method: str) -> str:
-    """The module of the class that defines this method; empty where the trainer itself has another one."""
-    return "" if method in trainer.__dict__ else next(cls.__module__ for cls in type(trainer).__mro__ if method in cls.__dict__)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from ..training.preflight.static import vanishing_updates
-from ..training.preflight.subject import Subject
 from ..training.schedule import Milestones
+from ..training.setup import Prepared, Subject
 from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, random_state_restored
 from ..wording import counted
@@ -276,7 +276,7 @@ class AttachedRun:
     manifest: Manifest
 
 
-def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject[TrainerTask]:
+def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject:
     """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
     trainer, args = attached.trainer, attached.trainer.args
     config = RunConfig(
@@ -290,7 +290,7 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
     stepper = TrainerStepper(attached)
     return Subject(
         config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
-        prepared=AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest),
+        prepared=cast(Prepared, AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest)),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
 
@@ -322,7 +322,7 @@ def run_preflight(
     return subject.seen
 
 
-def _run(attached: Attachment, rows: TrainerRows, subject: Subject[TrainerTask], skip: Mapping[str, str]) -> Outcome:
+def _run(attached: Attachment, rows: TrainerRows, subject: Subject, skip: Mapping[str, str]) -> Outcome:
     trainer = attached.trainer
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     why_not = _why_not_rehearsed(trainer, rows)

@@ -2,8 +2,8 @@
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
 preflight.json  the checks before step 1                                env.json         versions and devices
-metrics.jsonl   the trainer's own log                                   settings.json    what a resumed run is compared with
-result.json     how it ended                                            report.html      all of it on one page
+metrics.jsonl   the trainer's own log                                   result.json      how it ended
+report.html     all of it on one page
 
 In the first step of a training fused calls are counted, and others with their reason. Dtypes are observed in that step, in those of the
 schedule of `isotype train`, and in the one after a change of the model. Neither changes what is computed: their hooks are marked as
@@ -12,7 +12,6 @@ observing, so that fused code runs as in every other step.
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from functools import partial
@@ -31,11 +30,6 @@ from .steps import Guards
 from .watched import WatchedSteps
 
 FOLDER = "isotype"
-# the arguments that decide how a resumed run goes on
-COMPARED = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "optim",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "seed",
-)  # fmt: skip
 
 
 class Record(TrainerCallback):
@@ -78,7 +72,6 @@ class Record(TrainerCallback):
         self._said = len(state.log_history)
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            self._compare(resuming)
             self.metrics = Metrics(self.folder.metrics)
             if resuming:
                 self.metrics.cut_after(state.global_step)
@@ -142,18 +135,3 @@ class Record(TrainerCallback):
         if self.watched is not None and self.watched.calls:
             said["first_step"] = self.watched.calls_json()
         self.folder.write_json("manifest.json", said)
-
-    def _compare(self, resuming: bool) -> None:
-        args = self.attached.trainer.args
-        now = {name: str(getattr(args, name)) for name in COMPARED if hasattr(args, name)} | {"precision": str(self.attached.precision)}
-        if resuming:
-            try:
-                before = json.loads((self.folder.path / "settings.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                before = {}
-            for name, value in now.items():
-                if isinstance(before, dict) and name in before and before[name] != value:
-                    note = f"resumed with {name} {value}; the run began with {before[name]}"
-                    self.attached.notes.append(note)
-                    warnings.warn(f"isotype: {note}", stacklevel=2)
-        self.folder.write_json("settings.json", now)

@@ -11,12 +11,12 @@ from ..finding import Finding, Place, Severity
 from ..model.architecture import is_vision_language
 from ..precision.apply import inner_model
 from ..precision.vision import vision_parts
-from ..training.preflight.subject import Subject
+from ..training.setup import Subject
 
 _ROWS = 4  # of the batch that is looked at
 
 
-def places_learnt(subject: Subject[Any]) -> Iterator[Finding]:
+def places_learnt(subject: Subject) -> Iterator[Finding]:
     """PF023: labels on the places of pictures, as trainers that learn every token have them."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
@@ -35,7 +35,7 @@ def places_learnt(subject: Subject[Any]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def names_that_do_not_load(subject: Subject[Any]) -> Iterator[Finding]:
+def names_that_do_not_load(subject: Subject) -> Iterator[Finding]:
     """PF024: an adapter on a family's class for text, whose names the released class does not have."""
     from transformers import AutoConfig
 

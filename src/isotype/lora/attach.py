@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from ..instance_method import InstanceMethod
-from ..ops.backend import autocast_dtype, results_are_kept
+from ..ops.backend import autocast_dtype
 from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
 from .dora import apply_dora
@@ -360,9 +359,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
             made: Tensor = output
             return made
-    if not runs_fused():
-        return _peft_forward(self, x)
-    call = projection(self, x)
+    call = None if torch._C._are_functorch_transforms_active() else projection(self, x)
     if call is None:
         call = projection(self, x, dora=True)
         if call is None:
@@ -377,14 +374,6 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if together is not None:
             return together
     return apply_linear(x, call, dtypes_of(call, x, x.dtype), now=True)
-
-
-def runs_fused() -> bool:
-    """Whether fused functions may run now, outside a graph: not under torch.func, in forward-mode AD, nor where selective checkpointing
-    keeps what operators give, since they add in place."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return not torch._C._len_torch_dispatch_stack() or not results_are_kept()
 
 
 def _together(followers: Sequence[Any], x: Tensor, first: Projection) -> Tensor | None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..ops.backend import apply_of, autocast_off, now_without_autocast, refuse_second_derivative
 from ..ops.remade import kept_for, made_again
 from .linear import (
-    NO_SECOND_DERIVATIVE,
     LoraDtypes,
     Projection,
     adapted_product,
@@ -235,7 +234,7 @@ class LoraGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            refuse_second_derivative("lora_group", **NO_SECOND_DERIVATIVE)
+            refuse_second_derivative("lora_group")
         n, needs = len(dys), ctx.needs_input_grad[4:]
         xa_TR, a_RK, *rest = ctx.saved_tensors
         bs, weights, kept_x = rest[:n], rest[n : 2 * n], rest[3 * n :]

@@ -33,8 +33,6 @@ LORA_LINEAR = OpContract(
 )
 """For a dense weight. Without autocast X and W are one dtype."""
 
-NO_SECOND_DERIVATIVE = {"why": "its backward is fused", "fix": "isotype.restore(model), or isotype.lora.unfuse_lora(model)"}
-
 
 class LoraDtypes(NamedTuple):
     """compute  both operands of the base product
@@ -314,7 +312,7 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            refuse_second_derivative("lora_linear", **NO_SECOND_DERIVATIVE)
+            refuse_second_derivative("lora_linear")
         weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes

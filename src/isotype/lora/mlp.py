@@ -33,7 +33,6 @@ from .attach import (
     is_fused,
     is_lora,
     projection,
-    runs_fused,
     shared_dtypes,
     why_not_fused,
 )
@@ -52,7 +51,6 @@ from .group import (
     wants_input,
 )
 from .linear import (
-    NO_SECOND_DERIVATIVE,
     LoraDtypes,
     Projection,
     base_weight,
@@ -334,7 +332,7 @@ class LoraMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            refuse_second_derivative("lora_mlp", **NO_SECOND_DERIVATIVE)
+            refuse_second_derivative("lora_mlp")
         kind, scales, states, compute, x_shape, x_dtype, now = ctx.given
         needs, leaves, now = ctx.needs_input_grad[5:], ctx.leaf_dtypes, now and not torch._C._len_torch_dispatch_stack()
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
@@ -414,7 +412,7 @@ def why_not_one(layers: Sequence[Any]) -> str | None:
 def run_gated(layers: Sequence[Any], x: Tensor, kind: Gated) -> Tensor | None:
     """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
     graph = torch.compiler.is_dynamo_compiling()
-    if not x.dtype.is_floating_point or not (graph or runs_fused()):
+    if not x.dtype.is_floating_point:
         return None
     calls = []
     adapted = False

@@ -105,9 +105,7 @@ class LinearPacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(
-            "linear_packed", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
-        )
+        refuse_second_derivative("linear_packed")
         (packed,) = ctx.saved_tensors
         dx = dbias = None
         with autocast_off(dy):

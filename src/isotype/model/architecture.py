@@ -131,6 +131,8 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
             f"model {name}: xlnet learns tokens in permuted orders: its loss is of a position's own token, not the next",
             fix=DECODERS,
         )
+    if family == "cpmant":
+        raise UsageError(f"model {name}: cpmant counts on padding on the left, and rows are padded on the right", fix=DECODERS)
     if _sees_later_tokens(architecture, family):
         raise UsageError(
             f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",

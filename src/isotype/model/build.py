@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.kind import is_kept_on_host
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..errors import UsageError
@@ -22,7 +21,6 @@ from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, trained_in_full
 from .embedding_noise import put_embedding_noise
-from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
 from .tokens import align_special_tokens, ids_of
@@ -49,7 +47,7 @@ def build_model(
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
         source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
-        embedding=config.model.embedding, in_full=trained_in_full(config.adapter),
+        in_full=trained_in_full(config.adapter),
     )  # fmt: skip
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
@@ -73,9 +71,6 @@ def build_model(
         notes += notes_of_targets(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
-    if is_kept_on_host(config.model.embedding, device.type):
-        refuse_trained_embedding(model)
-        notes.append("model.embedding: host: the weight of the input embedding lies in pinned host memory")
     # before the precision, which wraps the forward that the ops look at
     manifest = (
         optimize(model, precision, device_type=device.type, lora_branch=config.model.lora_branch)

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from .. import json_objects
-from ..config.kind import is_kept_on_host
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
@@ -38,7 +36,6 @@ from ..wording import counted
 from .adapter import kept_whole, layers_to_quantise
 from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
-from .host_embedding import in_pinned_memory, keep_on_host
 from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
 from .rope import KEY as ROPE
@@ -149,14 +146,13 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, embedding: str = "device", in_full: Sequence[str] = (),
+    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (),
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
-    embedding  `model.embedding`
     in_full  `trained_in_full`: quantising leaves these modules as they are
     """
     where = loaded_on(device, part)
@@ -178,8 +174,6 @@ def load_base(
             options["quantization_config"] = _nf4(precision, _kept_whole(source, architecture, in_full))
         options["device_map"] = {"": where}
     model = _load(source, architecture, attention, options, notes)
-    if is_kept_on_host(embedding, where.type):
-        keep_on_host(model, in_pinned_memory)  # before the rest moves: the device need not hold it even now
     if precision.base in ON_LOAD and not quantised_before and not trainable:
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
     if "device_map" not in options:
@@ -417,10 +411,8 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     text = " ".join(str(c) for c in causes)
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
-            there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
-            return UsageError(
-                f"{what} {name}: no config.json there ({there or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
-            )
+            there = _names_in(name) or "an empty folder"
+            return UsageError(f"{what} {name}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
         return _damaged(name, what, error)
     if "custom code" in text:
         return _damaged(name, what, error)
@@ -451,40 +443,38 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+# what an error's kind or text has in it, the message, and the fix. {said}: the error's first line; {there}: names in the folder
+_FAULTS = (
+    ("custom code", "it brings its own code, which is not run", "if you trust it: model.trust_remote_code: true"),
+    ("UnpicklingError", "its weights are a pickle with more in it than tensors: not opened", "a copy with model.safetensors"),
+    ("ignore_mismatched_sizes", "config.json and the weights do not have the same sizes", _AGAIN),
+    ("Error no file named", "it has no weights (model.safetensors)", _AGAIN),
+    ("backend tokenizer", "it has no tokenizer.json ({there})", "model.tokenizer: the folder that has it"),
+    ("SafetensorError", "its weights are damaged: {said}", _AGAIN),
+    ("Transformers does not recognize this architecture", "{said}", "a newer transformers may know it: pip install -U transformers"),
+    ("Should have a `model_type` key", "{said}", _AGAIN),
+)
 
 
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
     """The error for an existing folder that does not load: names the damaged file and a fix."""
-    text = str(error)
-    if "custom code" in text:
-        return UsageError(f"{what} {name}: it brings its own code, which is not run", fix="if you trust it: model.trust_remote_code: true")
-    if type(error).__name__ == "UnpicklingError":
-        return UsageError(
-            f"{what} {name}: its weights are a pickle with more in it than tensors: not opened", fix="a copy with model.safetensors"
-        )
-    if "ignore_mismatched_sizes" in text:
-        return UsageError(f"{what} {name}: config.json and the weights do not have the same sizes", fix=_AGAIN)
-    if "Error no file named" in text:
-        return UsageError(f"{what} {name}: it has no weights (model.safetensors)", fix=_AGAIN)
-    if "backend tokenizer" in text:
-        there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
-        return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
-    said = _first_line(error)
+    text, said = f"{type(error).__name__}: {error}", _first_line(error)
     if any(frame.f_code.co_filename.endswith(_GENERATION_SETTINGS) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return UsageError(
             f"{what} {name}: its generation_config.json: {said}", fix="correct that file, or remove it: it is not needed to train"
         )
-    if isinstance(error, SafetensorError):
-        return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
+    for sign, message, fix in _FAULTS:
+        if sign in text:
+            return UsageError(f"{what} {name}: {message.format(said=said, there=_names_in(name))}", fix=fix)
     if isinstance(error, ImportError):
         return UsageError(f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None)
-    if "Transformers does not recognize this architecture" in text:
-        return UsageError(f"{what} {name}: {said}", fix="a newer transformers may know it: pip install -U transformers")
-    if "Should have a `model_type` key" in text:
-        return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
     if isinstance(error, ValueError | RuntimeError) and not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return UsageError(f"{what} {name}: {said}")  # of the model's kind or of a setting, which another copy of the folder has too
     return UsageError(f"{what} {name}: {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}", fix=_AGAIN)
+
+
+def _names_in(name: str) -> str:
+    return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,7 @@
 """How an op runs: in autocast's dtype, which it reads before it switches autocast off, and on one of its paths.
 
-The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
-
-The reference is plain PyTorch, differentiable to any order: it runs under torch.func, and in a backward whose result is to be
-differentiated again (create_graph=True).
+The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch. An op has one derivative: `torch.func`, forward-mode AD and
+`create_graph=True` are refused, and its reference, which is plain PyTorch, has derivatives of any order.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..environment import planned
 from ..environment.planned import is_planned, stands_for
@@ -112,8 +109,8 @@ def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
     return dtype if cast is None or dtype == torch.float64 else cast
 
 
-# graph: plain PyTorch that is traced; reference: plain PyTorch that PyTorch differentiates
-Path = Literal["triton", "cpp", "plain", "graph", "reference"]
+# graph: plain PyTorch that is traced
+Path = Literal["triton", "cpp", "plain", "graph"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
@@ -187,8 +184,6 @@ def path_for(kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | Non
     """
     if torch.compiler.is_dynamo_compiling():
         return "graph"
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return "reference"
     x, forced = tensors[0], _forced.get()
     if forced is None and x.is_cpu:
         for t in tensors:
@@ -282,57 +277,12 @@ def applied(function: type[Function], *args: Any) -> Any:
     return direct.apply(*args)
 
 
-def call_op(function: type[Function], reference: Callable[..., Any], path: Path, *args: Any) -> Any:
-    """`function.apply(*args, path)`, or under torch.func and forward-mode AD `reference(*args)`, of which PyTorch has every derivative."""
-    if path == "graph":
-        return function.apply(*args, path)
-    if path == "reference":
-        return reference(*args)
-    of_this: Any = function
-    # as in `applied`
-    direct: Any = super(Function, of_this)
-    return direct.apply(*args, path)
-
-
-def reference_runs() -> bool:
-    """Whether a torch.func transform or forward-mode AD is active: those differentiate the reference, which is plain PyTorch."""
-    if torch.compiler.is_compiling():
-        return False
-    # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-# selective checkpointing's forward, which keeps results, and its recompute, which takes them
-_KEEPERS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-
-
-def results_are_kept() -> bool:
-    """Whether selective checkpointing (`create_selective_checkpoint_contexts`) keeps operators' results now.
-
-    None of them may be added onto in place: the recompute would add a second time, and PyTorch refuses it.
-    """
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(isinstance(mode, _KEEPERS) for mode in _get_current_dispatch_mode_stack())
-
-
-def differentiated_again() -> bool:
-    """In a backward: whether its result may itself be differentiated."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def refuse_second_derivative(op: str, *, why: str, fix: str) -> None:
+def refuse_second_derivative(op: str) -> None:
     """In a backward whose result has no graph of its own: refuses `create_graph=True`. PyTorch's `once_differentiable` refuses it only
     where a later `backward` meets its node; `torch.autograd.grad` takes the missing part for zero.
     """
-    if differentiated_again():
-        raise UsageError(f"{op} has no second derivative (create_graph=True): {why}", fix=fix)
-
-
-def reference_gradients(reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
-    """The gradients of `reference(*inputs)` with their graph; None for an input that wants none."""
-    # views, so that the derivative is by this call's inputs alone, whatever else they went into
-    aliases = [x.view_as(x) for x in inputs]
-    wanted = [x for x in aliases if x.requires_grad]
-    grads = iter(torch.autograd.grad(reference(*aliases), wanted, dy, create_graph=True))
-    return [next(grads) if x.requires_grad else None for x in aliases]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(
+            f"{op} has no second derivative (create_graph=True): its backward is fused",
+            fix="isotype.restore(model), or the same in plain PyTorch",
+        )

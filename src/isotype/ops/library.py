@@ -27,6 +27,8 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     def register(f: F) -> F:
         _OPS.impl(name, f, "CompositeExplicitAutograd")
         # the op takes the function's arguments by its schema
-        return cast(F, getattr(torch.ops.isotype, name).default)
+        op = getattr(torch.ops.isotype, name).default
+        op.__wrapped__ = f  # what a dispatch mode sees none of
+        return cast(F, op)
 
     return register

@@ -1,19 +1,17 @@
 """What a recomputed layer leaves out: results that backward does not need, or that were kept.
 
 A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops
-ask here which run it is. A mixture's router chooses the experts of the first run in the second. Nothing is left out where a hook reads
+ask here which run it is. Nothing is left out where a hook reads
 what a layer gives: it would read values that were never computed. Nor in a compiled graph, which is the same for both runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 # the layer that runs now, innermost last
 layers_running: list[RecomputedLayer] = []
@@ -40,13 +38,11 @@ class RecomputedLayer:
         self.keep_attention, self.put, self.get = keep_attention, put, get
         self.results = list[tuple[Any, ...]]()
         self.again = self.hooked = False
-        # what each `topk` of a router chose in the forward
-        self.choices = list[Tensor]()
         # products whose output can be left out, by the autograd node that each made; the position of the one that is not needed again
         self.nodes, self.unused = list[int](), -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.recomputing, self.again, self.next, self.products, self.next_choice = self.again, True, 0, 0, 0
+        self.recomputing, self.again, self.next, self.products = self.again, True, 0, 0
         layers_running.append(self)
         try:
             output = function(*args)
@@ -115,40 +111,6 @@ def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor
     # a recompute calls what the forward called, in its order
     kept, layer.next = layer.results[layer.next], layer.next + 1
     return tuple(layer.get(t).detach() for t in kept)
-
-
-class _SameChoices(TorchFunctionMode):
-    """`topk` chooses in a recompute what it chose in the forward. Both passes gather the values, since checkpointing compares what they
-    save for backward."""
-
-    def __init__(self, layer: RecomputedLayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, layer = kwargs or {}, self.layer
-        if func not in (torch.topk, Tensor.topk):
-            return func(*args, **kwargs)
-        scores: Tensor = args[0] if args else kwargs["input"]
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
-        if layer.recomputing:
-            index = layer.choices[layer.next_choice].long()
-            layer.next_choice += 1
-        else:
-            with torch.no_grad():
-                index = func(*args, **kwargs).indices
-            # 2 bytes a choice
-            layer.choices.append(index.to(torch.int16 if scores.shape[dim] < 2**15 else torch.int64))
-        return torch.return_types.topk((scores.gather(dim, index), index))
-
-
-def same_choices() -> AbstractContextManager[object]:
-    """Around a mixture's router: a recomputed layer sends each token to the experts of its first pass.
-
-    A recompute is not bit for bit the forward on every device, and tokens whose scores are nearly equal would go to other experts.
-    """
-    layer = _now()
-    return nullcontext() if layer is None else _SameChoices(layer)
 
 
 # views of a term, which save nothing

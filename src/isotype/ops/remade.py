@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import differentiated_again
-
 _WAY = "_isotype_way"
 
 
@@ -100,8 +98,6 @@ def kept_for_each(*tensors: Tensor) -> tuple[list[tuple[Callable[..., Tensor] | 
 
 
 def made_again(make: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor; with its graph only where the backward that asks is differentiated again."""
-    if differentiated_again():
-        return make(*tensors)
+    """The tensor, in backward: without a graph."""
     with torch.no_grad():
         return make(*tensors)

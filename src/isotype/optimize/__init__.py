@@ -6,7 +6,6 @@ instances   probes, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
             one kind of module each: recognise it by structure, probe it, replace it on the instance
 forwards    what runs in the modules that were replaced, and the question once a step whether they still are what they were
-regions     decoder layers as compiled functions
 deferred, deferred_tensor, deferred_values
             logits not yet computed, for losses in other people's loops
 generation  `model.generate` in the middle of training

@@ -1,7 +1,7 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`); a logit, a
-logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts
+Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability of each row is computed without the
+others (`deferred_values`). Scale, softcap, casts
 that lose nothing, reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of
 forward's graph. A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer
 changes the head's weight. To keep the values, use `logits.detach().clone()`.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import linear_cross_entropy
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype
-from .deferred_tensor import DeferredLoss, DeferredTensor, Divisor, change_count, in_graph
+from .deferred_tensor import DeferredTensor, change_count, in_graph
 from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
 
 # Where a training step turned deferred logits into real ones: place -> times
@@ -43,17 +43,10 @@ _VIEWS = {
 
 
 class Memory:
-    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them, or hooked it; None so far."""
+    """Shared by deferred logits that would share memory. changed: the function that wrote to one of them; None so far."""
 
     def __init__(self) -> None:
         self.changed: str | None = None
-
-
-@dataclass
-class PassedBy:
-    """Whether a loss with a gradient was computed past the logits."""
-
-    a_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,13 +64,17 @@ class Recipe:
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
+    items: int | Tensor | None = None  # what a summed loss will be divided by, where the forward was given it
     # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
-    # no gradient of such a loss will reach the logits; the same for all that is made of these logits
-    passed_by: PassedBy = field(default_factory=PassedBy)
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
+
+    @property
+    def scale_and_softcap(self) -> tuple[float, float | None]:
+        """The ops': post tanh(pre x) is their softcap tanh(scale x / softcap)."""
+        return (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
 
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
@@ -99,30 +96,32 @@ class Recipe:
                 "also in a hook of backward(), or your own code",
             )
 
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Once checked: autocast and gradients as they were when the head was called."""
+        self.check()
+        with planned.autocast(self.hidden.device.type, self.cast), torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            yield
+
     def compute(self) -> Tensor:
         """The real logits, in the dtypes in which the model would have made them, with their graph if the model would have made one."""
-        self.check()
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
-            return self._compute()
-
-    def _compute(self) -> Tensor:
-        with _as_then(self):
-            x = F.linear(self.hidden, self.weight, self.bias)
-        with autocast_off(x):
-            x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
-            x = x if self.pre == 1.0 else x * self.pre
-            return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
+            with self.as_then():
+                x = F.linear(self.hidden, self.weight, self.bias)
+            with autocast_off(x):
+                x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
+                x = x if self.pre == 1.0 else x * self.pre
+                return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
-        self.check()
-        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
-        scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
-        with _as_then(self):
+        scale, cap = self.scale_and_softcap
+        with self.as_then():
             answered["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
-                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
-            )
+                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap,
+                num_items=self.items if options.get("reduction") == "sum" else None, **options,
+            )  # fmt: skip
             return self._watched(loss)
 
     def _watched(self, made: Tensor) -> Tensor:
@@ -136,11 +135,6 @@ class Recipe:
 def _call(hook: Callable[[Any], Any], gradient: Tensor) -> None:
     """What FSDP's hook returns is the gradient that it was given."""
     hook(gradient)
-
-
-def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
-    """Autocast as it was when the head was called: a loss computed outside it uses the same product."""
-    return planned.autocast(recipe.hidden.device.type, recipe.cast)
 
 
 class DeferredLogits(DeferredTensor):
@@ -206,10 +200,11 @@ class DeferredLogits(DeferredTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-    """What `F.linear(hidden, weight, bias)` would be."""
+def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None) -> DeferredLogits:
+    """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them will be divided by, where it is known."""
     grad, product = torch.is_grad_enabled(), product_dtype(hidden, weight)
-    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product, product))
+    cast = autocast_dtype(hidden)
+    return DeferredLogits(Recipe(hidden, weight, bias, weight, change_count(weight), grad, cast, product, product, items=items))
 
 
 def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -219,14 +214,11 @@ def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a write in place or a hook: these become real, and others that would share their memory are refused from then on."""
+    """Before a write in place: these become real, and others that would share their memory are refused from then on. A hook is refused."""
     for x in arguments:
         if isinstance(x, DeferredLogits):
-            if name in _HOOKS and x.recipe.passed_by.a_loss:
-                raise IsotypeError(
-                    f"{name}() on logits that a loss was already computed from, without them: their gradient does not exist",
-                    fix=f"forward without labels, and the loss from outputs.logits after {name}(); or isotype.restore(model)",
-                )
+            if name in _HOOKS:
+                raise IsotypeError(f"{name}() on deferred logits, which have no gradient of their own", fix="isotype.restore(model)")
             x.materialise(name)
             x.memory.changed = name
 
@@ -342,25 +334,15 @@ def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    plain = size_average is None and reduce is None and isinstance(target, Tensor)
-    if weight is not None:  # no op has weights with smoothing and a softcap, and none a gradient of the weights
-        plain &= not weight.requires_grad and not (label_smoothing and input.recipe.post is not None)
+    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
     recipe = input.recipe
     # PyTorch's own: autocast computes this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
-    recipe.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(input)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weights": weight}
-    if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
-        # not yet: what divides it next goes into the op
-        def compute(by: Divisor | None, recipe: Recipe = recipe) -> Tensor:
-            return recipe.loss(target, **options, **({"reduction": "sum"} if by is None else {"num_items": by})).to(dtype)
-
-        return DeferredLoss(compute, dtype, recipe.sources(), lambda *sources: compute(None, recipe.of(*sources)))
-    loss: Tensor | None = recipe.loss(target, reduction=reduction, **options).to(dtype)
-    return loss
+    loss: Tensor = recipe.loss(target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return loss.to(dtype)
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:

@@ -1,4 +1,4 @@
-"""A tensor that is not yet computed: what deferred logits, deferred log-probabilities and a deferred loss have in common."""
+"""A tensor that is not yet computed: what deferred logits and deferred log-probabilities have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from ..errors import IsotypeError
 from ..ops.backend import refuse_second_derivative
 
 T = TypeVar("T", bound="DeferredTensor")
@@ -32,7 +31,7 @@ class Graph(torch.autograd.Function):
     `vmap` and other transforms, TorchScript. Backward computes the tensor again from its sources and differentiates that.
 
     make     makes the deferred tensor
-    sources  the tensors that it is made of, with their graphs; the list is emptied when the tensor is spent
+    sources  the tensors that it is made of, with their graphs
     remake   the real tensor of other such tensors
     """
 
@@ -43,12 +42,7 @@ class Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative("what is made of deferred logits", why="they are computed again in backward", fix="isotype.restore(model)")
-        if not ctx.sources:
-            raise IsotypeError(
-                "this sum of losses was divided already, and an autograd function or a transform read it besides",
-                fix="use the quotient in both places, or isotype.restore(model)",
-            )
+        refuse_second_derivative("what is made of deferred logits")
         needed = ctx.needs_input_grad[3:]
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.sources, needed, strict=True)]
         with torch.enable_grad():
@@ -152,89 +146,3 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for weight in group["params"]:
             if id(weight) in _steps:
                 _steps[id(weight)] += 1
-
-
-Divisor: TypeAlias = int | float | Tensor
-
-
-class DeferredLoss(DeferredTensor):
-    """Stands for `compute(None)`, the sum; `compute(n)` is the sum divided by n, rounded once.
-
-    sources  the tensors that it is made of
-    remake   the function that makes the sum of other such tensors; both lists are emptied when the sum is spent
-    """
-
-    compute: Callable[[Divisor | None], Tensor]
-    sources: list[Tensor | None]
-    remake: list[Callable[..., Tensor]]
-
-    @staticmethod
-    def __new__(
-        cls, compute: Callable[[Divisor | None], Tensor], dtype: torch.dtype, sources: list[Tensor | None], remake: Callable[..., Tensor]
-    ) -> DeferredLoss:
-        assert sources[0] is not None
-        device = sources[0].device
-
-        def make() -> DeferredLoss:
-            made: DeferredLoss = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
-            return made
-
-        # the graph lives as long as somebody holds the sum: see `divided`
-        compute_again = [remake]
-        made = in_graph(make, sources, lambda *x: compute_again[0](*x), grad=True)
-        made.compute, made.computed, made.sources, made.remake = compute, None, sources, compute_again
-        return made
-
-    def materialise(self, asked_by: str = "materialise") -> Tensor:
-        """The real sum, computed once, with its graph: it was asked for where gradients were on."""
-        if self.computed is None:
-            with torch.enable_grad():
-                self.computed = self.compute(None)
-        return self.computed
-
-    def divided(self, by: Divisor) -> Tensor:
-        """The real quotient; the sum itself is from then on the quotient times `by`, so that no logit is computed twice."""
-        with torch.enable_grad():
-            quotient = self.compute(by)
-            self.computed = quotient * by
-        # it holds the hidden states, and whoever holds the sum through backward would hold them too: 128 MiB at 16,384 tokens of 4,096
-        self.compute = _spent
-        self.sources.clear()
-        self.remake.clear()
-        return quotient
-
-    @classmethod
-    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        rule = _RULES.get(func)
-        if rule is not None and not kwargs and isinstance(args[0], DeferredLoss) and args[0].computed is None and torch.is_grad_enabled():
-            return rule(*args)
-        return None
-
-
-def _spent(by: Divisor | None) -> Tensor:
-    raise AssertionError("the sum is known already")
-
-
-def _divided(x: DeferredLoss, by: Any) -> Tensor | None:
-    plain = isinstance(by, Tensor) and type(by) is Tensor and by.dim() == 0 and not by.requires_grad and not by.is_complex()
-    # PyTorch computes 0 / 0 and the like
-    return x.divided(by) if plain or (_is_number(by) and by != 0) else None
-
-
-def _times(x: DeferredLoss, by: Any) -> Tensor | None:
-    return x.divided(1.0 / by) if _is_number(by) and by != 0 else None
-
-
-def _as_is(x: DeferredLoss) -> DeferredLoss | None:
-    return x if x.dtype == torch.float32 else None
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
-    Tensor.float: _as_is,
-}

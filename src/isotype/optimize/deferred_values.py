@@ -7,18 +7,15 @@ Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..environment import planned
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype, refuse_second_derivative, wide
-from ..ops.linear_cross_entropy.op import HeadOfClasses
 from .deferred_tensor import DeferredTensor, in_graph
 
 # how often each op computed a value of deferred logits
@@ -39,7 +36,7 @@ class SelectedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("one logit a row", why="it is computed without the others", fix="isotype.restore(model)")
+        refuse_second_derivative("one logit a row")
         hidden_TH, weight_VH, classes_T = ctx.saved_tensors
         g_T1 = dlogits_T.unsqueeze(-1)
         dhidden = dweight = None
@@ -51,18 +48,24 @@ class SelectedLogits(torch.autograd.Function):
         return dhidden, dweight, None, None
 
 
-@contextmanager
-def as_then(x: Any, *, used: bool) -> Iterator[Any]:
-    """The recipe, once checked, with autocast and gradients as they were when the head was called.
+_BLOCK = 2**22  # elements of the head that are wide at once
 
-    used a gradient may bypass the logits, which then have none themselves
-    """
-    r = x.recipe
-    r.check()
-    with planned.autocast(r.hidden.device.type, r.cast), torch.set_grad_enabled(r.grad and torch.is_grad_enabled()):
-        if used and torch.is_grad_enabled():
-            x.recipe.passed_by.a_loss = True
-        yield r
+
+class HeadMean(torch.autograd.Function):
+    """fp32[H]: the mean of the head's rows; in blocks, without a wide copy of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = weight_VH.shape, weight_VH.dtype
+        total = weight_VH.new_zeros(weight_VH.shape[1], dtype=wide(weight_VH.dtype))
+        for rows in weight_VH.split(max(1, _BLOCK // weight_VH.shape[1])):
+            total += rows.sum(0, dtype=total.dtype)
+        return total / weight_VH.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, dmean_H: Tensor) -> Tensor:
+        each_H: Tensor = (dmean_H / ctx.shape[0]).to(ctx.dtype)
+        return each_H.expand(ctx.shape)
 
 
 def is_last(x: Any, dim: Any) -> bool:
@@ -79,7 +82,8 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
     classes = one_class_a_row(x, dim, index)
     if rest or classes is None or x.computed is not None:
         return None
-    with as_then(x, used=True) as r:
+    r = x.recipe
+    with r.as_then():
         answered["selected_logits"] += 1
         dtype = product_dtype(r.hidden, r.weight)
         with autocast_off(r.hidden):
@@ -94,10 +98,10 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 
 def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
     """One of `linear_log_probs`'s outputs, for each row: [*n]."""
-    with as_then(x, used=output in ("log_probs", "logsumexp")) as r:
+    r = x.recipe
+    with r.as_then():
         answered["linear_log_probs"] += 1
-        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
-        scale, cap = (r.pre, None) if r.post is None else (r.pre * r.post, r.post)
+        scale, cap = r.scale_and_softcap
         values = linear_log_probs(
             r.hidden, r.weight, classes, bias=r.bias, outputs=(output,), ignore_index=NEVER_IGNORED, logit_scale=scale, softcap=cap
         )
@@ -129,12 +133,11 @@ def row_means(x: Any) -> Tensor | None:
     r = x.recipe
     if r.post is not None:
         return None if x.requires_grad and torch.is_grad_enabled() else per_row(x, any_class(x), "mean_logits")
-    with as_then(x, used=True):
+    with r.as_then():
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = wide(dtype)
         with autocast_off(r.hidden):
-            share_V = torch.full((r.weight.shape[0],), 1 / r.weight.shape[0], dtype=fp32, device=r.weight.device)
-            made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadOfClasses.apply(r.weight, share_V)
+            made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
             made = made if r.bias is None else made + r.bias.to(fp32).mean()
             return made * float(r.pre)
 
@@ -209,7 +212,6 @@ def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None =
         return None
     # PyTorch's own: autocast computes it in fp32
     narrow = x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
-    x.recipe.passed_by.a_loss |= x.requires_grad and torch.is_grad_enabled()
     # logits of its own: a later write to x does not change what was computed before
     return DeferredLogProbs(type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype))
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import MARK, put
-from ..lora.attach import active_adapter, has_hooks, is_stacked, runs_fused
+from ..lora.attach import active_adapter, has_hooks, is_stacked
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
-from ..ops.recompute import layers_running, same_choices
 from ..placement import Placement
 from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
@@ -39,7 +38,6 @@ class ExpertsSettings:
     up: str
     biased: bool
     transposed: bool
-    normed: bool
     activation: Activation | None
 
 
@@ -67,7 +65,8 @@ def recognise(module: Any) -> ExpertsSettings | str:
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return "its experts do not follow transformers' interface for experts"
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    normed = getattr(module, "has_post_expert_norm", False)
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
     transposed, biased = module.is_transposed, module.has_bias
     if any(not p.is_floating_point() for p in module._parameters.values() if p is not None):
         return "its weights are packed"
@@ -83,11 +82,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
         return "it has other weights than two stacks"
     generator = torch.Generator().manual_seed(0)
     tiny = {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes.items()}
-    children = {}
-    if normed:
-        norm = children["post_expert_norm"] = stand_in(module.post_expert_norm, {}, {})
-        norm._parameters = {name: nn.Parameter(torch.linspace(0.5, 2.0, _HIDDEN, dtype=torch.float64)) for name in norm._parameters}
-    twin: Any = stand_in(module, children, tiny)
+    twin: Any = stand_in(module, {}, tiny)
     for name, size in _SIZES.items():
         if hasattr(twin, name):
             setattr(twin, name, size)
@@ -96,7 +91,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
     own = inspect.unwrap(type(module).forward)
     for activation in _activations(module):
-        found = ExpertsSettings(up, biased, transposed, normed, activation)
+        found = ExpertsSettings(up, biased, transposed, activation)
         if same_in_both_modes(twin, lambda: own(twin, x, index, weights), partial(compute, twin, {}, x, index, weights, found), x, weights):
             return found
     return "its output is not that of stacked experts on a probe"
@@ -117,7 +112,7 @@ def _activations(module: Any) -> list[Activation | None]:
 
 def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor, weights: Tensor, s: ExpertsSettings) -> Tensor:
     """The op over this module's own weights."""
-    parameters, norm = module._parameters, module.post_expert_norm if s.normed else None
+    parameters = module._parameters
     activation = s.activation if s.activation is not None else module._apply_gate if module.has_gate else module.act_fn
     return experts(
         x,
@@ -131,8 +126,6 @@ def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor,
         down_adapter=adapters.get("down_proj"),
         activation=activation,
         transposed=s.transposed,
-        norm=norm,
-        norms=() if norm is None else tuple(norm.parameters()),
     )
 
 
@@ -163,7 +156,7 @@ def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) ->
 
 def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     settings: ExpertsSettings = self.__dict__[MARK][0]
-    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling() and runs_fused()
+    fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling()
     wrappers, module = unwrapped(self)
     if not fits or why_not(wrappers, module, settings) is not None:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
@@ -186,26 +179,3 @@ def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     if wrappers and branch_fp32:
         said.append("lora_branch: fp32 does not reach adapters on experts: they have the products' dtype, as in PEFT")
     return placement(PART, path, base, "experts", "; ".join(said))
-
-
-# --- the block around them
-
-
-def is_block(module: nn.Module) -> bool:
-    """Whether this is a mixture's own block: its router chooses for the experts beside it."""
-    return any(is_candidate(child) for child in module.children()) and not is_stacked(module)
-
-
-def block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own, which chooses the same experts where a layer is recomputed."""
-    if not layers_running:
-        return type(self).forward(self, *args, **kwargs)
-    with same_choices():
-        return type(self).forward(self, *args, **kwargs)
-
-
-def place_block(path: str, module: nn.Module) -> Placement:
-    reason = taken(module)
-    if reason is None:
-        put(module, block_forward, None)
-    return placement("router", path, module, None if reason else "same choices", reason or "when its layer is recomputed")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ..errors import UsageError
 from ..instance_method import MARK, InstanceMethod, method_of, settings_of
@@ -23,9 +24,10 @@ from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
 from ..ops.recompute import hooks_read_here, layers_running
 from ..ops.remade import remember
-from .regions import COMPILED, region, without_cache
 
 PLACED = "_isotype_placed"
+CACHES = ("past_key_values", "layer_past")
+logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
@@ -140,9 +142,17 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         return type(self).forward(self, hidden_states, *args, **kwargs)
     given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
     if not recomputed:
-        return (region(self, whole) if COMPILED in self.__dict__ else whole)(self, s, given, hidden_states)
+        return whole(self, s, given, hidden_states)
     without_cache(given)
-    return self._gradient_checkpointing_func(partial(region(self, whole), self, s, given), hidden_states)
+    return self._gradient_checkpointing_func(partial(whole, self, s, given), hidden_states)
+
+
+def without_cache(given: dict[str, Any]) -> None:
+    """A recompute would fill the cache a second time. transformers' layers take it away too, and say so once."""
+    taken = [name for name in CACHES if given.get(name) is not None] + (["use_cache"] if given.get("use_cache") else [])
+    if taken:
+        given.update({name: False if name == "use_cache" else None for name in taken})
+        logger.warning_once(f"Caching is incompatible with gradient checkpointing: training goes on without {', '.join(taken)}.")
 
 
 def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..dtypes import to_torch
 from ..instance_method import put, settings_of
 from ..lora import PackedLinear
 from ..ops import linear_cross_entropy, linear_log_probs
-from ..ops.backend import product_dtype, reference_runs
+from ..ops.backend import product_dtype
 from ..ops.packed import widen
 from ..placement import Placement
 from ..precision.apply import inner_model
@@ -50,13 +50,12 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     asked: _Asked | None = getattr(_forwards, "asked", None)
     if asked is not None and asked.loss is None and not has_backward_hooks(self):
         return asked.answered_by(self, hidden)
-    # a graph holds real tensors, torch.func's differ from step to step, forward mode has no rule for deferred ones, and a backward hook is
-    # given the gradient of real logits
+    # a graph holds real tensors, and a backward hook is given the gradient of real logits
     wanted = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
-    if not wanted or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
+    if not wanted or torch.compiler.is_compiling() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
-    return defer(hidden, head_weight(self, hidden), self.bias)
+    return defer(hidden, head_weight(self, hidden), self.bias, getattr(_forwards, "items", None))
 
 
 def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -83,6 +82,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         _passed_by(model)
     if has_labels(model, args, kwargs):
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
+        # transformers sums the losses and divides by these: the op does before a gradient is rounded
+        _forwards.items = kwargs.get("num_items_in_batch")
 
 
 def _passed_by(model: Any) -> None:
@@ -96,7 +97,7 @@ def _passed_by(model: Any) -> None:
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
     if has_labels(model, args, kwargs):
-        _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
+        _forwards.depth, _forwards.items = max(0, getattr(_forwards, "depth", 0) - 1), None
 
 
 @contextmanager
@@ -333,9 +334,7 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
         return "its forward does more to the logits than a scale and a softcap"
     if logits.recipe.hidden.shape != hidden.shape:
         return "its head is not given every row"
-    pre, post = logits.recipe.pre, logits.recipe.post
-    # post tanh(pre z) is the op's softcap tanh(scale z / softcap)
-    return AfterHead(pre, None) if post is None else AfterHead(pre * post, post)
+    return AfterHead(*logits.recipe.scale_and_softcap)
 
 
 def place_targets(model: nn.Module, head: nn.Module) -> str | None:

@@ -71,6 +71,18 @@ def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
+class Rows(nn.Module):
+    """Stands for a projection, a norm or an MLP in a probe: a function of its own. first: it is the first of what the call gives."""
+
+    def __init__(self, shift: float, *, first: bool = False) -> None:
+        super().__init__()
+        self.shift, self.first = shift, first
+
+    def forward(self, x: Tensor) -> Any:
+        made = (x * (1.0 + self.shift)).sin() + self.shift
+        return (made, None) if self.first else made
+
+
 def kind_of(module: Any) -> tuple[Any, ...]:
     """What tells a module's code and settings from another's: two of one kind compute the same function of their weights."""
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())

@@ -27,7 +27,7 @@ from ..ops import attention, rope
 from ..ops.attention import backend_of
 from ..ops.remade import follow
 from ..placement import Placement
-from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
+from .instances import Rows, once_a_kind, placement, same_in_both_modes, stand_in, taken
 
 PART = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
@@ -64,26 +64,15 @@ def is_candidate(module: nn.Module) -> bool:
     )
 
 
-class _Rows(nn.Module):
-    """Stands for a projection or a norm in the probe: a function of its own."""
-
-    def __init__(self, shift: float) -> None:
-        super().__init__()
-        self.shift = shift
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * (1.0 + self.shift)).sin() + self.shift
-
-
 @once_a_kind
 def recognise(module: Any) -> JointSettings | None:
     """The settings with which `compute` gives this module's output on a probe; None where none do."""
     width = _HEADS * _SIZE
     names = [n for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out") if getattr(module, n, None) is not None]
-    stubs: dict[str, nn.Module] = {name: _Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
+    stubs: dict[str, nn.Module] = {name: Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
     has_out = getattr(module, "to_out", None) is not None
     if has_out:
-        stubs["to_out"] = nn.ModuleList([_Rows(1.5), nn.Identity()])
+        stubs["to_out"] = nn.ModuleList([Rows(1.5), nn.Identity()])
     twin = stand_in(module, stubs, {})
     vars(twin).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ layer (Granite). Such a layer's two sums are ours: a norm before a half hands it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError
-from ..instance_method import InstanceMethod, put, settings_of
+from ..instance_method import put, settings_of
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .forwards import Half, LayerSettings, layer_forward, whole
-from .instances import foreign, placement, same_in_both_modes, stand_in, taken
-from .regions import CACHES, is_region, mark, region, without_cache
+from .forwards import CACHES, Half, LayerSettings, layer_forward, whole
+from .instances import Rows, foreign, placement, same_in_both_modes, stand_in, taken
 
 PART = "layer"
 
@@ -74,18 +72,6 @@ class _Attention(nn.Module):
         return hidden_states.cos() * 0.7 + 0.2, None
 
 
-class _Rows(nn.Module):
-    """Stands for a norm or an MLP: a function of its own."""
-
-    def __init__(self, shift: float, *, first: bool = False) -> None:
-        super().__init__()
-        self.shift, self.first = shift, first
-
-    def forward(self, x: Tensor) -> Any:
-        made = (x * (1.0 + self.shift)).sin() + self.shift
-        return (made, None) if self.first else made
-
-
 def forms(children: Children, module: nn.Module) -> Iterator[tuple[Half, Half, str | None]]:
     """Every way in which these children can be the form."""
     numbers = [name for name, value in vars(module).items() if isinstance(value, float) and not name.startswith("_")]
@@ -120,8 +106,8 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     x = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64).view(1, 2, 6)
     for mlp_first in (False, True):
         stub = _Attention()
-        stubs: dict[str, nn.Module] = {name: _Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
-        twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: _Rows(0.55, first=mlp_first)}, {})
+        stubs: dict[str, nn.Module] = {name: Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
+        twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: Rows(0.55, first=mlp_first)}, {})
         # the class's own forward hands on what it was given under the same names
         given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in CACHES}
         try:
@@ -164,40 +150,3 @@ def place(path: str, module: nn.Module) -> Placement:
 def has_halves(module: nn.Module) -> bool:
     """Whether the layer runs as the form now."""
     return isinstance(settings_of(module), LayerSettings)
-
-
-# --- layers as compiled regions
-
-_OWN = "_isotype_own_region"
-
-
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Training steps run these layers compiled from now on. Raises UsageError for a layer whose forward is another library's."""
-    for layer in layers:
-        if is_region(layer):
-            continue
-        if not has_halves(layer):
-            if reason := foreign(layer):
-                raise UsageError(f"model.compile: layers: {type(layer).__name__}: {reason}", fix="model.compile: none")
-            vars(layer)[_OWN] = InstanceMethod(own_forward, layer)
-            vars(layer)[_OWN].put()
-        mark(layer, compiled=True)
-
-
-def uncompile_layers(layers: Iterable[nn.Module]) -> None:
-    """Undoes `compile_layers`; a wrapper that another library has put around a forward since stays."""
-    for layer in layers:
-        mark(layer, compiled=False)
-        if _OWN in vars(layer):
-            vars(layer).pop(_OWN).take_back()
-
-
-def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's forward as a region, with gradient checkpointing around it, as transformers' wrapper has it."""
-    run = region(self, inspect.unwrap(type(self).forward))
-    if not (self.training and self.gradient_checkpointing):
-        return run(self, *args, **kwargs)
-    if self._can_checkpoint_with_cache:
-        return type(self).forward(self, *args, **kwargs)
-    without_cache(kwargs)
-    return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)

@@ -20,7 +20,6 @@ from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
 from .instances import KERNEL_LIBRARIES, Replacement, foreign, library_of, placement, put_rebuilt, taken
-from .layers import uncompile_layers
 from .manifest import Manifest, base_notes
 
 
@@ -100,8 +99,6 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         if path and id(module) not in inner and experts.is_candidate(module):
             manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
             inner |= {id(m) for m in module.modules()}
-        elif path and experts.is_block(module) and id(module) not in inner:
-            manifest.entries.append(experts.place_block(path, module))
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
@@ -165,7 +162,6 @@ def restore(model: nn.Module) -> int:
     vars(model).pop(PLACED, None)
     vars(model).pop(attention.NEEDS, None)
     undone = unfuse_lora(model)
-    uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)

@@ -281,9 +281,6 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 class _Narrow:
     """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
 
-    # there from the first step to the last: a compiled layer has it in its graph
-    in_graphs = True
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.narrows_to = dtype
 

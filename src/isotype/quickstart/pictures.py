@@ -122,7 +122,7 @@ def _step_seconds(transformer: Path) -> float:
 
     from ..environment.hardware import detect
     from ..tasks.diffusion.families import Asked
-    from ..tasks.diffusion.families.flux import Flux
+    from ..tasks.diffusion.families.flow import Flux
     from .shapes import SIDE, TEXT_LENGTH
 
     hardware, rows = detect(), 16

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..config.kind import wants_compiled
 from ..config.schema import RunConfig
 from ..distributed.rank import Batching
 from ..environment.hardware import Hardware, by_name, detect
@@ -15,7 +14,6 @@ from ..precision.resolve import Resolved
 from ..wording import counted
 from .memory.auto import less_memory
 from .memory.device import shown
-from .memory.distributed_plan import Exchange, hybrid_exchange, replicated_exchange, sharded_exchange, unit_bytes
 from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
 from .quiet import quiet_libraries
@@ -141,10 +139,8 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(task, basis, made, has=hardware.memory, besides=process)
     peak = memory.peak + process
-    if wants_compiled(config):
-        notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
-        how = less_memory(config, checkpointing.kind, device_type=basis.device.type, model=made.model)
+        how = less_memory(config, checkpointing.kind)
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {how}"]
     return Plan(
         processes=None
@@ -198,12 +194,11 @@ OF_A_MACHINE = 8  # GPUs
 
 @dataclass(frozen=True)
 class KindPlan:
-    """One way to share the work. `memory` and `exchange` are of one process and one step."""
+    """One way to share the work. `memory` is of one process."""
 
     kind: str
     memory: MemoryPlan
     checkpointing: Checkpointing
-    exchange: Exchange
 
 
 @dataclass(frozen=True)
@@ -223,10 +218,7 @@ class ProcessesPlan:
             "machines": self.nodes,
             "micro_batches": self.micro_batches,
             "rows": self.rows,
-            "kinds": {
-                one.kind: {"memory": one.memory.as_json(), "checkpointing": one.checkpointing.as_settings(), **asdict(one.exchange)}
-                for one in self.kinds
-            },
+            "kinds": {one.kind: {"memory": one.memory.as_json(), "checkpointing": one.checkpointing.as_settings()} for one in self.kinds},
             "auto": {"kind": self.taken.kind, "reason": self.taken.reason},
         }
 
@@ -234,11 +226,10 @@ class ProcessesPlan:
         where = "one machine" if self.nodes == 1 else f"{self.nodes} machines of {self.processes // self.nodes}"
         lines = [
             f"processes   {self.processes} on {where}, each {self.micro_batches} x {self.rows} rows of each step: {self.taken}",
-            f"  {'kind':<11}{'memory a process':>18}{'sent a process':>18}{'out of a machine':>18}   recomputed",
+            f"  {'kind':<11}{'memory a process':>18}   recomputed",
         ]
         for one in self.kinds:
-            sizes = (one.memory.peak, one.exchange.sent, one.exchange.between)
-            lines.append(f"  {one.kind:<11}" + "".join(f"{shown(size):>18}" for size in sizes) + f"   {one.checkpointing.kind}")
+            lines.append(f"  {one.kind:<11}{shown(one.memory.peak):>18}   {one.checkpointing.kind}")
         return lines
 
 
@@ -258,24 +249,14 @@ def plan_processes(
     """task its configuration has `batching.rows` as `train.batch_size`
     whole  the plan of a process that has the whole model
     """
-    precision, has = basis.resolved.precision, basis.hardware.memory
-    nodes, n = max(1, processes // OF_A_MACHINE), len(batching.own)
-    whole_units, units = unit_bytes(made.model, 1), unit_bytes(made.model, processes)
-    exchanges = {
-        REPLICATE: replicated_exchange(whole_units, precision, processes=processes, nodes=nodes),
-        SHARD: sharded_exchange(units, precision, processes=processes, nodes=nodes, micro_batches=n),
-    }
-    if nodes > 1:
-        units = unit_bytes(made.model, processes // nodes)
-        exchanges[HYBRID] = hybrid_exchange(units, precision, processes=processes, nodes=nodes, micro_batches=n)
-    kinds = []
-    for kind, bytes_ in exchanges.items():
+    has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
+    kinds = [KindPlan(REPLICATE, whole[1], whole[0])]
+    for kind in (SHARD, HYBRID) if nodes > 1 else (SHARD,):
         parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
-        shared = parts > 1
-        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts) if shared else whole
-        kinds.append(KindPlan(kind, memory, checkpointing, bytes_))
+        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
+        kinds.append(KindPlan(kind, memory, checkpointing))
     peak, config = whole[1].peak, task.config
     taken = by_plan(peak, has, lambda: peak, config=config)
     if config.parallel.kind != "auto":
         taken = Parallel(config.parallel.kind, "parallel.kind")
-    return ProcessesPlan(processes, nodes, n, batching.rows, kinds, taken)
+    return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, taken)

@@ -1,8 +1,7 @@
 """Goes on with a run: compares settings, objective and rows with those of its last start, and restores the newest whole checkpoint.
 
 `plan.json` has what the run was last started with. `resumes.json` has the steps after which it was resumed, and what has been different
-since. The other files of a run folder describe the part that was started last; what a resume changes is written before they are replaced,
-so that a kill between the two loses nothing.
+since; it is written before the other files of the run folder, which describe the part that was started last.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from .task import Task
 RESUMES = "resumes.json"
 ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
-OBJECTIVE, SETTINGS, GIVEN, DATA, CHANGES = "objective", "settings", "given", "data", "changes"  # in plan.json
-_NEXT = "next"  # in resumes.json: changes of a resume that has not restored its checkpoint yet
+OBJECTIVE, SETTINGS, GIVEN, DATA = "objective", "settings", "given", "data"  # in plan.json
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
     ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
@@ -51,8 +49,7 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
     """The differences from the configuration that the run was started with, printed too. Refuses those that would make it another run."""
     resolved = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles)
     changes = compare(settings_before(folder), loaded.config, auto=resolved.preset, base=resolved.from_checkpoint)
-    begun = {change.get("what") for change in to_come(folder)}
-    edited = [c.key for c in changes if c.key not in loaded.given and str(c) not in begun]
+    edited = [c.key for c in changes if c.key not in loaded.given]
     if edited and loaded.path == folder.path / RESOLVED:
         console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
@@ -191,85 +188,57 @@ def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def to_come(folder: RunFolder) -> list[dict[str, Any]]:
-    """The changes of a resume that has not restored its checkpoint yet, or was killed before it did."""
-    found: list[dict[str, Any]] = _read(folder).get(_NEXT, [])
-    return found
-
-
-def keep_changes(folder: RunFolder, changed: Sequence[Changed]) -> None:
-    """Keeps what a resume changes, until `went_on` knows the step.
-
-    Of a resume that was killed before, a change counts where plan.json was written with it; else nothing of it has happened.
-    """
-    record, changes, begun = _read(folder), [asdict(one) for one in changed], recorded(folder).get(CHANGES, [])
-    kept = [change for change in record.get(_NEXT, []) if change not in changes and change in begun]
-    if kept or changes or _NEXT in record:
-        folder.write_json(RESUMES, record | {_NEXT: [*kept, *changes]})
-
-
-def went_on(folder: RunFolder, step: int | None) -> None:
-    """Records a resume after this step; None where the run began again, so that nothing before it counts."""
+def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:
+    """Records a resume after this step, with what it changes; None where the run begins again, so that nothing before it counts."""
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
         return
-    record = _read(folder)
+    steps, changes = _read(folder)
     # steps that are done again, since their checkpoint was damaged, have the later settings
-    changes = [change | {"after_step": min(change["after_step"], step)} for change in record.get("changes", [])]
-    for change in record.get(_NEXT, []):
-        changes.append({"after_step": step, **change})
-    steps = [earlier for earlier in record["steps"] if earlier <= step] + [step]
-    folder.write_json(RESUMES, {"steps": steps} | ({"changes": changes} if changes else {}))
+    changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
+    made = ({"after_step": step, **asdict(one)} for one in changed)
+    changes += [one for one in made if one not in changes]  # those of a resume that was killed at once are there
+    folder.write_json(RESUMES, {"steps": [*(s for s in steps if s <= step), step]} | ({"changes": changes} if changes else {}))
 
 
 def had_other_rows(folder: RunFolder) -> bool:
     """Whether the rows changed in one of the run's resumes."""
-    record = _read(folder)
-    return any(change.get("of") == ROWS for change in [*record.get("changes", []), *record.get(_NEXT, [])])
+    return any(change.get("of") == ROWS for change in _read(folder)[1])
 
 
-def _read(folder: RunFolder) -> dict[str, Any]:
-    """What the file has in the form that this module writes; the rest of a damaged one is left out."""
+def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
+    """(steps, changes) as far as the file has them in the form that this module writes."""
     try:
         found = folder.read_json(RESUMES)
     except (OSError, ValueError):
         found = {}
-    found = found if isinstance(found, dict) else {}
-    lists = {key: value for key in ("steps", "changes", _NEXT) if isinstance(value := found.get(key), list)}
-    record: dict[str, Any] = {"steps": [step for step in lists.get("steps", []) if type(step) is int]}
-    record["changes"] = [c for c in lists.get("changes", []) if isinstance(c, dict) and type(c.get("after_step")) is int]
-    record[_NEXT] = [change for change in lists.get(_NEXT, []) if isinstance(change, dict)]
-    return {key: value for key, value in record.items() if value or key == "steps"}
+    steps, changes = (found.get(key) if isinstance(found, dict) else None for key in ("steps", "changes"))
+    return (
+        [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
+        [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int] if isinstance(changes, list) else [],
+    )
 
 
-def refuse_fewer_steps(loop: Loop) -> None:
+def refuse_fewer_steps(loop: Loop, made: int | None) -> None:
     """Raises UsageError where the run has made more steps than it is to have: its settings would be untrue."""
-    if max(loop.store.steps(), default=0) <= loop.plan.total:
-        return
-    made = loop.store.newest_whole()[0] or 0  # a damaged checkpoint is none: the run goes on from the one before it
-    if made > loop.plan.total:
+    if made is not None and made > loop.plan.total:
         raise UsageError(
             f"train.steps: {loop.plan.total}, and the run has made {counted(made, 'step')}",
             fix=f"more than {made} to go on; for a shorter run, give another folder",
         )
 
 
-def restore(loop: Loop, console: RunConsole) -> None:
-    """Restores the newest whole checkpoint, or begins at step 1 where there is none. Says which."""
+def restore(loop: Loop, step: int | None, console: RunConsole) -> None:
+    """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there is none. Says which."""
     world = loop.world
-    step, passed = world.first_does(loop.store.newest_whole)
-    for reason in passed:
-        console.say(f"resume    {reason}: passed over")
     if step is None:
         if world.first:
             loop.store.tidy(None)
             loop.metrics.cut_after(-1)
-            went_on(loop.folder, None)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
     if world.first:
-        went_on(loop.folder, step)
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
         said = f"saved by {_processes(wrote)}, goes on with {_processes(world.size)}"

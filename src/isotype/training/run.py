@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..config.kind import wants_compiled
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
 from ..distributed.rank import asked_but_not_started
@@ -28,12 +25,10 @@ from .interrupt import Interrupt
 from .loop import Loop
 from .memory.auto import less_memory
 from .preflight.check import RECORD, preflight
-from .preflight.rehearsal import undone
-from .preflight.subject import Subject
 from .quiet import quiet_libraries
-from .resume import Changed, compare_data, compare_objectives, compare_with_before, keep_changes, refuse_fewer_steps, restore
+from .resume import Changed, compare_data, compare_objectives, compare_with_before, record_resume, refuse_fewer_steps, restore
 from .schedule import Milestones
-from .setup import Prepared, prepare
+from .setup import Prepared, Subject, prepare
 from .start import header_rows, write_start
 from .task import Task
 from .trackers import start
@@ -145,12 +140,12 @@ class _Run:
             micro_batch=prepared.batching.rows, observer=loop.observer,
         )  # fmt: skip
         with world.exchanging():
-            compile_on_longest_rows(subject)
             checked = preflight(subject, self.skips, world=world)
         if self.resuming:
-            world.first_does(lambda: refuse_fewer_steps(loop))
+            step, passed = world.first_does(loop.store.newest_whole)
+            refuse_fewer_steps(loop, step)
             known = [*changes, *(compare_data(task, folder, console, changes) if world.first else [])]
-            world.first_does(lambda: keep_changes(folder, known))
+            world.first_does(lambda: record_resume(folder, step, known))
         name = objective_name(self.objective)
         world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming))
         console.keep_log(folder.path / LOG)
@@ -163,7 +158,9 @@ class _Run:
             console.say(f"warning   {note}")
         loop.precision_record.watched(list(subject.seen))
         if self.resuming:
-            restore(loop, console)
+            for reason in passed:
+                console.say(f"resume    {reason}: passed over")
+            restore(loop, step, console)
         names = config.run.trackers if world.first else []
         loop.trackers = trackers = start(names, folder.path, config.model_dump(), console.say) if names else None
         status = 1
@@ -261,8 +258,7 @@ class _Run:
     def _explained(self, error: Exception) -> Exception:
         """An error for want of memory or of the disk as a RunError that says what to do; another one as it is."""
         if (missing := out_of_memory(error)) is not None:
-            device = "cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu"
-            how = less_memory(self.config, self.config.train.gradient_checkpointing, device_type=device)
+            how = less_memory(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing}", fix=how)
         return refused_by_disk(error, self.folder)
 
@@ -301,15 +297,3 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
         return gone
     message = f"{name}: {reason}" if name else reason
     return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")
-
-
-def compile_on_longest_rows(subject: Subject[Any]) -> None:
-    """Compiles the layers on the longest rows, where that is asked for. Raises UsageError for a layer that is not one graph.
-
-    A resumed run does the same, whatever its next rows: the graphs of both are made from the same sizes.
-    """
-    prepared = subject.prepared
-    if wants_compiled(subject.config):
-        with undone(prepared):
-            prepared.model.train()
-            prepared.stepper.accumulate([subject.batch_of(subject.longest_rows)])

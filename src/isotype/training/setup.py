@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..config.kind import check_compile, check_embedding, wants_compiled, wants_embedding_on_host
 from ..config.schema import RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
@@ -24,10 +24,11 @@ from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
+from ..finding import Finding, Severity
 from ..model.build import resolve_precision
 from ..model.starts import OFF_THE_BASE
+from ..observe import Observation, Observer
 from ..optimize import Manifest
-from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
@@ -38,12 +39,9 @@ from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer, check_optimizer
+from .schedule import Milestones
 from .step import Stepper
-from .task import Outline, Task
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from .task import Batch, Outline, Task
 
 _CHECKPOINTING = "train.gradient_checkpointing"
 REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
@@ -106,8 +104,6 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
-    check_compile(config)
-    check_embedding(config, device_type=device.type)
     check_adapters(config)
     check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
@@ -170,8 +166,6 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
         checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size), source=sources.get(_CHECKPOINTING, ""))
         apply_checkpointing(model, checkpointing)
-        if wants_compiled(config):
-            manifest.notes.append(compile_layers_of(model))
         units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
 
@@ -195,18 +189,6 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     return Prepared(
         basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprint, parallel
     )  # fmt: skip
-
-
-def compile_layers_of(model: nn.Module) -> str:
-    """Compiles the model's layers; a line for the manifest. Raises UsageError."""
-    layers = checkpointable(model)
-    if not layers:
-        raise UsageError("model.compile: layers: this architecture marks no layers that could be compiled", fix="model.compile: none")
-    compile_layers(layers)
-    return (
-        f"{len(layers)} layers of {type(layers[0]).__name__} run as compiled graphs in training steps; observed steps, evaluation and "
-        "samples run uncompiled"
-    )
 
 
 def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
@@ -245,8 +227,6 @@ def why_not_shared(config: RunConfig) -> str | None:
         return "adapter.train_tokens: they are rows of a whole embedding"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
-    if wants_embedding_on_host(config):
-        return "model.embedding: host: rows are looked up in a weight that a process has whole"
     return None
 
 
@@ -256,8 +236,6 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
     given = parallel_as_configured(config, world)
     if given is not None:
         return given
-    if wants_compiled(config):
-        return Parallel("replicate", "model.compile: layers")
 
     def decide() -> list[str]:
         made = task.outline(precision, device_type=device.type)
@@ -341,7 +319,6 @@ def planned_checkpointing(
     target = None if train.memory is None else bytes_of(train.memory)
     return auto_checkpointing(
         simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target,
-        plain=wants_compiled(task.config),
     )  # fmt: skip
 
 
@@ -355,3 +332,49 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
+
+    task         a `training.task.Task`; of an attached trainer what the checks ask of one
+    prepared     of an attached trainer the parts that the checks use
+    micro_batch  rows of a forward pass; by default train.batch_size
+    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a violation is
+    """
+
+    config: RunConfig
+    task: Any
+    prepared: Prepared
+    plan: Milestones
+    folder: Path
+    resuming: bool = False
+    micro_batch: int | None = None
+    observer: Observer | None = None
+    violation: Severity = Severity.ERROR
+    seen: dict[str, Observation] = field(default_factory=dict)
+
+    @contextmanager
+    def watched(self, what: str, role: str = "compute") -> Iterator[None]:
+        """Judges what runs in this block. One that raises was not watched."""
+        if self.observer is None:
+            yield
+            return
+        with self.observer.watch(0, role=role) as seen:
+            yield
+        seen.violations = [replace(finding, severity=self.violation) for finding in seen.violations]
+        self.seen[what] = seen
+
+    def violations(self, what: str) -> list[Finding]:
+        return self.seen[what].violations if what in self.seen else []
+
+    @cached_property
+    def longest_rows(self) -> Sequence[Any]:
+        """The rows of the largest batch that the feed could return."""
+        rows: Sequence[Any] = self.task.largest(self.micro_batch or self.config.train.batch_size)
+        return rows
+
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        batch: Batch = self.task.collate(rows)
+        return batch.to(self.prepared.device)

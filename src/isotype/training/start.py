@@ -23,7 +23,7 @@ from ..runs.folder import RESOLVED, RunFolder
 from ..wording import counted
 from .console import size
 from .memory.device import returns_freed_blocks
-from .resume import CHANGES, DATA, GIVEN, OBJECTIVE, OTHER_ROWS, SETTINGS, given_files, had_other_rows, recorded, to_come
+from .resume import DATA, GIVEN, OBJECTIVE, OTHER_ROWS, SETTINGS, given_files, had_other_rows, recorded
 from .schedule import Milestones
 from .setup import Prepared
 from .task import Task
@@ -69,7 +69,7 @@ def write_start(
     counts = {"task": task.kind, "parameters": total, "trained": trainable}
     if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
         folder.write_text(RESOLVED, resolved)
-    folder.write_json("plan.json", {**asdict(plan), **counts, **compared, **shared, **settings, CHANGES: to_come(folder)})
+    folder.write_json("plan.json", {**asdict(plan), **counts, **compared, **shared, **settings})
     if not resuming:
         folder.write_text(RESOLVED, resolved)
 

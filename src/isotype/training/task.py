@@ -145,7 +145,7 @@ class Evaluation:
 class Check:
     """One check before step 1. `codes`: the codes of its findings; if the user skips the first of them, the check does not run.
 
-    run  takes a `preflight.subject.Subject` of the task that has the check
+    run  takes a `setup.Subject` of the task that has the check
     """
 
     codes: tuple[str, ...]

@@ -277,7 +277,7 @@ KEYS: dict[str, Handler] = {
     **each(no_effect("samples come from the model that is trained"), "fast_inference"),
     "loss_type": only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
     "qat_scheme": not_offered("quantisation-aware training is not offered"),
-    "offload_embedding": when_on("model.embedding", "host", "off"),
+    "offload_embedding": not_offered("the input embedding stays on the device"),
     **each(no_effect(IRRELEVANT), "log_level unsloth_force_compile"),
 }
 

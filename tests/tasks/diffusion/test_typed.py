@@ -14,10 +14,9 @@ from isotype.config.schema import DiffusionSection, ImagesSection
 from isotype.config.write import init_yaml
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of, train
-from isotype.tasks.diffusion.captions import with_trained_captions
 from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
-from isotype.tasks.diffusion.pictures import gather
+from isotype.tasks.diffusion.pictures import gather, with_trained_captions
 from isotype.training.setup import settle
 
 

@@ -20,7 +20,6 @@ from isotype.tasks.language.checks import (
     missing_template,
     nothing_to_learn,
     packed_documents_apart,
-    padding_changes_nothing,
     prompts_learnt,
     untrained_new_tokens,
 )
@@ -190,22 +189,3 @@ def test_a_mask_made_without_positions_is_found(subject, monkeypatch):
     monkeypatch.setattr(family, "create_causal_mask", lambda **given: made(**given | {"position_ids": None}))  # as GPT-OSS does
     (found,) = packed_documents_apart(one)
     assert "a mask made without them" in found.cause
-
-
-# --- padding
-
-
-class FromTheEnd(torch.nn.Module):
-    """Takes every token's position from the end of the row, as a model that counts on padding on the left."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.arange(x.shape[1], 0, -1, device=x.device)[:, None]
-
-
-def test_a_model_that_reads_its_rows_from_the_end_is_found(subject):
-    one = subject("plain")
-    assert list(padding_changes_nothing(one)) == []
-    model = inner_model(one.prepared.model).model
-    model.norm = torch.nn.Sequential(model.norm, FromTheEnd())
-    (found,) = padding_changes_nothing(one)
-    assert found.code == "PF022"

@@ -26,8 +26,7 @@ from isotype.report.record import read_run
 from isotype.tasks.choose import train
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.preference.batch import answer_log_probs
-from isotype.tasks.language.preference.losses import Answers, judged
-from isotype.tasks.language.preference.objective import Preference
+from isotype.tasks.language.preference.objective import Answers, Preference, judged
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
 from tests.results import metrics, same_result

@@ -14,7 +14,6 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -250,14 +249,9 @@ _kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict(
 
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """`function`, compiled for the first length and, with the second, for any length: lengths of one compile each would pass the limit."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        more: dict[str, Any] = {"recompile_limit": KINDS}
-        made: Callable[..., Any] = torch.compile(function, backend=backend, **more)
-        return made
     own = torch.compile(function, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # an older torch reads the limit where it compiles
         with torch._dynamo.config.patch(recompile_limit=KINDS):
             return own(*args, **kwargs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 from ...dtypes import name
 from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
-from ..backend import Path, autocast_dtype, autocast_off, call_op, cpp_runs, differentiated_again, path_for, reference_gradients, wide
+from ..backend import Path, applied, autocast_dtype, autocast_off, cpp_runs, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..debug import checked_in_debug
 from ..recompute import attention_results, layers_running
 from ..remade import kept_for_each, made_again
 from . import cpu, gpu
@@ -95,6 +93,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("attention")
         mask, out_BNSD, *saved = ctx.saved_tensors
         inputs: list[Tensor] = []
         for make, count in ctx.makes:
@@ -102,11 +101,6 @@ class Attention(torch.autograd.Function):
             inputs.append(kept[0] if make is None else made_again(make, kept))
         q_BNSD, k_BMTD, v_BMTD = inputs
         rest = (None,) * 7
-        if differentiated_again():
-            if ctx.documents is not None:
-                mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
-            again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
-            return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
         given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         if ctx.backend == "flash":
             return *gpu.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
@@ -154,7 +148,6 @@ def _fits(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: T
     )
 
 
-@checked_in_debug(ATTENTION)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -198,9 +191,6 @@ def attention(
         )
     given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
     path = path_for(cpu.KERNELS, query, key, value)
-    if path == "reference":
-        mask = _with_documents(mask, documents, query)
-        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     packed = documents is not None
     backend: Backend
     if path == "cpp" and query.is_cpu and not packed and window is None and softcap is None and _fits(query.dtype, query, key, value, mask):
@@ -211,7 +201,7 @@ def attention(
         # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
-        out: Tensor = call_op(Attention, attention_reference, path, query, key, value, mask, causal, scale, backend, documents, window)
+        out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, documents, window, path)
         return out
     if backend == "flex":
         assert softcap is not None
@@ -234,12 +224,12 @@ def attention(
 def attention_by_kernels(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor | None:
-    """`attention` where a kernel computes it; None where PyTorch's own would, also under torch.func."""
+    """`attention` where a kernel computes it; None where PyTorch's own would."""
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
         query, key, value = query.to(cast), key.to(cast), value.to(cast)
     path = path_for(cpu.KERNELS, query, key, value)
-    if path == "reference" or not query.dtype == key.dtype == value.dtype:
+    if not query.dtype == key.dtype == value.dtype:
         return None
     backend: Backend
     if path == "cpp" and query.is_cpu and _fits(query.dtype, query, key, value, mask):
@@ -250,7 +240,7 @@ def attention_by_kernels(
             return None
     _check(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = call_op(Attention, attention_reference, path, query, key, value, mask, causal, scale, backend, None, None)
+    out: Tensor = applied(Attention, query, key, value, mask, causal, scale, backend, None, None, path)
     return out
 
 

@@ -8,24 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import applied, autocast_off, differentiated_again, reference_gradients, reference_runs, wide
+from ..backend import applied, autocast_off, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..debug import checked_in_debug
 from ..library import library_op
-from .eager import blocks
-from .rows import loss_paths
-from .rule import (
-    RULE,
-    LossRule,
-    Reduction,
-    RuleArguments,
-    check_reduction,
-    check_targets,
-    check_weights,
-    reduce,
-    reduced,
-    weighed_losses,
-)
+from .rows import row_paths
+from .rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets, reduce
 
 CROSS_ENTROPY = OpContract(
     "logits: F[*n V], targets: int[*n] -> fp32|fp64[...]",
@@ -76,46 +63,6 @@ def cross_entropy_reference(
     return loss_by_rule(logits, targets, rule, reduction, num_items)
 
 
-class SumOfLogits(torch.autograd.Function):
-    """fp32[T]: sum_v w_v x_v of each row, in blocks of rows, without a wide copy of the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, w_V: Tensor) -> Tensor:
-        ctx.save_for_backward(w_V)
-        ctx.dtype = logits_TV.dtype
-        made_T = torch.empty(logits_TV.shape[0], dtype=w_V.dtype, device=logits_TV.device)
-        for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
-            # a class of weight 0 may be masked with -inf
-            made_T[rows] = logits_TV[rows].to(w_V.dtype).masked_fill(w_V == 0, 0.0) @ w_V
-        return made_T
-
-    @staticmethod
-    def backward(ctx: Any, dmade_T: Tensor) -> tuple[Tensor, None]:
-        (w_V,) = ctx.saved_tensors
-        return torch.outer(dmade_T, w_V).to(ctx.dtype), None
-
-
-def weighted_losses(
-    logits_TV: Tensor, row_losses_T: Tensor, targets_T: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights_T: Tensor | None
-) -> Tensor:
-    """fp32[T]: the loss of each token, its weights in it; 0 where ignored.
-
-    row_losses_T  of the rule without smoothing and z-loss: the negative log-probability
-    """
-    fp32 = wide(logits_TV.dtype)
-    lse_T = None
-    if rule.label_smoothing or rule.z_loss:
-        classes_T = targets_T.masked_fill(targets_T == rule.ignore_index, 0).long()
-        picked_T = logits_TV.gather(-1, classes_T.unsqueeze(-1)).squeeze(-1).to(fp32) * rule.logit_scale
-        lse_T = row_losses_T + (rule.softcap * torch.tanh(picked_T / rule.softcap) if rule.softcap else picked_T)
-
-    def sum_of_logits(w_V: Tensor) -> Tensor:
-        made: Tensor = SumOfLogits.apply(logits_TV, w_V)
-        return made * rule.logit_scale
-
-    return weighed_losses(row_losses_T, lse_T, sum_of_logits, targets_T, logits_TV.shape[-1], rule, class_weights, token_weights_T)
-
-
 def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
     return loss_T, torch.empty_like(loss_T)
@@ -123,7 +70,9 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    return loss_paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    compute = row_paths(logits_TV)
+    made: tuple[Tensor, Tensor] = compute.cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
+    return made
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -141,7 +90,8 @@ def _backward(
 ) -> Tensor:
     rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
-    return loss_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    row_paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+    return out_TV
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -160,15 +110,11 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("cross_entropy")
         logits_TV, targets_T, lse_T = ctx.saved_tensors
-        if differentiated_again():
-            rule = LossRule.from_arguments(*ctx.rule)
-            with autocast_off(logits_TV):
-                return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
         return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
-@checked_in_debug(CROSS_ENTROPY)
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -180,15 +126,11 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
 
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
-    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
-    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
     grads    logits: F
@@ -198,24 +140,8 @@ def cross_entropy(
     check_reduction(reduction, num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
-    if class_weights is not None or token_weights is not None:
-        check_weights(class_weights, token_weights, targets, logits.shape[-1], rule)
-        losses = _weighted(logits, targets, rule, class_weights, token_weights)
-        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
-    if reference_runs():
-        return loss_by_rule(logits, targets, rule, reduction, num_items)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
         loss_T = applied(CrossEntropy, logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss
-
-
-def _weighted(logits: Tensor, targets: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights: Tensor | None) -> Tensor:
-    nll = cross_entropy(
-        logits, targets, ignore_index=rule.ignore_index, reduction="none", logit_scale=rule.logit_scale, softcap=rule.softcap or None
-    )
-    tokens = None if token_weights is None else token_weights.reshape(-1)
-    with autocast_off(logits):
-        losses = weighted_losses(logits.reshape(-1, logits.shape[-1]), nll.reshape(-1), targets.reshape(-1), rule, class_weights, tokens)
-    return losses.reshape(targets.shape)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...environment.planned import is_planned, stands_for
 from ..backend import cpp_runs, triton_runs
 from ..cpp import CppKernels
-from ..library import library_op
 from . import eager
 from .eager import RowValues, Upstream, Wanted, room
 from .rule import LossRule
@@ -152,76 +150,11 @@ class Cpp:
         return out_NV
 
 
-def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    loss_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
-    return loss_T, torch.empty_like(loss_T)
-
-
-@library_op("cross_entropy_kernel_forward(Tensor logits, Tensor targets) -> (Tensor, Tensor)", fake=_kernel_losses)
-def _kernel_forward(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_forward")
-
-
-@library_op("cross_entropy_kernel_backward(Tensor logits, Tensor targets, Tensor lse, Tensor(a!) out) -> ()", fake=lambda *_: None)
-def _kernel_backward(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, out_TV: Tensor) -> None:
-    raise NotImplementedError("this operator has no data: the kernel is triton.cross_entropy_backward")
-
-
-class Planned:
-    """The loss's two GPU kernels as operators on tensors without data, for plans: what they read and write."""
-
-    @staticmethod
-    def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
-        return _kernel_forward(logits_TV, targets_T)
-
-    @staticmethod
-    def cross_entropy_backward(
-        logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
-    ) -> Tensor:
-        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
-        return out_TV
-
-    @staticmethod
-    def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
-        loss_T, lse_T = _kernel_forward(logits_TV, targets_T)
-        _kernel_backward(logits_TV, targets_T, lse_T, out_TV)
-        return loss_T, lse_T
-
-
-class Paths(Protocol):
-    """What the modules `triton` and `eager` and the class `Cpp` offer."""
-
-    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
-    def cross_entropy_backward(
-        self,
-        logits_TV: Tensor,
-        targets_T: Tensor,
-        lse_T: Tensor,
-        dloss_T: Tensor,
-        rule: LossRule,
-        out_TV: Tensor,
-        classes: int,
-        first: int = 0,
-    ) -> Tensor: ...
-    def loss_and_gradient(
-        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-    def row_values(self, logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted) -> RowValues: ...
-    def row_value_gradients(
-        self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
-    ) -> Tensor: ...
-
-
-def row_paths(x: Tensor) -> Paths | type[Cpp]:
-    """What computes on rows of logits: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
+def row_paths(x: Tensor) -> Any:
+    """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch
+    elsewhere."""
     if triton_runs(x):
         from . import triton
 
         return triton
     return Cpp if cpp_runs(KERNELS, x) else eager
-
-
-def loss_paths(x: Tensor) -> Paths | type[Cpp] | type[Planned]:
-    """`row_paths`, or for a plan of a GPU its kernels as operators."""
-    planned = is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64
-    return Planned if planned and not triton_runs(x) else row_paths(x)

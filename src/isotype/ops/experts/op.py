@@ -15,14 +15,14 @@ I inner features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..recompute import layers_running, output_is_unused, unwritten
 from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted
@@ -35,8 +35,6 @@ EXPERTS = OpContract(
     autocast="ignored",
 )
 """The output has x's dtype also under autocast, as transformers' experts have it; the products follow autocast."""
-
-NO_SECOND_DERIVATIVE = {"why": "its backward is fused", "fix": "isotype.restore(model)"}
 
 
 class Adapter(NamedTuple):
@@ -53,7 +51,6 @@ class Form(NamedTuple):
     activation: Activation
     transposed: bool
     scales: tuple[float, float]
-    norm: Callable[[Tensor], Tensor] | None
 
 
 # --- reference
@@ -72,7 +69,6 @@ def experts_reference(
     down_adapter: Adapter | None = None,
     activation: Activation = "silu",
     transposed: bool = False,
-    norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """In plain PyTorch, right at fp64; one expert after the other."""
     dtype = product_dtype(x, up, down)
@@ -89,7 +85,6 @@ def experts_reference(
                 if bias is not None:
                     made = made + bias[expert].to(dtype)
                 h = activated_reference(made, activation) if first else made
-            h = h if norm is None else norm(h)
             y = y.index_add(0, token, h.to(y.dtype) * weights[token, place, None].to(y.dtype))
         return y.to(x.dtype)
 
@@ -106,7 +101,7 @@ def matrices(stack: Tensor, experts: slice, dtype: torch.dtype, *, transposed: b
 
 
 class Experts(torch.autograd.Function):
-    """`experts` with its dtype decided; `norms` are the trained parameters of the norm after the experts."""
+    """`experts` with its dtype decided."""
 
     @staticmethod
     def forward(
@@ -124,7 +119,6 @@ class Experts(torch.autograd.Function):
         down_bias: Tensor | None,
         down_a: Tensor | None,
         down_b: Tensor | None,
-        *norms: Tensor,
     ) -> Tensor:
         given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
         keeps, unused = any(ctx.needs_input_grad), bool(layers_running) and output_is_unused(ctx)
@@ -142,47 +136,38 @@ class Experts(torch.autograd.Function):
                 if total is not None:
                     assert h is not None
                     o, ha = _layer(part, h, (down, down_bias, a2, b2), form, 1)
-                    part.scatter_add_(total, o if form.norm is None else form.norm(o), w_S[part.rows])
+                    part.scatter_add_(total, o, w_S[part.rows])
                 elif a2 is not None:
                     assert h is not None
                     ha = part.shrink(h, a2)
                 if kept is not None:
                     kept.keep(part.rows, xa, ha if a2 is not None else None)
         if kept is not None:
-            ctx.save_for_backward(low_TH, w_S, kept.g, kept.xa, kept.ha, a1, b1, a2, b2, *given, *norms)
+            ctx.save_for_backward(low_TH, w_S, kept.g, kept.xa, kept.ha, a1, b1, a2, b2, *given)
             ctx.given = form, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
         return unwritten(tuple(x_TH.shape), x_TH, x_TH.dtype) if total is None else total.to(x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative("experts", **NO_SECOND_DERIVATIVE)
-        x_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, up, up_bias, up_a, up_b, down, down_bias, down_a, down_b, *norms = ctx.saved_tensors
+        refuse_second_derivative("experts")
+        x_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, up, up_bias, up_a, up_b, down, down_bias, down_a, down_b = ctx.saved_tensors
         form, dtype, groups, x_dtype, w_dtype, w_shape = ctx.given
-        needs_x, _, needs_w, _, _, needs_up, needs_ub, needs_ua, needs_ubb, needs_down, needs_db, needs_da, needs_dbb, *_ = (
-            ctx.needs_input_grad
-        )
+        needs_x, _, needs_w, _, _, needs_up, needs_ub, needs_ua, needs_ubb, needs_down, needs_db, needs_da, needs_dbb = ctx.needs_input_grad
         first = _Gradients((up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), form.transposed)
         second = _Gradients((down, down_bias, down_a, down_b), (needs_down, needs_db, needs_da, needs_dbb), form.transposed)
         with autocast_off(dy):
             dy_TH = dy.to(dtype)
             dx_TH = torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device) if needs_x else None
             dw_S = torch.empty_like(w_S)
-            dnorms: list[Tensor | None] = [None] * len(norms)
             for part in groups.parts():
                 rows = part.rows
                 w = w_S[rows]
                 d = part.gathered(dy_TH)
                 g = g_SG[rows]
-                if form.norm is not None:
-                    d, dw_S[rows] = _through_norm(part, form, g, d, w, (down, down_bias, a2, b2), norms, dnorms)
-                    # the routing weight is in d already
-                    w = torch.ones_like(w)
                 dh, dha = _input_gradient(part, d, down, a2, b2, form, 1)
                 dg, h, inner = backward_of_rows(g, dh, w, form.activation, needs_h=needs_down or needs_da)
                 del dh
-                if form.norm is None:
-                    dw_S[rows] = inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
+                dw_S[rows] = inner if down_bias is None else inner + part.inner_with_bias(d, down_bias)
                 second.add(part, h, d, w, ha_SR, dha, form.scales[1])
                 del h
                 dxs, dxa = _input_gradient(part, dg, up, a1, b1, form, 0, wanted=needs_x)
@@ -194,9 +179,7 @@ class Experts(torch.autograd.Function):
                 # before the next part's are made
                 del d, dg, xs, dxs
             dweights = torch.empty_like(dw_S).index_put_((groups.order,), dw_S).view(w_shape).to(w_dtype) if needs_w else None
-        return (
-            None if dx_TH is None else dx_TH.to(x_dtype), None, dweights, None, None, *first.made(), *second.made(), *dnorms,
-        )  # fmt: skip
+        return None if dx_TH is None else dx_TH.to(x_dtype), None, dweights, None, None, *first.made(), *second.made()
 
 
 class _Kept:
@@ -241,25 +224,6 @@ def _input_gradient(
     if dxa is not None:
         part.expand_(dx, dxa, a.transpose(1, 2), form.scales[which])  # type: ignore[union-attr]  # an adapter has both
     return dx, dxa
-
-
-def _through_norm(
-    part: Part, form: Form, g: Tensor, d: Tensor, w: Tensor, layer: Layer, norms: Sequence[Tensor], dnorms: list[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """(the gradient of what the norm after the experts reads, weighted; of the routing weights). The experts' output is made again."""
-    assert form.norm is not None
-    o, _ = _layer(part, activated(g, form.activation), layer, form, 1)
-    with torch.enable_grad():
-        o = o.requires_grad_()
-        normed = form.norm(o)
-        wanted = [t for t in norms if t.requires_grad]
-        do, *grads = torch.autograd.grad(normed, (o, *wanted), weighted(d, w).to(normed.dtype))
-    for i, t in enumerate(norms):
-        if t.requires_grad:
-            one = grads.pop(0)
-            before = dnorms[i]
-            dnorms[i] = one if before is None else before + one
-    return do, (normed.detach().to(w.dtype) * d.to(w.dtype)).sum(-1)
 
 
 class _Gradients:
@@ -317,10 +281,8 @@ def experts(
     down_adapter: Adapter | None = None,
     activation: Activation = "silu",
     transposed: bool = False,
-    norm: Callable[[Tensor], Tensor] | None = None,
-    norms: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The sum over each token's experts of weight * norm(down(activation(up(x)))), in one function.
+    """The sum over each token's experts of weight * down(activation(up(x))), in one function.
 
     x           X[t h]
     index       int[t c]   the experts of each token
@@ -330,25 +292,18 @@ def experts(
     up_adapter, down_adapter  LoRA, or None
     activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of even columns times odd ones; or any
                 function [s g] -> [s i] without trained parameters
-    norm, norms a function of rows after each expert, or None, and its trained parameters
     ->          X[t h]     x's dtype, also under autocast
     inside      products in autocast's dtype, else what x, up and down promote to; sums over experts and an adapter's gradients in fp32
     grads       each in its tensor's dtype
     Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
     """
     _check(x, index, weights, up, down, transposed)
-    options: dict[str, Any] = {
-        "up_bias": up_bias, "down_bias": down_bias, "up_adapter": up_adapter, "down_adapter": down_adapter, "activation": activation,
-        "transposed": transposed, "norm": norm,
-    }  # fmt: skip
-    if reference_runs():
-        return experts_reference(x, index, weights, up, down, **options)
     layers: list[Tensor | None] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
         layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
     scales = tuple(1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter))
-    form = Form(activation, transposed, scales, norm)  # type: ignore[arg-type]  # one scale a layer
-    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, up, down), *layers, *norms)
+    form = Form(activation, transposed, scales)  # type: ignore[arg-type]  # one scale a layer
+    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, up, down), *layers)
     return made
 
 

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError, UsageError
-from ..backend import Path, call_op, differentiated_again, fused_runs, narrowed, path_for, reference_gradients, wide
+from ..backend import Path, applied, fused_runs, narrowed, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cpp import CppKernels, as_rows
-from ..debug import checked_in_debug
 from ..library import library_op
 from ..remade import remember
 
@@ -157,11 +156,8 @@ class GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(ctx.activation)
         x, up = ctx.saved_tensors
-        if differentiated_again():
-            if up is None:
-                return *reference_gradients(lambda x: gated_reference(x, None, ctx.activation), (x,), dy), None, None, None
-            return *reference_gradients(lambda x, up: gated_reference(x, up, ctx.activation), (x, up), dy), None, None
         dx, dup, _ = gated_backward(ctx.path, x, up, dy, ctx.activation, False)
         return dx, dup, None, None
 
@@ -179,7 +175,6 @@ def _gelu(approximate: str) -> Activation:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-@checked_in_debug(SILU_MUL)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in one pass; saves only its inputs.
 
@@ -191,11 +186,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, gate), gate, up, "silu")
+    y: Tensor = applied(GatedProduct, gate, up, "silu", path_for(KERNELS, gate))
     return y
 
 
-@checked_in_debug(GELU_MUL)
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
 
@@ -207,11 +201,10 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
     """
     _check_pair(gate, up)
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, gate), gate, up, _gelu(approximate))
+    y: Tensor = applied(GatedProduct, gate, up, _gelu(approximate), path_for(KERNELS, gate))
     return y
 
 
-@checked_in_debug(GELU)
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a LoRA layer makes it again.
 
@@ -221,7 +214,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     grads   x: F
     Raises  UsageError
     """
-    y: Tensor = call_op(GatedProduct, gated_reference, path_for(KERNELS, x), x, None, _gelu(approximate))
+    y: Tensor = applied(GatedProduct, x, None, _gelu(approximate), path_for(KERNELS, x))
     return remember(y, partial(gelu, approximate=approximate), x)
 
 

@@ -1,8 +1,8 @@
 """The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H hidden, V vocabulary.
 
-`forward_with_gradients`   chunks of rows; logits are overwritten by their gradient at once, and the head's is accumulated in fp32:
+`Chunks`, `HeadGradient`   chunks of rows; logits are overwritten by their gradient at once, and the head's is accumulated in fp32:
                            three products for a trainable head, two for a frozen one. For one upstream gradient in every row.
-`backward_by_vocabulary`   blocks of the vocabulary, from the logsumexp that forward kept: one product more, no fp32 V x H accumulator, any
+`by_vocabulary`            blocks of the vocabulary, from the logsumexp that forward kept: one product more, no fp32 V x H accumulator, any
                            upstream gradient a row. For a trainable head with reduction="none".
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from ...environment.planned import stands_for
 from ...errors import ShapeError, UsageError
 from ..backend import keeps_fp32_sums, rows_can_be_counted, wide
-from ..cross_entropy.rows import Cpp, Source, loss_paths
 from ..cross_entropy.rule import LossRule
 
 # Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new buffer's pages cost 0.3 ms a MiB; a head's
@@ -234,46 +233,6 @@ class Chunks:
         dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(dhidden_TH.dtype)
 
 
-def forward_with_gradients(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    upstream: Tensor,
-    rule: LossRule,
-    chunk: int,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-    exact: bool = True,
-) -> Forward:
-    """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
-    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
-    wants_gradient = want_dhidden or want_dweight or want_dbias
-    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
-    if not chunks.count:
-        out.dweight_VH.zero_()
-    into, back = gradient_factors(chunks.operand, upstream)
-    head = HeadGradient(out.dweight_VH, back)
-    compute = loss_paths(chunks.logits)
-    for rows, x_NH, z_NV, g_NV in chunks:
-        targets_N = targets_T[rows]
-        # only the C++ kernels are given bf16 logits of an fp32 sum
-        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
-        if not wants_gradient:
-            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
-            continue
-        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
-        if want_dbias:
-            dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
-            out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
-        if want_dhidden:
-            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
-        if want_dweight:
-            head.add(g_NV, x_NH)
-    return out
-
-
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
     """int[N], the rows that are not ignored, or None for all of them: where counting them would make the host wait for the device, ignored
     rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
@@ -281,30 +240,6 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
         return None
     counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
     return None if counted_N.numel() == targets_T.numel() else counted_N
-
-
-def backward_by_vocabulary(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    lse_T: Tensor,
-    dloss_T: Tensor,
-    rule: LossRule,
-    want_dhidden: bool,
-    want_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
-    counted_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
-    targets_N, lse_N = targets_T[rows], lse_T[rows]
-    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
-
-    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        given = dloss_N if factor is None else dloss_N * factor
-        loss_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
-
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 def largest(*upstream_N: Tensor) -> Tensor:

@@ -9,25 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import cross_entropy_reference, loss_by_rule
-from ..cross_entropy.rule import (
-    RULE,
-    LossRule,
-    Reduction,
-    RuleArguments,
-    check_reduction,
-    check_targets,
-    check_weights,
-    reduced,
-    weighed_losses,
-)
-from ..debug import checked_in_debug
+from ..cross_entropy.op import cross_entropy_reference
+from ..cross_entropy.rows import Cpp, Source, row_paths
+from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
 from ..library import library_op
-from ..linear_log_probs import linear_log_probs
-from . import chunked
-from .chunked import check_head, extent, gradients_wanted, like_gradients, operand_dtype, result_dtype
+from .chunked import (
+    Chunks,
+    Forward,
+    HeadGradient,
+    by_vocabulary,
+    check_head,
+    extent,
+    gradient_factors,
+    gradients_wanted,
+    largest,
+    like,
+    like_gradients,
+    operand_dtype,
+    result_dtype,
+    rows_to_compute,
+    scaled,
+)
 
 LINEAR_CROSS_ENTROPY = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[...]",
@@ -49,51 +53,9 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
     return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
 
 
-_BLOCK = 2**22  # elements of the head that are wide at once
-
-
-class HeadOfClasses(torch.autograd.Function):
-    """sum_v w_v W_v: fp32[H], the head's rows weighed by the classes' weights; in blocks, without a wide copy of the head."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_VH: Tensor, classes_V: Tensor) -> Tensor:
-        ctx.save_for_backward(classes_V)
-        ctx.dtype = weight_VH.dtype
-        rows = max(1, _BLOCK // weight_VH.shape[1])
-        total = torch.zeros(weight_VH.shape[1], dtype=classes_V.dtype, device=weight_VH.device)
-        for start in range(0, weight_VH.shape[0], rows):
-            total += classes_V[start : start + rows] @ weight_VH[start : start + rows].to(classes_V.dtype)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, dtotal_H: Tensor) -> tuple[Tensor, None]:
-        (classes_V,) = ctx.saved_tensors
-        return torch.outer(classes_V, dtotal_H).to(ctx.dtype), None
-
-
-def weighted_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: LossRule, class_weights: Tensor | None,
-    token_weights: Tensor | None, chunk: int | None,
-) -> Tensor:  # fmt: skip
-    """fp32[*n]: the loss of each token, its weights in it; 0 where ignored."""
-    scale, softcap = rule.logit_scale, rule.softcap or None
-    values = linear_log_probs(
-        hidden, weight, targets, bias=bias, outputs=("log_probs", "logsumexp") if rule.z_loss or rule.label_smoothing else ("log_probs",),
-        ignore_index=rule.ignore_index, logit_scale=scale, softcap=softcap, chunk=chunk,
-    )  # fmt: skip
-    assert values.log_probs is not None
-
-    def sum_of_logits(w_V: Tensor) -> Tensor:
-        with autocast_off(hidden):
-            logits: Tensor = hidden.to(w_V.dtype) @ HeadOfClasses.apply(weight, w_V)
-            return (logits if bias is None else logits + bias.to(w_V.dtype) @ w_V) * scale
-
-    return weighed_losses(-values.log_probs, values.logsumexp, sum_of_logits, targets, weight.shape[0], rule, class_weights, token_weights)
-
-
 def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     chunk, want_dhidden, want_dweight, want_dbias, _ = rest[-5:]
-    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
+    return tuple(like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk))
 
 
 @library_op(
@@ -115,12 +77,33 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
+    """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    made = chunked.forward_with_gradients(
-        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, exact
-    )
+    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
+    wants_gradient = want_dhidden or want_dweight or want_dbias
+    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
+    if not chunks.count:
+        out.dweight_VH.zero_()
+    into, back = gradient_factors(chunks.operand, upstream)
+    head = HeadGradient(out.dweight_VH, back)
+    compute = row_paths(chunks.logits)
+    for rows, x_NH, z_NV, g_NV in chunks:
+        targets_N = targets_T[rows]
+        # only the C++ kernels are given bf16 logits of an fp32 sum
+        more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
+        if not wants_gradient:
+            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
+            continue
+        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
+        if want_dbias:
+            dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
+            out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
+        if want_dhidden:
+            chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
+        if want_dweight:
+            head.add(g_NV, x_NH)
     # a plain tuple, as the schema says
-    return tuple(made)
+    return tuple(out)
 
 
 @library_op(
@@ -140,8 +123,18 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    return chunked.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    targets_N, lse_N = targets_T[rows], lse_T[rows]
+    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        given = dloss_N if factor is None else dloss_N * factor
+        row_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -172,7 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
         # the op has switched autocast off
-        made = chunked.Forward(
+        made = Forward(
             *_forward(
                 hidden_TH.to(dtype),
                 weight_VH.to(dtype),
@@ -196,11 +189,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(
-            "linear_cross_entropy",
-            why="what it keeps are gradients, not logits",
-            fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
-        )
+        refuse_second_derivative("linear_cross_entropy")
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
@@ -213,11 +202,10 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *made, items = ctx.saved_tensors
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
-                grads = [chunked.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                grads = [scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return *grads, None, None, None, None, None, None, None
 
 
-@checked_in_debug(LINEAR_CROSS_ENTROPY)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -232,8 +220,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
 ) -> Tensor:
     """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
 
@@ -241,24 +227,17 @@ def linear_cross_entropy(
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
-    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
-    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
     inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
+    num_items divides a mean; of a sum it is what the caller divides by next, so that a gradient is rounded once.
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
     check_head(hidden, weight, bias, chunk)
-    check_reduction(reduction, num_items)
+    check_reduction(reduction, None if reduction == "sum" else num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
-    if class_weights is not None or token_weights is not None:
-        check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
-        losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
-        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
-    if reference_runs():
-        return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
@@ -278,10 +257,11 @@ def counted_items(
 ) -> Tensor:
     """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device of the targets."""
     if isinstance(num_items, Tensor):
-        return num_items.detach().to(targets_T.device, dtype).reshape(())
-    if num_items is not None:
-        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
-    counted = (targets_T != ignore_index).sum().to(dtype)
+        counted = num_items.detach().to(targets_T.device, dtype).reshape(())
+    elif num_items is not None:
+        counted = torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    else:
+        counted = (targets_T != ignore_index).sum().to(dtype)
     return counted if reduction == "mean" else counted.clamp_min(1.0)
 
 

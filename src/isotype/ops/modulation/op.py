@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..backend import Path, call_op, differentiated_again, narrowed, path_for, reference_gradients, wide
+from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..debug import checked_in_debug
 from ..remade import remember
 from . import cpu
 
@@ -52,14 +51,10 @@ def modulated_layer_norm_reference(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    return _norm_reference(x, scale, shift, eps, out_dtype or x.dtype)
-
-
-def _norm_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
     h = x.to(wide(x.dtype, scale.dtype))
     centred = h - h.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(out_dtype)
+    return (normed * (1.0 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(out_dtype or x.dtype)
 
 
 def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
@@ -73,8 +68,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype, path: Path) -> Tensor:
-        ctx.save_for_backward(x_BTH, scale_BH, shift_BH)
-        ctx.path, ctx.eps, ctx.out_dtype = path, eps, out_dtype
+        ctx.save_for_backward(x_BTH, scale_BH)
+        ctx.path, ctx.eps = path, eps
         if path == "cpp":
             return cpu.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
         if path == "triton":
@@ -88,11 +83,9 @@ class ModulatedLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTH, scale_BH, shift_BH = ctx.saved_tensors
+        refuse_second_derivative("modulated_layer_norm")
+        x_BTH, scale_BH = ctx.saved_tensors
         want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
-        if differentiated_again():
-            reference = partial(_norm_reference, eps=eps, out_dtype=ctx.out_dtype)
-            return *reference_gradients(reference, (x_BTH, scale_BH, shift_BH), dy_BTH), None, None, None
         if path == "cpp":
             dx_BTH, dscale_BH, dshift_BH = cpu.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
             return (dx_BTH, dscale_BH, dshift_BH, None, None, None) if want else (dx_BTH, None, None, None, None, None)
@@ -111,7 +104,6 @@ class ModulatedLayerNorm(torch.autograd.Function):
         return dx, (dy * normed).sum(1).to(scale_BH.dtype), dy.sum(1).to(scale_BH.dtype), None, None, None
 
 
-@checked_in_debug(MODULATED_LAYER_NORM)
 def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a LoRA layer makes its result again.
 
@@ -125,7 +117,7 @@ def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1
     """
     _check_vectors(x, scale=scale, shift=shift)
     path = path_for(cpu.KERNELS, x, scale, out_dtype=out_dtype)
-    made: Tensor = call_op(ModulatedLayerNorm, _norm_reference, path, x, scale, shift, eps, out_dtype or x.dtype)
+    made: Tensor = applied(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
     return remember(made, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift)
 
 
@@ -136,11 +128,6 @@ def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tenso
     """In plain PyTorch, right at fp64."""
     dtype = wide(x.dtype, gate.dtype)
     return narrowed(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
-
-
-def _added(x_BTH: Tensor, gate_BH: Tensor) -> Tensor:
-    """What is added to the residual."""
-    return gated_residual_reference(torch.zeros_like(x_BTH), x_BTH, gate_BH)
 
 
 class GatedResidual(torch.autograd.Function):
@@ -161,11 +148,10 @@ class GatedResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("gated_residual")
         x_BTH, gate_BH = ctx.saved_tensors
         needs_residual, _, want, _ = ctx.needs_input_grad
         dresidual, path = dy_BTH if needs_residual else None, ctx.path
-        if differentiated_again():
-            return dresidual, *reference_gradients(_added, (x_BTH, gate_BH), dy_BTH), None
         if path == "cpp":
             dx_BTH, dgate_BH = cpu.gated_residual_backward(x_BTH, gate_BH, dy_BTH, want)
             return dresidual, dx_BTH, dgate_BH if want else None, None
@@ -181,7 +167,6 @@ class GatedResidual(torch.autograd.Function):
         return dresidual, dx, (dy * x_BTH.to(dtype)).sum(1).to(gate_BH.dtype) if want else None, None
 
 
-@checked_in_debug(GATED_RESIDUAL)
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """residual + gate * x in one pass, rounded once; saves x and the gate.
 
@@ -200,5 +185,5 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         )
     if residual.shape != x.shape:
         raise ShapeError(f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape", code="SH001")
-    y: Tensor = call_op(GatedResidual, gated_residual_reference, path_for(cpu.KERNELS, x, gate), residual, x, gate)
+    y: Tensor = applied(GatedResidual, residual, x, gate, path_for(cpu.KERNELS, x, gate))
     return y

@@ -19,8 +19,8 @@ BLOCK = 1024
 
 @triton.jit
 def widen_4bit_kernel(
-    packed, absmax, code, inner_absmax, inner_code, offset, out, size, columns, beside,
-    SCALED: tl.constexpr, INNER: tl.constexpr, NESTED: tl.constexpr, BESIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    packed, absmax, code, inner_absmax, inner_code, offset, out, size,
+    SCALED: tl.constexpr, INNER: tl.constexpr, NESTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     # a thread has 8 bytes, which share a scale (SCALED is a multiple of 8): it is decoded once for them
@@ -42,15 +42,7 @@ def widen_4bit_kernel(
     low_fp32 = tl.load(code + (byte & 15)).to(tl.float32) * scale_fp32  # [BLOCK / 8, 8]
     both = tl.arange(0, 2 * BLOCK)
     values_fp32 = tl.reshape(tl.join(high_fp32, low_fp32), (2 * BLOCK,))
-    if BESIDE:
-        if WHOLE:
-            # every block lies in one row
-            skipped = (2 * first) // columns * beside
-        else:
-            skipped = (2 * first + both) // columns * beside
-        tl.store(out + 2 * first + skipped + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
-    else:
-        tl.store(out + 2 * first + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
+    tl.store(out + 2 * first + both, values_fp32.to(out.dtype.element_ty), mask=both < 2 * left)
 
 
 @on_its_device
@@ -64,15 +56,12 @@ def widen_4bit(
     blocksize: int,
     inner_blocksize: int,
     out: Tensor,
-    beside: int = 0,
 ) -> None:
-    """Writes `out`, contiguous, but for the last `beside` columns; an even number of elements. See `op.widen_4bit`."""
+    """Writes `out`, contiguous, of an even number of elements. See `op.widen_4bit`."""
     nested = inner_absmax is not None
-    columns = out.shape[-1] - beside
-    size = out.shape[0] * columns // 2
+    size = out.numel() // 2
     if size:
         widen_4bit_kernel[(triton.cdiv(size, BLOCK),)](
             packed, absmax, code, inner_absmax if nested else absmax, inner_code if nested else absmax, offset if nested else absmax, out,
-            size, columns, beside, SCALED=blocksize // 2, INNER=inner_blocksize, NESTED=nested, BESIDE=beside > 0,
-            WHOLE=columns % (2 * BLOCK) == 0, BLOCK=BLOCK, num_warps=4,
+            size, SCALED=blocksize // 2, INNER=inner_blocksize, NESTED=nested, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -31,18 +31,17 @@ class PackedState:
         self.layout, self.word, self.tensors = layout, word, tensors
         self.shape = torch.Size(layout.shape)
 
-    def widen(self, packed: Tensor, dtype: torch.dtype, beside: int = 0) -> Tensor:
+    def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`: computed in fp32 (fp64 for fp64) and narrowed once.
 
         packed  uint8[...]  the bytes of the file's tensor
-        beside  columns that the result has after those of the weight, not written
-        ->      dtype[O, K + beside]
+        ->      dtype[O, K]
         """
-        out = torch.empty(self.shape[0], self.shape[1] + beside, dtype=dtype, device=packed.device)
+        out = torch.empty(self.shape, dtype=dtype, device=packed.device)
         return out if packed.is_meta else self.widen_rows(packed, slice(0, self.shape[0]), out)
 
     def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """Writes these rows, whose first is a multiple of `layout.align`, into the first K columns of `out`."""
+        """Writes these rows, whose first is a multiple of `layout.align`, into `out`."""
         of, columns = self.layout, self.shape[1]
         name, dtype, shape = of.main
         t = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
@@ -54,7 +53,7 @@ class PackedState:
         step = max(1, most // (columns * of.align)) * of.align
         for start in range(rows.start, rows.stop, step):
             piece = slice(start, min(start + step, rows.stop))
-            out[piece.start - rows.start : piece.stop - rows.start, :columns] = decode(t, piece, wide, of)
+            out[piece.start - rows.start : piece.stop - rows.start] = decode(t, piece, wide, of)
         return out
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> PackedState:
@@ -83,7 +82,7 @@ class StackState(PackedState):
         rows, columns = self.pieces * layout.shape[0], layout.shape[1]
         self.shape = torch.Size((self.experts, columns, rows) if transposed else (self.experts, rows, columns))
 
-    def widen(self, packed: Tensor, dtype: torch.dtype, beside: int = 0) -> Tensor:
+    def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Every expert's matrix, as the model's code has them: dtype[E O K], or dtype[E K O]."""
         out = torch.empty(self.shape, dtype=dtype, device=packed.device)
         for expert in range(0 if packed.is_meta else self.experts):
@@ -106,14 +105,14 @@ class StackState(PackedState):
         return StackState(self.layout, self.word, tensors, transposed=self.transposed)
 
 
-def widen(packed: Tensor, state: Any, dtype: torch.dtype, beside: int = 0) -> Tensor:
-    """A packed weight in `dtype`, with `beside` unwritten columns after its own.
+def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """A packed weight in `dtype`.
 
     state  a `PackedState`, or bitsandbytes' QuantState of 4 bits
     """
     if isinstance(state, PackedState):
-        return state.widen(packed, dtype, beside)
-    return widen_4bit(packed, state, dtype, beside=beside)
+        return state.widen(packed, dtype)
+    return widen_4bit(packed, state, dtype)
 
 
 def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..backend import Path, call_op, differentiated_again, narrowed, path_for, reference_gradients, wide
+from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cpp import CppKernels
-from ..debug import checked_in_debug
 from ..library import library_op
 
 # the output has x's dtype, for a weight of any dtype, unless the caller names another
@@ -32,13 +31,9 @@ def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
-    return _reference(x, weight, eps, unit_offset, out_dtype or x.dtype)
-
-
-def _reference(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
     h = x.to(wide(x.dtype, weight.dtype))
     w = weight.to(h.dtype) + 1.0 if unit_offset else weight.to(h.dtype)
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype)
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype or x.dtype)
 
 
 # --- the C++ kernels of cpu.cpp
@@ -163,19 +158,17 @@ class RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype, path: Path) -> Tensor:
         y, scale, _ = _forward(path, x, None, weight_H, eps, unit_offset, out_dtype)
         ctx.save_for_backward(x, weight_H, scale)
-        ctx.path, ctx.given = path, (eps, unit_offset, out_dtype)
+        ctx.path, ctx.unit_offset = path, unit_offset
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("rms_norm")
         x, weight_H, scale = ctx.saved_tensors
-        if differentiated_again():
-            return *reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (x, weight_H), dy), None, None, None, None
-        dx, dweight_H = _backward(ctx.path, x, weight_H, scale, dy, None, ctx.given[1], ctx.needs_input_grad[1])
+        dx, dweight_H = _backward(ctx.path, x, weight_H, scale, dy, None, ctx.unit_offset, ctx.needs_input_grad[1])
         return dx, dweight_H, None, None, None, None
 
 
-@checked_in_debug(RMS_NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
     """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
 
@@ -190,7 +183,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
     path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
-    y: Tensor = call_op(RmsNorm, _reference, path, x, weight, eps, unit_offset, out_dtype)
+    y: Tensor = applied(RmsNorm, x, weight, eps, unit_offset, out_dtype, path)
     return y
 
 
@@ -208,7 +201,7 @@ class AddRmsNorm(torch.autograd.Function):
         y, scale, made = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
         total = x if made is None else made
         ctx.save_for_backward(total, weight_H, scale)
-        ctx.path, ctx.given = path, (eps, unit_offset, out_dtype)
+        ctx.path, ctx.unit_offset = path, unit_offset
         # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
         ctx.apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
         ctx.set_materialize_grads(False)
@@ -216,28 +209,18 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("add_rms_norm")
         total, weight_H, scale = ctx.saved_tensors
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
         dx: Tensor | None
         if dy is None:
             dx, dweight_H = dtotal, None
-        elif differentiated_again():
-            dx, dweight_H = reference_gradients(lambda x, w: _reference(x, w, *ctx.given), (total, weight_H), dy)
-            dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
         else:
-            dx, dweight_H = _backward(ctx.path, total, weight_H, scale, dy, dtotal, ctx.given[1], needs_weight)
+            dx, dweight_H = _backward(ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight)
         dresidual = dx.clone() if ctx.apart and dx is not None else dx
         return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None, None
 
 
-def _add_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    return _reference(total, weight, eps, unit_offset, out_dtype), total
-
-
-@checked_in_debug(ADD_RMS_NORM)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -263,5 +246,5 @@ def add_rms_norm(
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
     path = path_for(KERNELS, x, weight, out_dtype=out_dtype)
-    y, total = call_op(AddRmsNorm, _add_reference, path, x, residual, weight, eps, unit_offset, out_dtype)
+    y, total = applied(AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, path)
     return y, total

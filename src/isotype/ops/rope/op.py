@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..backend import Path, autocast_off, call_op, differentiated_again, empty_rows_like, fused_runs, path_for, wide
+from ..backend import Path, applied, autocast_off, empty_rows_like, fused_runs, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
 from ..cpp import CppKernels
-from ..debug import checked_in_debug
 from ..library import library_op
 
 # q and k keep their dtypes; the tables may be wider
@@ -105,7 +104,7 @@ def _rotated(
 
 
 class Rotate(torch.autograd.Function):
-    """Saves only the tables: the gradient of a rotation is the inverse rotation, for derivatives of any order."""
+    """Saves only the tables: the gradient of a rotation is the inverse rotation, made by the same kernels."""
 
     @staticmethod
     def forward(
@@ -117,27 +116,23 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
-        rotation: Any = Rotate.apply if differentiated_again() else _rotated
-        return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back, ctx.path), None, None, None, None, None
+        refuse_second_derivative("rope")
+        cos_BSR, sin_BSR = ctx.saved_tensors
+        dq_BNSD, dk_BMSD = _rotated(dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.back, ctx.path)
+        return dq_BNSD, dk_BMSD, None, None, None, None, None
 
 
-@checked_in_debug(ROPE)
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, position_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """q and k rotated by position, in fp32 inside; dimensions past 2R pass through.
 
     q             Q[B N S D]   any float dtype, unchanged by autocast
     k             K[B M S D]
-    cos, sin      C[S R] or C[B S R], R pairs; C[P R] with position_ids; fp32 for positions past 256 (bf16 has 8 bits)
-    position_ids  int[S] or int[B S]: rows of the tables
+    cos, sin      C[S R] or C[B S R], R pairs; fp32 for positions past 256 (bf16 has 8 bits)
     ->            Q[B N S D], K[B M S D]
     grads         q: Q   k: K   (the tables have none)
     A pair is (d, d + R), or (2d, 2d + 1) when interleaved.
     Raises  ShapeError SH001
     """
-    if position_ids is not None:
-        cos, sin = cos[position_ids], sin[position_ids]
     cos = cos.unsqueeze(0) if cos.dim() == 2 else cos
     sin = sin.unsqueeze(0) if sin.dim() == 2 else sin
     for name, x in (("q", q), ("k", k)):
@@ -149,5 +144,5 @@ def rope(
     if not q.is_cpu and path in ("plain", "cpp") and fused_runs(q):
         # a plan for a GPU: the pair is one library op with its own fake results
         path = "triton"
-    rotated_q, rotated_k = call_op(Rotate, _reference, path, q, k, cos, sin, interleaved, False)
+    rotated_q, rotated_k = applied(Rotate, q, k, cos, sin, interleaved, False, path)
     return rotated_q, rotated_k

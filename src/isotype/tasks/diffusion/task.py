@@ -31,7 +31,6 @@ from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
-from .comfyui import refuse_unread
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
 from .encode import Encoder, Shapes, Store, key_of, latent
 from .families import Asked
@@ -39,7 +38,7 @@ from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
-from .result import load_result, refuse_adapter_of_another_model, save_denoiser, save_lora
+from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, sample, texts_of
 
 EMPTY = ""

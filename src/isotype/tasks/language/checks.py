@@ -1,56 +1,42 @@
-"""The checks of tokens before step 1: labels, the tokenizer, positions, packing, padding."""
+"""The checks of tokens before step 1: labels, the tokenizer, positions, packing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...data.bad_rows import EMPTY
-from ...data.rows import IGNORED, LoadedData, Row, SamplePrompt, row_supervised, tokens_used
+from ...data.rows import IGNORED, Row, row_supervised, tokens_used
 from ...data.tokens import joined
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gathered
 from ...training.preflight.rehearsal import STEP_ERRORS, undone
-from ...training.preflight.subject import CheckedTask, Subject
+from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import counted
-from .batches import Batch, collate, model_inputs, takes_one_row
+from .batches import collate, model_inputs, takes_one_row
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
 NEAR_ZERO = 1e-3  # of the median norm
-TRIAL = 64  # tokens of each document in the trials of packing and padding: a leak is there from the first token on
+TRIAL = 64  # tokens of each document in the trial of packing: a leak is there from the first token on
 LEAK = 1e-3  # of the largest logit; masked attention gives exactly 0
-# of the largest logit, at half of the positions: other shapes round otherwise, by at most 0.4% in bf16 in the families that were tried
-MOVED, MOVED_IN_FP32 = 2e-2, 1e-3
 
 
-class TokenTask(CheckedTask, Protocol):
-    """A task whose rows are tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: LoadedData
-    prompts: Sequence[SamplePrompt]
-
-
-LanguageSubject: TypeAlias = Subject[TokenTask]
-
-
-def formats(subject: LanguageSubject) -> set[str]:
+def formats(subject: Subject) -> set[str]:
     """The formats of the training files, as data.json has them."""
     return {form for file in subject.task.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}
 
 
-def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
+def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
     """PF005: Rows that were dropped for it while the data was read, and rows that got through."""
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
@@ -77,7 +63,7 @@ def _fix(why_dropped: set[str], masked: int) -> str:
     return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"
 
 
-def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+def prompts_learnt(subject: Subject) -> Iterator[Finding]:
     """PF006: Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
     rows = subject.task.data.documents
     if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
@@ -92,7 +78,7 @@ def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
+def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never learns one of them does not stop."""
     data, tokenizer = subject.task.data, subject.task.tokenizer
     if not formats(subject) & ANSWERED:
@@ -127,7 +113,7 @@ def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_tokens(subject: LanguageSubject) -> set[int]:
+def end_tokens(subject: Subject) -> set[int]:
     from .sample import generation_config
 
     config = generation_config(subject.prepared.model, subject.task.tokenizer, max_new_tokens=1)
@@ -140,7 +126,7 @@ def _ends_masked(row: Row, ends: set[int]) -> bool:
     return any(before != IGNORED and token in ends and label == IGNORED for before, token, label in after_learnt)
 
 
-def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
+def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
     """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids may lie beyond it."""
     rows = _table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
@@ -156,7 +142,7 @@ def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
+def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
     """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
     added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
     read = added & tokens_used(subject.task.data.documents)
@@ -196,7 +182,7 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
     return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
 
 
-def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
+def missing_template(subject: Subject) -> Iterator[Finding]:
     """PF010: chats without a template."""
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
@@ -210,7 +196,7 @@ def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _table(subject: LanguageSubject, *, output: bool) -> Any:
+def _table(subject: Subject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     return inner.get_output_embeddings() if output else inner.get_input_embeddings()
 
@@ -219,7 +205,7 @@ def _is_trained(module: torch.nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
+def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
     """PF020: A table of positions ends; rotary positions continue, with angles that the model was not trained on."""
     model: Any = inner_model(subject.prepared.model)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -240,7 +226,7 @@ def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def packed_documents_apart(subject: LanguageSubject) -> Iterator[Finding]:
+def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
     """PF018: in a packed row, one document changes what the model predicts in another.
 
     Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
@@ -294,49 +280,6 @@ def _packed_logits(model: nn.Module, row: Row, pad_id: int, device: torch.device
     return logits
 
 
-def padding_changes_nothing(subject: LanguageSubject) -> Iterator[Finding]:
-    """PF022: padding behind a row changes what the model predicts in it. Rows of a batch are padded on the right; a model that expects
-    padding on the left, as CPMAnt, masks a row's own beginning then and reads the padding in its place."""
-    if subject.config.data.packing:
-        return
-    prepared = subject.prepared
-    row = min(subject.longest_rows, key=lambda row: len(row.input_ids))
-    with undone(prepared):
-        prepared.model.eval()
-        try:
-            moved = moved_by_padding(prepared.model, row, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
-        except STEP_ERRORS:  # the rehearsed step has said it
-            return
-    if moved <= (MOVED_IN_FP32 if prepared.resolved.precision.compute == "fp32" else MOVED):
-        return
-    yield Finding(
-        code="PF022", severity=Severity.WARNING, place=Place(symbol="data.train"),
-        message="padding behind a row changes what the model says in it: rows are learnt otherwise beside longer ones",
-        observed=f"logits move by {moved:.2g} of the largest at half of the row's positions",
-        cause="this model finds the beginning or the length of a row by itself, and not as padding on the right has them",
-        fix="data.packing: true has no padding, where the model can keep rows apart; rows of one length have none; or take a model that "
-        "reads its attention mask",
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def moved_by_padding(model: nn.Module, row: Row, *, pad_id: int, device: torch.device) -> float:
-    """By how much a row's logits move when padding is put behind it, relative to the largest; the median of its positions."""
-    n = min(TRIAL, len(row.input_ids))
-    ids = row.input_ids[:n]
-    padded = collate([Row(ids, ids, 0), Row((*ids, ids[0]), (*ids, ids[0]), 0)], pad_id=pad_id, device_type=device.type).to(device)
-    alone = replace(
-        padded, input_ids=padded.input_ids[:1, :n], labels=padded.labels[:1, :n], attention_mask=torch.ones_like(padded.input_ids[:1, :n])
-    )  # fmt: skip
-    as_is, moved = (_padded_logits(model, batch)[:n] for batch in (alone, padded))
-    return float((as_is - moved).abs().amax(-1).median() / as_is.abs().max().clamp_min(1e-9))
-
-
-def _padded_logits(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(**model_inputs(model, batch)).logits[0].float()
-    return logits
-
-
 CHECKS: dict[str, tuple[Check, ...]] = {
     "data": (
         Check(("PF005",), nothing_to_learn),
@@ -347,5 +290,5 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(("PF010",), missing_template),
         Check(("PF020",), beyond_the_positions),
     ),
-    "real": (Check(("PF018",), packed_documents_apart), Check(("PF022",), padding_changes_nothing)),
+    "real": (Check(("PF018",), packed_documents_apart),),
 }

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...config.kind import is_kept_on_host
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
 from ...model.adapter import attach_adapter, check_vision, freeze_vision, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
-from ...model.host_embedding import keep_on_host, outlined_on_host, refuse_trained_embedding
 from ...model.load import outline_packed, require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
@@ -36,7 +34,6 @@ def outline(
 ) -> Outline:
     """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
     every_weight = config.adapter.kind == "none"
-    on_host = is_kept_on_host(config.model.embedding, device_type)
     dtype = precision.trainable if every_weight else precision.unquantised
     # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does not
     asked = config.model.attention
@@ -52,8 +49,6 @@ def outline(
         if hasattr(base, SCORE):  # finds a row's last token by the padding, for which a run gives it the tokenizer's
             base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())
-        if on_host:
-            keep_on_host(base, outlined_on_host)
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
             before = of_config(architecture)
@@ -75,8 +70,6 @@ def outline(
                 base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
                 token_ids=range(len(config.adapter.train_tokens)),  # as many
             )  # fmt: skip
-    if on_host:
-        refuse_trained_embedding(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)

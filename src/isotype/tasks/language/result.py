@@ -52,7 +52,7 @@ def load_result(
         source = replace(source, of_text=is_of_text_class(folder))
         base = load_base(
             source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
-            embedding=config.embedding, in_full=saved_in_full(folder),
+            in_full=saved_in_full(folder),
         )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:

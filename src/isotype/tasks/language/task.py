@@ -24,7 +24,6 @@ from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
 from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
-from ...model.host_embedding import bytes_on_host
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
 from ...model.targets import has_stack
@@ -35,7 +34,6 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...precision.vision import LANGUAGE, vision_parts
 from ...runs.folder import RunFolder
-from ...training.memory.device import shown
 from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
@@ -44,8 +42,7 @@ from .distil import Distil
 from .objective import NextToken, Objective
 from .outline import of_data, outline
 from .preference.labelled import FromLabels
-from .preference.objective import Preference
-from .preference.reward import Reward
+from .preference.objective import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
 
@@ -271,8 +268,6 @@ class LanguageTask:
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
             notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
-        if on_host := bytes_on_host(made.model):
-            notes.append(f"model.embedding: host: the input embedding, {shown(on_host)}, is in pinned host memory and not counted")
         notes += self.objective.beside(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes
 

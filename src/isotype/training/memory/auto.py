@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import nn
-
-from ...config.kind import wants_embedding_on_host, why_not_on_host
 from ...config.schema import RunConfig
-from ...model.host_embedding import why_not_of
 from .device import shown
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
@@ -34,7 +30,6 @@ def auto_checkpointing(
     besides: int,
     device_type: str,
     target: int | None = None,
-    plain: bool = False,
 ) -> Found:
     """The choice that `auto` makes, and the memory plan for it.
 
@@ -42,7 +37,6 @@ def auto_checkpointing(
     layers    how many can recompute
     has       bytes of the device, 0 where unknown; `besides` of them go to something else than the step
     target    bytes that the step's plan shall stay below, `train.memory`
-    plain     layers are recomputed whole, and nothing goes to host memory: what compiled layers can do
     """
 
     def choice(kind: str, n: int, why: str) -> Checkpointing:
@@ -89,29 +83,22 @@ def auto_checkpointing(
         return (kept, kept_plan) if fits(kept_plan) else (found, plan)
 
     if not fits(plan):
-        if device_type == "cpu" or plain:
+        if device_type == "cpu":
             return every, plan
         away = choice(OFFLOAD, layers, f"{need}, and recomputing alone {shown(plan.peak + besides)}")
         return with_attention(away, simulate(away))
-    found, plan = fewest(every, plan)
-    return (found, plan) if plain else with_attention(found, plan)
+    return with_attention(*fewest(every, plan))
 
 
-def less_memory(config: RunConfig, checkpointing: str, *, device_type: str = "cpu", model: nn.Module | None = None) -> str:
+def less_memory(config: RunConfig, checkpointing: str) -> str:
     """Ways to take less memory that the settings do not have already.
 
     checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not decided yet
-    model  of the run, where it is known
     """
     ways = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
     if config.train.batch_size > 1:
         ways.append("a smaller train.batch_size with more train.accumulate (the result is the same)")
     ways.append("a smaller data.max_length" if config.images.train is None else "a smaller images.resolution")
-    if not wants_embedding_on_host(config) and config.images.train is None and why_not_on_host(config, device_type=device_type) is None:
-        if model is None:
-            ways.append("model.embedding: host (if head and embedding are two weights)")
-        elif why_not_of(model) is None:
-            ways.append("model.embedding: host")
     if (config.precision.base or config.precision.preset) not in ("nf4", "nf4-lora"):
         ways.append("--preset qlora")
     return ", ".join(ways[:-1]) + (", or " if ways[1:] else "") + ways[-1]

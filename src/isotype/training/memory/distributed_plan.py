@@ -1,26 +1,13 @@
-"""The memory of one process of several that share a model, from the plan of a step on one process, and the bytes that a step exchanges.
+"""The memory of one process of several that share a model, from the plan of a step on one process.
 
 Of weights, gradients and states a process holds 1 / parts (the scales of 4-bit weights whole). Besides, it holds what is gathered at a
 time: the last unit (norm and head) from forward to backward, and two layers, of which one runs while the next is gathered; and in backward
 the whole gradient of a layer, once as autograd makes it and once as it is sent. The peaks of forward and backward are planned apart: no
 gradient is gathered in a forward.
-
-Bytes exchanged, for W processes, L of them on a machine, N = W / L machines, and n micro-batches of each process in a step. P are the bytes
-of all weights, H of the unit that stays gathered from forward to backward, G the bytes of all gradients in `precision.reduce`. Counts what
-a process sends with ring algorithms (it receives as much): gathering or scattering x bytes over k processes sends x (k - 1) / k, summing
-them on all sends twice that. With recomputation a layer's weights are gathered for the backward and are there for its recomputed forward.
-
-    replicate  2 G (W - 1) / W                                               once a step
-    shard      n (2 P - H + G) (W - 1) / W                                   each micro-batch gathers for its forward and its backward
-    hybrid     n (2 P - H + G) (L - 1) / L, and 2 n (G / L) (N - 1) / N between machines
-
-Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 4; Rajbhandari et al. 2020,
-"ZeRO", section 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -142,44 +129,3 @@ def gathered_bytes(units: list[UnitBytes], precision: Precision, *, device_type:
     sums = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
     copy = max((unit.weights for unit in units), default=0) if device_type == "cpu" else 0
     return Gathered(kept + sum(unit.weights for unit in layers[-2:]), sums, copy)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Bytes in a step. sent: by one process, in all; between: out of one machine."""
-
-    sent: int
-    between: int
-
-
-def replicated_exchange(units: Sequence[UnitBytes], precision: Precision, *, processes: int, nodes: int) -> Exchange:
-    sent = 2 * _share(_gradients(units, precision), processes)
-    return Exchange(sent, sent if nodes > 1 else 0)
-
-
-def sharded_exchange(units: Sequence[UnitBytes], precision: Precision, *, processes: int, nodes: int, micro_batches: int) -> Exchange:
-    sent = micro_batches * _share(_of_a_pass(units, precision), processes)
-    return Exchange(sent, sent if nodes > 1 else 0)
-
-
-def hybrid_exchange(units: Sequence[UnitBytes], precision: Precision, *, processes: int, nodes: int, micro_batches: int) -> Exchange:
-    local = processes // nodes
-    within = micro_batches * _share(_of_a_pass(units, precision), local)
-    # each process sums its own part with those of the other machines
-    between = micro_batches * 2 * _share(_gradients(units, precision) // local, nodes)
-    return Exchange(within + between, between * local)
-
-
-def _of_a_pass(units: Sequence[UnitBytes], precision: Precision) -> int:
-    """What all processes of a ring together gather and scatter in one forward and backward."""
-    forward = sum(unit.weights for unit in units)
-    backward = sum(unit.weights for unit in units if not unit.stays_gathered)
-    return forward + backward + _gradients(units, precision)
-
-
-def _gradients(units: Sequence[UnitBytes], precision: Precision) -> int:
-    return sum(unit.elements for unit in units) * to_torch(precision.reduce).itemsize
-
-
-def _share(size: int, processes: int) -> int:
-    return size * (processes - 1) // processes

@@ -25,7 +25,6 @@ from ...dtypes import to_torch
 from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...model.architecture import layer_settings
-from ...model.host_embedding import is_outlined_on_host, outlined_on_host
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
@@ -135,7 +134,7 @@ def average_bytes(elements: int, train: TrainSection, precision: Precision) -> i
 
 
 def _bytes(tensor: Tensor) -> int:
-    return 0 if is_outlined_on_host(tensor) else tensor.numel() * tensor.element_size()
+    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True)
@@ -297,11 +296,7 @@ def make_fake(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in memo:
-                    data = (
-                        outlined_on_host(parameter)
-                        if is_outlined_on_host(parameter)
-                        else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    )
+                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                     take_scales(memo[id(parameter)], parameter, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
                 module._parameters[name] = memo[id(parameter)]

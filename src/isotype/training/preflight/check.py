@@ -17,6 +17,7 @@ from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
+from ..setup import Subject
 from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
@@ -29,7 +30,6 @@ from .static import (
     unexpected_device,
     vanishing_updates,
 )
-from .subject import Subject
 
 RECORD = "preflight.json"
 
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def preflight(
-    subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
+    subject: Subject, skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
 ) -> Outcome:
     """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A resumed run gets static checks only.
 

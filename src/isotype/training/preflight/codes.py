@@ -29,7 +29,6 @@ CODES: Mapping[str, str] = {
     "PF019": "a continued adapter is on its own base",
     "PF020": "rows fit into the model's positions",
     "PF021": "a step's rows are different rows",
-    "PF022": "padding changes no row",
     "PF023": "places of pictures are not learnt",
     "PF024": "the adapter loads onto the released model",
 }

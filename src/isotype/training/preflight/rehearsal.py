@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from ...libraries import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part
 from ...wording import counted
+from ..setup import Prepared, Subject
 from ..task import random_state_restored
-from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)
@@ -41,7 +40,7 @@ _OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__
 
 
 @contextmanager
-def undone(prepared: CheckedRun) -> Iterator[None]:
+def undone(prepared: Prepared) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -81,7 +80,7 @@ def _update_undone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_step(subject: Subject) -> Iterator[Finding]:
     """Runs forward, backward and update on the longest rows, and checks the gradients before they are freed."""
     prepared = subject.prepared
     stepper = prepared.stepper
@@ -115,7 +114,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
             yield _failed("PF012", f"the update after {what}", error)
 
 
-def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
     """Runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     with undone(prepared):
@@ -136,7 +135,7 @@ def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
+def rehearsed_samples(subject: Subject) -> Iterator[Finding]:
     """Generates one small sample in the precision for samples."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.plan.sample_every:
@@ -153,7 +152,7 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
     yield from subject.violations(GENERATION)
 
 
-def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
+def without_gradient(subject: Subject) -> Iterator[Finding]:
     """PF014: trained tensors that get no gradient, or only zeros."""
     model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -174,7 +173,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _not_zero(tensors: dict[str, Tensor], subject: Subject[Any]) -> set[str]:
+def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
     """The names of tensors with an element that is not zero, in any of the processes that share a model."""
     stepper = subject.prepared.stepper
     some = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
@@ -199,7 +198,7 @@ def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str],
     return False
 
 
-def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
+def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
@@ -219,7 +218,7 @@ def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _not_finite(subject: Subject[Any], what: str) -> Finding:
+def _not_finite(subject: Subject, what: str) -> Finding:
     stepper = subject.prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
     error = stepper.non_finite([batch], step=0, what=what)

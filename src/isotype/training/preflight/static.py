@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,14 @@ from ..memory.device import memory_there, other_memory, shown
 from ..memory.distributed_plan import plan_part
 from ..memory.plan import optimizer_bytes
 from ..schedule import learning_rate, repeats_in_a_step, warmup_steps
-from ..setup import Prepared
-from .subject import Subject
+from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
 MANY, NEARLY_ALL = 0.5, 0.9  # shares of the weights that cannot move: a warning, an error
 SAMPLED = 4096  # elements looked at in each tensor
 
 
-def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
+def unexpected_device(subject: Subject) -> Iterator[Finding]:
     """Checks only `auto`: a device given by name is found or refused earlier, when the run is prepared."""
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return
@@ -69,7 +67,7 @@ def installed_gpu() -> str | None:
     return "an AMD GPU (/dev/kfd)" if Path("/dev/kfd").exists() else None
 
 
-def never_leaves_warmup(subject: Subject[Any]) -> Iterator[Finding]:
+def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
     train, total = subject.config.train, subject.plan.total
     warmup = warmup_steps(train, total)
     if warmup < total:
@@ -95,7 +93,7 @@ def more_rows_in_a_step_than_there_are(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
+def vanishing_updates(subject: Subject) -> Iterator[Finding]:
     """Compares the update that the learning rate makes with the spacing of each trained tensor's dtype at its own magnitudes.
 
     AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and 0.2 to 0.4 (root mean square) later
@@ -164,7 +162,7 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
     return float(((moved == flat) & (flat != 0)).float().mean())
 
 
-def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
+def disk_too_small(subject: Subject) -> Iterator[Finding]:
     """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written before an old one is removed."""
     free = shutil.disk_usage(subject.folder).free
     one, result = checkpoint_bytes(subject), result_bytes(subject)
@@ -184,14 +182,14 @@ def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def checkpoint_bytes(subject: Subject[Any]) -> int:
+def checkpoint_bytes(subject: Subject) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
     return sum(p.numel() * p.element_size() for p in trained) + optimizer_bytes(subject.prepared.model, train, precision)
 
 
-def result_bytes(subject: Subject[Any]) -> int:
+def result_bytes(subject: Subject) -> int:
     """The adapter or the model in the dtype it is saved in."""
     precision, parameters = subject.prepared.resolved.precision, list(subject.prepared.model.parameters())
     if subject.config.adapter.kind == "none":
@@ -199,13 +197,13 @@ def result_bytes(subject: Subject[Any]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad) * to_torch(precision.save_adapter).itemsize
 
 
-def saves(subject: Subject[Any]) -> int:
+def saves(subject: Subject) -> int:
     """How many checkpoints the plan writes in all."""
     plan = subject.plan
     return max(1, -(-plan.total // plan.save_every)) if plan.save_every else 1
 
 
-def adapters(subject: Subject[Any]) -> int:
+def adapters(subject: Subject) -> int:
     """How many adapters the run writes on its way and keeps."""
     every = subject.plan.adapters_every
     return min((subject.plan.total - 1) // every, subject.config.run.adapters_keep or subject.plan.total) if every else 0
@@ -215,7 +213,7 @@ def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def adapter_of_another_base(subject: Subject[Any]) -> Iterator[Finding]:
+def adapter_of_another_base(subject: Subject) -> Iterator[Finding]:
     """Compares the names of the bases. Tensors of another shape were refused when the adapter was loaded, but a related model's fit."""
     start, base = subject.config.adapter.start_from, subject.task.base_name
     if start is None or subject.resuming:
@@ -238,7 +236,7 @@ def same_model(one: str, other: str) -> bool:
     return Path(one).name == Path(other).name
 
 
-def memory_too_small(subject: Subject[Any]) -> Iterator[Finding]:
+def memory_too_small(subject: Subject) -> Iterator[Finding]:
     """Plans the step, which takes seconds, only if a generous upper bound comes near the available memory."""
     prepared, config, task = subject.prepared, subject.config, subject.task
     assert isinstance(prepared, Prepared), "the loop's own run: an attached trainer's memory is not planned"
@@ -269,5 +267,5 @@ def memory_too_small(subject: Subject[Any]) -> Iterator[Finding]:
             ("step", f"{shown(plan.peak - plan.held)} on {counted(plan.rows, 'row')} of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
-        fix=less_memory(config, prepared.checkpointing.kind, device_type=device, model=prepared.model),
+        fix=less_memory(config, prepared.checkpointing.kind),
     )  # fmt: skip

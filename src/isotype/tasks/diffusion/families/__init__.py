@@ -1,20 +1,10 @@
-"""One file a family of diffusers' models: what its denoiser is given and gives."""
+"""What the denoiser of each family of diffusers' models is given and gives."""
 
 from __future__ import annotations
 
-from .auraflow import AuraFlow
-from .chroma import Chroma
-from .family import Asked, Family
-from .flux import Flux
-from .flux2 import Flux2, Flux2Klein
-from .pixart import PixArtAlpha, PixArtSigma
-from .qwen_image import QwenImage
-from .refused import REFUSED
-from .sana import Sana
-from .sd3 import SD3
-from .sdxl import SDXL
-from .stable_diffusion import StableDiffusion
-from .z_image import ZImage
+from .family import REFUSED, Asked, Family
+from .flow import SD3, AuraFlow, Chroma, Flux, Flux2, Flux2Klein, QwenImage, Sana, ZImage
+from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family

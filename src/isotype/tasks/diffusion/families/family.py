@@ -1,6 +1,7 @@
-"""What differs between diffusers' model families, as training needs it.
+"""What differs between diffusers' model families, as training needs it: the form of their latents, what the denoiser is given and gives;
+and the pipelines that are not trained, each with its reason.
 
-Shapes: N pictures, C latent channels, H x W latent pixels, S text tokens, D text width.
+Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text width.
 """
 
 from __future__ import annotations
@@ -9,11 +10,138 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from .latents import Latents
-
 FLOW_ONLY = ("flow_matching",)
+
+
+# --- latents: what a family's VAE is given and gives, and what stands between its latents and the denoiser's
+
+Config = Mapping[str, Any]
+
+
+class Latents:
+    """A picture's VAE (AutoencoderKL): one factor and one offset for all channels."""
+
+    vae: ClassVar[str] = "AutoencoderKL"
+
+    def downscale(self, config: Config) -> int:
+        """Pixels in a latent pixel, in each direction."""
+        return int(2 ** (len(config["block_out_channels"]) - 1))
+
+    def channels(self, config: Config) -> int:
+        """C"""
+        return int(config["latent_channels"])
+
+    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the posterior as the denoiser sees it: fp32[N C H W] each.
+
+        x_N3HW  pixels in [-1, 1], in the VAE's dtype
+        """
+        found = vae.encode(x_N3HW).latent_dist
+        offset, factor = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
+        return (found.mean.float() - offset) * factor, found.std.float() * factor
+
+    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
+        """F[N 3 H W] in the VAE's dtype."""
+        unscaled = latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        made: Tensor = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
+        return made
+
+
+class OfAVideo(Latents):
+    """A video's VAE on one frame, with an offset and a factor for each channel (Qwen-Image)."""
+
+    vae = "AutoencoderKLQwenImage"
+
+    def downscale(self, config: Config) -> int:
+        return int(2 ** len(config["temperal_downsample"]))
+
+    def channels(self, config: Config) -> int:
+        return int(config["z_dim"])
+
+    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
+        found = vae.encode(x_N3HW[:, :, None]).latent_dist
+        offset, deviation = _by_channel(vae, x_N3HW.device)
+        return (found.mean[:, :, 0].float() - offset) / deviation, found.std[:, :, 0].float() / deviation
+
+    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
+        offset, deviation = _by_channel(vae, latents_NCHW.device)
+        unscaled = (latents_NCHW * deviation + offset).to(vae.dtype)
+        made: Tensor = vae.decode(unscaled[:, :, None], return_dict=False)[0]
+        return made[:, :, 0]
+
+
+def _by_channel(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp32[C 1 1] each: the mean and the deviation of the VAE's latents, in its configuration."""
+    mean, deviation = (torch.tensor(values, device=device)[:, None, None] for values in (vae.config.latents_mean, vae.config.latents_std))
+    return mean, deviation
+
+
+class Deterministic(Latents):
+    """A deep compression autoencoder, which has no posterior (Sana)."""
+
+    vae = "AutoencoderDC"
+
+    def downscale(self, config: Config) -> int:
+        return int(2 ** (len(config["encoder_block_out_channels"]) - 1))
+
+    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
+        mean = vae.encode(x_N3HW).latent.float() * vae.config.scaling_factor
+        return mean, torch.zeros_like(mean)
+
+    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
+        made: Tensor = vae.decode((latents_NCHW / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
+        return made
+
+
+class Patched(Latents):
+    """2 x 2 latent pixels in one, normalised by the VAE's running statistics (Flux.2)."""
+
+    vae = "AutoencoderKLFlux2"
+
+    def downscale(self, config: Config) -> int:
+        return 2 * super().downscale(config)
+
+    def channels(self, config: Config) -> int:
+        return 4 * super().channels(config)
+
+    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
+        found = vae.encode(x_N3HW).latent_dist
+        _, deviation = _running(vae)
+        return self.normalised(vae, patched(found.mean.float())), patched(found.std.float()) / deviation
+
+    def normalised(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
+        """fp32[N C H W]: the VAE's latents, patched, as the denoiser sees them."""
+        offset, deviation = _running(vae)
+        return (patched_NCHW - offset) / deviation
+
+    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
+        offset, deviation = _running(vae)
+        made: Tensor = vae.decode(unpatched(latents_NCHW * deviation + offset).to(vae.dtype), return_dict=False)[0]
+        return made
+
+
+def _running(vae: Any) -> tuple[Tensor, Tensor]:
+    """fp32[C 1 1] each."""
+    deviation = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
+    return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
+
+
+def patched(x_NCHW: Tensor) -> Tensor:
+    """F[N C H W] -> F[N 4C H/2 W/2], channel first, then row and column in the patch."""
+    n, c, h, w = x_NCHW.shape
+    return x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(n, 4 * c, h // 2, w // 2)
+
+
+def unpatched(x_NCHW: Tensor) -> Tensor:
+    """The inverse of `patched`."""
+    n, c, h, w = x_NCHW.shape
+    return x_NCHW.reshape(n, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // 4, 2 * h, 2 * w)
+
+
+# --- families
 
 
 @dataclass(frozen=True)
@@ -47,6 +175,7 @@ class Family:
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
     adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
+    guidance         the pipeline's argument for the guidance scale
     """
 
     pipeline: ClassVar[str]
@@ -62,6 +191,7 @@ class Family:
     loads_lora: ClassVar[bool] = True
     not_in_comfyui: ClassVar[str] = ""
     adapted: ClassVar[tuple[str, ...]] = ()
+    guidance: ClassVar[str] = "guidance_scale"
 
     def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
@@ -80,7 +210,7 @@ class Family:
 
         config  the denoiser's; length: S
         """
-        return {"text": (length, int(config["joint_attention_dim"])), "pooled": (int(config["pooled_projection_dim"]),)}
+        return {"text": (length, int(config["joint_attention_dim"]))}
 
     def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> Mapping[str, Sequence[Tensor] | Tensor]:
         """`text` F[N S D] and what else the denoiser takes (`pooled` F[N D], `mask` F[N S]) of the pipeline's own text encoders. With
@@ -91,11 +221,20 @@ class Family:
         """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
 
+    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
+        """What the pipeline is given of the encoded texts, and of the empty one that it guides away from."""
+        raise NotImplementedError
+
+    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+        """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures of `size` pixels."""
+        return made
+
     def sample(
         self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
     ) -> Tensor:
         """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own denoising loop."""
-        raise NotImplementedError
+        given = {"height": size, "width": size, "num_inference_steps": steps, self.guidance: guidance, "generator": generator}
+        return self.drawn(pipe, pipe(**self.prompts(text, empty), **given, output_type="latent").images, size)
 
 
 def config_of(model: Any) -> Any:
@@ -111,15 +250,41 @@ def masked_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[st
     }  # fmt: skip
 
 
-class PooledTextFamily(Family):
-    """Takes a text as a sequence and as one pooled vector, and guides away from an empty text."""
+def pooled_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same for a text as a sequence and as one pooled vector."""
+    return {
+        "prompt_embeds": text["text"], "pooled_prompt_embeds": text["pooled"], "negative_prompt_embeds": empty["text"],
+        "negative_pooled_prompt_embeds": empty["pooled"],
+    }  # fmt: skip
 
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
-    ) -> Tensor:
-        made: Tensor = pipe(
-            prompt_embeds=text["text"], pooled_prompt_embeds=text["pooled"], negative_prompt_embeds=empty["text"],
-            negative_pooled_prompt_embeds=empty["pooled"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generator, output_type="latent",
-        ).images  # fmt: skip
-        return made
+
+# --- pipelines of diffusers that are not trained, and why: an error names the reason
+
+_PAIRS = "it learns from pairs of pictures, before and after, which Isotype does not read"
+_VIDEO = "it makes videos: Isotype trains on pictures"
+_TEXT_LENGTHS = "its denoiser reads the captions' lengths back from the device in each step, so that a step could not be planned"
+
+REFUSED: dict[str, str] = {
+    "FluxKontextPipeline": _PAIRS,
+    "QwenImageEditPipeline": _PAIRS,
+    "QwenImageEditPlusPipeline": _PAIRS,
+    "StableDiffusionInstructPix2PixPipeline": _PAIRS,
+    "FluxFillPipeline": "it completes masked pictures, and Isotype has no masked input; FluxPipeline trains",
+    "FluxControlPipeline": "it draws from a second picture (depth, edges); FluxPipeline trains",
+    "StableDiffusionControlNetPipeline": "ControlNet is not offered: Isotype trains the denoiser",
+    "Lumina2Pipeline": _TEXT_LENGTHS,
+    "HiDreamImagePipeline": "its experts take tokens by their values, so that a step could not be planned",
+    "StableDiffusionXLInpaintPipeline": "it completes masked pictures, and Isotype has no masked input; StableDiffusionXLPipeline trains",
+    "StableDiffusionXLImg2ImgPipeline": "the refiner draws from a picture; StableDiffusionXLPipeline trains",
+    "SanaSprintPipeline": "it is distilled to few steps with a loss of its own; SanaPipeline trains",
+    "StableCascadePriorPipeline": "it has two denoisers in a row",
+    "KolorsPipeline": "its text encoder is not one of transformers' own",
+    "HunyuanDiTPipeline": "its captions have two masks and a style, which were never tried here",
+    "WanPipeline": _VIDEO,
+    "WanImageToVideoPipeline": _VIDEO,
+    "LTXPipeline": _VIDEO,
+    "LTX2Pipeline": _VIDEO,
+    "HunyuanVideoPipeline": _VIDEO,
+    "CogVideoXPipeline": _VIDEO,
+    "MochiPipeline": _VIDEO,
+}

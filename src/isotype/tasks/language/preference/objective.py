@@ -1,32 +1,42 @@
-"""dpo, ipo, simpo, orpo and cpo: what a language run does with preference pairs."""
+"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their losses, and the log-probabilities that the
+model gives as the run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ....config.kind import WITH_REFERENCE
-from ....config.schema import RunConfig
+from ....config.schema import PreferenceSection, RunConfig
 from ....data.formats import FormatName
 from ....data.labels import Labelled
 from ....data.pairs import Pairs
+from ....data.progress import watched
 from ....data.rows import LoadedData, Share
 from ....data.tokens import TokenRows
+from ....distributed.agree import fingerprint_of_weights
 from ....distributed.world import World
 from ....errors import UsageError
+from ....precision.parts import local_part
 from ....precision.precision import Precision
 from ....training.feed import RowStream
-from ....training.task import Check, Feed, Words, micro_batch
-from ..batches import Batch, longest_of
-from ..checks import CHECKS
+from ....training.task import Check, Feed, Words, eval_mode, micro_batch
+from ....wording import counted
+from ..batches import Batch, longest_of, model_inputs
+from ..checks import CHECKS, end_never_learnt
 from ..objective import Beside
 from .batch import PairBatch, answer_log_probs, collate_pairs
-from .losses import Answers, judged
-from .reference import Header, add_reference
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")  # of models that call the function themselves
@@ -141,3 +151,171 @@ class Preference:
             model, self.train, self.eval, log_probs=log_probs, batch_size=micro_batch(self.config.train), fingerprints=self.fingerprints,
             folder=folder, world=world,
         )  # fmt: skip
+
+
+class Answers(NamedTuple):
+    """Of B pairs, fp32[B] each. The reference is 0 for an objective without one."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_reference: Tensor
+    rejected_reference: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+
+
+class Judged(NamedTuple):
+    """losses, and what TRL calls rewards and logps: fp32[B] each."""
+
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+
+
+def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
+    """The losses of an objective, `nll` included. Rewards are beta times the log-probability of an answer, over that of the reference
+    where there is one; simpo and orpo take means over an answer's tokens."""
+    beta, smoothing = settings.beta, settings.label_smoothing
+    c, r = a.chosen - a.chosen_reference, a.rejected - a.rejected_reference
+    logps = a.chosen, a.rejected
+    if objective in ("simpo", "orpo"):
+        c, r = c / a.chosen_length, r / a.rejected_length
+        logps = c, r
+    if objective == "ipo":
+        losses = (c / a.chosen_length - r / a.rejected_length - 1 / (2 * beta)).square()
+    elif objective == "simpo":
+        losses = -F.logsigmoid(beta * (c - r) - settings.simpo_gamma)
+    elif objective == "orpo":
+        losses = -beta * F.logsigmoid((c - r) - (log1mexp(c) - log1mexp(r)))
+    else:
+        h = beta * (c - r)
+        losses = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h) if smoothing else -F.logsigmoid(h)
+    weight = nll_weight(objective, settings)
+    if weight:
+        losses = losses - weight * a.chosen / a.chosen_length
+    return Judged(losses, beta * c, beta * r, *logps)
+
+
+def nll_weight(objective: str, settings: PreferenceSection) -> float:
+    return settings.nll if settings.nll is not None else float(objective in ("orpo", "cpo"))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """ln(1 - e^x) for x < 0, without cancellation on either side of ln 1/2; at 0, where it is -inf, the value of -1e-6."""
+    x = x.clamp(max=-1e-6)
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+# --- the reference: log-probabilities of every answer under the model as the run starts, adapter on. They are computed once, before step 1,
+# and kept in the run folder. So no second model is held, and the reference is the same in full fine-tuning, on a 4-bit base, from a started
+# adapter, and after a start that changes the base
+
+FILE = "reference.safetensors"
+Header = list[tuple[str, str]]
+Rows = Pairs | Labelled
+SHARED = "shared"  # in place of a fingerprint where no process has the whole model
+
+
+def add_reference(
+    model: nn.Module, train: Rows, evaluation: Rows, *, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int,
+    fingerprints: Mapping[str, str], folder: Path, world: World,
+) -> Header:  # fmt: skip
+    """Gives the rows their reference, from the run folder where it has one of these rows; returns a row of the header.
+
+    log_probs  two values a row: of both answers of a pair, or of an answer and its partner
+    Raises     UsageError where the folder's is of another model
+    """
+    shared = any(local_part(p) is not p for p in model.parameters())
+    made_of = {**fingerprints, "model": SHARED if shared else fingerprint_of_weights(model)}
+    path = folder / FILE
+    begin, sides = time.perf_counter(), {"training": train, "evaluation": evaluation}
+    known: dict[str, list[float]] = world.first_does(lambda: _kept(path, made_of))
+    lacking = [name for name in sides if name not in known]
+    for name in lacking:
+        known[name] = _computed(model, sides[name], log_probs, batch_size, world)
+    for name, pairs in sides.items():
+        pairs.reference = np.asarray(known[name], np.float32)
+    if not lacking:
+        return [("reference", f"from {path}")]
+    world.first_does(lambda: _keep(path, known, made_of))
+    answers = sum(2 * len(sides[name]) for name in lacking)
+    seconds = time.perf_counter() - begin
+    return [
+        ("reference", f"log-probabilities of {counted(answers, 'answer')} under the model as it starts, {seconds:.1f} s, kept in {path}")
+    ]
+
+
+def _computed(
+    model: nn.Module, pairs: Rows, log_probs: Callable[[Sequence[Any]], list[float]], batch_size: int, world: World
+) -> list[float]:
+    """In the flat order. The processes take batches in turn, and all make as many passes, as a shared model needs."""
+    by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
+    found = [0.0] * (2 * len(pairs))
+    with eval_mode(model):
+        for turn in watched(range(0, len(by_length), world.size * batch_size), "the reference's log-probabilities"):
+            start = turn + world.rank * batch_size
+            own = by_length[start : start + batch_size]
+            values = log_probs([pairs[i] for i in own or by_length[:1]])
+            for k, i in enumerate(own):
+                found[2 * i : 2 * i + 2] = values[2 * k : 2 * k + 2]
+    return world.sum(found)
+
+
+def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
+    """What the folder has of the same rows; other rows are computed anew. Raises UsageError where it is of another model."""
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = file.metadata() or {}
+            found = {name: file.get_tensor(name).tolist() for name in ("training", "evaluation")}
+    except (SafetensorError, OSError):
+        return {}
+    if said.get("model") not in (made_of["model"], SHARED) and made_of["model"] != SHARED:
+        raise UsageError(
+            f"{path}: the reference of another model than this run starts from",
+            fix="the base or adapter that the run was begun with; or start a new run",
+        )
+    return {name: values for name, values in found.items() if said.get(name) == made_of.get(name)}
+
+
+def _keep(path: Path, known: Mapping[str, list[float]], made_of: Mapping[str, str]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=dict(made_of))
+    os.replace(new, path)
+
+
+MEASURES = ("accuracy", "margin", "mean_reward")
+
+
+class Reward(Preference):
+    """Learns scores from pairs. A step's loss is the mean over its pairs."""
+
+    words = Words(
+        units="tokens", unit="tok", weight="pairs", row="pair", evaluated="pairs", measures=MEASURES, live=("margin", "accuracy")
+    )  # fmt: skip
+    scored = True
+
+    def check(self) -> None:
+        super().check()
+        config = self.config
+        if config.run.samples:
+            raise UsageError("run.samples has no effect: a reward model gives scores, and writes nothing", fix="leave out run.samples")
+        if config.model.add_tokens:
+            raise UsageError("model.add_tokens with train.objective: reward is not offered: the tokens were never trained")
+
+    def loss_sum(self, model: nn.Module, batch: PairBatch, divisor: int = 1, *, dtype: str) -> Tensor:
+        scores = model(**model_inputs(model, batch.answers)).logits.squeeze(-1).float()
+        chosen, rejected = scores[::2], scores[1::2]
+        margin = chosen - rejected
+        losses = -F.logsigmoid(margin)
+        if coefficient := self.config.preference.center_rewards_coefficient:
+            losses = losses + coefficient * (chosen + rejected).square()
+        measures = ((margin > 0).float(), margin, (chosen + rejected) / 2)
+        return torch.stack([losses.sum(), *(values.detach().sum() for values in measures)]) / divisor
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        """Those of rows and tokens; nothing is generated, and the trials of packing and padding read logits of every position."""
+        return {"data": tuple(check for check in CHECKS["data"] if check.run is not end_never_learnt)}

@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...environment.planned import stands_for
-from ...errors import UsageError
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
-from ..contract import OpContract
-from ..cross_entropy.eager import RowValues, Upstream, Wanted, room
-from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rows import Again, Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
-from ..debug import checked_in_debug
-from ..library import library_op
-from ..linear_cross_entropy.chunked import (
+from ..environment.planned import stands_for
+from ..errors import UsageError
+from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from .contract import OpContract
+from .cross_entropy.eager import RowValues, Upstream, Wanted, room
+from .cross_entropy.op import rule_logits
+from .cross_entropy.rows import Again, Cpp, Source, row_paths
+from .cross_entropy.rule import RULE, LossRule, RuleArguments, check_targets
+from .library import library_op
+from .linear_cross_entropy.chunked import (
     Chunks,
     by_vocabulary,
     check_head,
@@ -98,84 +97,6 @@ def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str, again: bool) -> Fo
     )
 
 
-def forward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    rule: LossRule,
-    chunk: int,
-    wanted: Wanted,
-    gradient_of: str,
-) -> Forward:
-    """The values of every row that is not ignored; ignored rows are not computed.
-
-    gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
-    """
-    out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
-    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
-    into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
-    compute = row_paths(chunks.logits)
-    for rows, x_NH, z_NV, g_NV in chunks:
-        ignored = targets_T[rows] == rule.ignore_index
-        targets_N = targets_T[rows].masked_fill(ignored, 0)
-        more: dict[str, Any] = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
-        values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
-        for whole, part in zip(out.values, values):
-            if whole.numel():
-                whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
-        source = more.get("source")
-        given: dict[str, Any] = {}
-        if source and source.again:
-            given["again"] = source.again
-            for whole, part in zip(out.again, source.again):
-                whole[rows] = part
-        if not gradient_of:
-            continue
-        one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
-        upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
-        lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
-        compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
-        chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
-    return out
-
-
-def backward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    lse_T: Tensor,
-    entropy_T: Tensor | None,
-    again: Again,
-    upstream_T: tuple[Tensor | None, Tensor | None, Tensor | None],
-    rule: LossRule,
-    want_dhidden: bool,
-    want_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; empty where not wanted.
-
-    upstream_T  of the log-probabilities, of logsumexp and of the entropies; None where there is none
-    """
-    fp32 = wide(hidden_TH.dtype)
-    counted_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
-    ignored = targets_T[rows] == rule.ignore_index
-    targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
-    entropy_N = None if entropy_T is None else entropy_T[rows]
-    again_N = Again(*(x[rows].contiguous() for x in again)) if again.at.numel() else None
-    given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in upstream_T]
-
-    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        scaled = [u if u is None or factor is None else u * factor for u in given]
-        compute = row_paths(z)
-        more: dict[str, Any] = {"again": again_N} if compute is Cpp and again_N else {}
-        compute.row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first, **more)
-
-    unit = largest(*(u for u in given if u is not None))
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
-
-
 OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits", "top1")
 
 
@@ -224,10 +145,38 @@ def _forward(
     want_top1: bool,
     gradient_of: str,
 ) -> tuple[Tensor, ...]:
+    """The values of every row that is not ignored; ignored rows are not computed.
+
+    gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
+    """
     rule = LossRule.from_arguments(ignore_index, factors)
     wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
-    made = forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wanted, gradient_of)
-    return (*made.values, made.dhidden_TH, *made.again)
+    out = like(hidden_TH, wanted, gradient_of, rounds(hidden_TH))
+    chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
+    into, back = gradient_factors(chunks.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
+    compute = row_paths(chunks.logits)
+    for rows, x_NH, z_NV, g_NV in chunks:
+        ignored = targets_T[rows] == rule.ignore_index
+        targets_N = targets_T[rows].masked_fill(ignored, 0)
+        more: dict[str, Any] = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if compute is Cpp else {}
+        values = compute.row_values(z_NV, targets_N, rule, wanted, **more)
+        for whole, part in zip(out.values, values):
+            if whole.numel():
+                whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
+        source = more.get("source")
+        given: dict[str, Any] = {}
+        if source and source.again:
+            given["again"] = source.again
+            for whole, part in zip(out.again, source.again):
+                whole[rows] = part
+        if not gradient_of:
+            continue
+        one_N = into.expand(z_NV.shape[0]).masked_fill(ignored, 0)
+        upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
+        lse_N = values.logsumexp.masked_fill(ignored, torch.inf)
+        compute.row_value_gradients(z_NV, targets_N, lse_N, upstream, rule, g_NV, **given)
+        chunks.write_dhidden(out.dhidden_TH, rows, g_NV, back)
+    return (*out.values, out.dhidden_TH, *out.again)
 
 
 @library_op(
@@ -253,20 +202,25 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias; empty where not wanted. dlog_probs, dlse and dentropy are upstream ones or None."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    return backward(
-        hidden_TH,
-        weight_VH,
-        bias_V,
-        targets_T,
-        lse_T,
-        entropy_T,
-        Again(at_T9, exact_T9),
-        (dlog_probs_T, dlse_T, dentropy_T),
-        rule,
-        want_dhidden,
-        want_dweight,
-    )
+    fp32 = wide(hidden_TH.dtype)
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    ignored = targets_T[rows] == rule.ignore_index
+    targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
+    entropy_N = None if entropy_T is None else entropy_T[rows]
+    again_N = Again(at_T9[rows].contiguous(), exact_T9[rows].contiguous()) if at_T9.numel() else None
+    given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in (dlog_probs_T, dlse_T, dentropy_T)]
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        scaled = [u if u is None or factor is None else u * factor for u in given]
+        compute = row_paths(z)
+        more: dict[str, Any] = {"again": again_N} if compute is Cpp and again_N else {}
+        compute.row_value_gradients(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first, **more)
+
+    unit = largest(*(u for u in given if u is not None))
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -319,11 +273,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        refuse_second_derivative(
-            "linear_log_probs",
-            why="what it keeps are gradients, not logits",
-            fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
-        )
+        refuse_second_derivative("linear_log_probs")
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH, *again = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
@@ -342,7 +292,6 @@ class LinearLogProbs(torch.autograd.Function):
         return (*grads, None, None, None, None, None, None, None)
 
 
-@checked_in_debug(LINEAR_LOG_PROBS)
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -377,11 +326,6 @@ def linear_log_probs(
         raise UsageError(f"temperature is {temperature}: expected a positive number")
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
-    if reference_runs():
-        every = linear_log_probs_reference(
-            hidden, weight, targets, bias=bias, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature
-        )
-        return TokenLogProbs(*(x if name in outputs else None for name, x in zip(OUTPUTS, every)))
     dtype = product_dtype(hidden, weight)
     want = gradients_wanted(hidden, weight, bias)
     if chunk is None:

@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
-from ..backend import applied, autocast_off, product_dtype, reference_runs, refuse_second_derivative, wide
-from ..contract import OpContract
-from ..cross_entropy.eager import blocks, widen_, work_buffer
-from ..cross_entropy.op import rule_logits
-from ..cross_entropy.rule import LossRule
-from ..debug import checked_in_debug
-from ..library import library_op
-from ..linear_cross_entropy.chunked import (
+from ..errors import ShapeError, UsageError
+from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from .contract import OpContract
+from .cross_entropy.eager import blocks, widen_, work_buffer
+from .cross_entropy.op import rule_logits
+from .cross_entropy.rule import LossRule
+from .library import library_op
+from .linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
     check_head,
@@ -239,11 +238,7 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream_T: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative(
-            "linear_divergence",
-            why="what it keeps are gradients, not logits",
-            fix="the divergence of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
-        )
+        refuse_second_derivative("linear_divergence")
         grads: list[Tensor | None] = [None, None, None]
         upstream_T = upstream_T.contiguous()
         if ctx.now:
@@ -257,7 +252,6 @@ class LinearDivergence(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-@checked_in_debug(LINEAR_DIVERGENCE)
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -302,12 +296,6 @@ def linear_divergence(
         raise UsageError(f"temperature is {temperature}: expected a positive number")
     if not 0.0 <= beta <= 1.0:
         raise UsageError(f"beta is {beta}: expected 0 to 1")
-    given: dict[str, Any] = {
-        "bias": bias, "teacher_bias": teacher_bias, "beta": beta, "temperature": temperature, "logit_scale": logit_scale,
-        "softcap": softcap, "teacher_logit_scale": teacher_logit_scale, "teacher_softcap": teacher_softcap,
-    }  # fmt: skip
-    if reference_runs():
-        return linear_divergence_reference(hidden, weight, teacher_hidden, teacher_weight, **given)
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
     if chunk is None:
         held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)

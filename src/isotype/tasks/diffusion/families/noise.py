@@ -1,0 +1,128 @@
+"""Families that learn the noise or its velocity on a schedule of discrete times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .family import Asked, Family, config_of, masked_prompts, pooled_prompts
+
+
+class SDXL(Family):
+    """Stable Diffusion XL: a U-Net on latents, two CLIP encoders side by side, the picture's size as further input."""
+
+    pipeline = "StableDiffusionXLPipeline"
+    denoiser = "unet"
+    objectives = ("epsilon", "v")
+    downscale = 4
+    max_text_length = None
+    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    adapted = ("Transformer2DModel",)
+
+    def text_tokens(self, clip_length: int, max_length: int) -> int:
+        return clip_length
+
+    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+        width = int(config["projection_class_embeddings_input_dim"]) - 6 * int(config["addition_time_embed_dim"])
+        return {"text": (length, int(config["cross_attention_dim"])), "pooled": (width,)}
+
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
+        text_NSD, _, pooled_ND, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False)
+        if pipe.config.force_zeros_for_empty_prompt:  # the pipeline guides away from zeros: a dropped caption is the same
+            captioned = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
+            text_NSD, pooled_ND = text_NSD * captioned[:, None, None], pooled_ND * captioned[:, None]
+        return {"text": text_NSD, "pooled": pooled_ND}
+
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+        made: Tensor = model(
+            noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False,
+            added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked.downscale)},
+        )[0]  # fmt: skip
+        return made
+
+    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
+        return pooled_prompts(text, empty)
+
+
+def sizes(noisy_NCHW: Tensor, downscale: int) -> Tensor:
+    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in pixels. The picture counts as uncropped,
+    in its training size: what the pipeline tells by default when it draws."""
+    height, width = (side * downscale for side in noisy_NCHW.shape[-2:])
+    told = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32, device=noisy_NCHW.device)
+    return told.repeat(len(noisy_NCHW), 1)
+
+
+class StableDiffusion(Family):
+    """Stable Diffusion 1.5 and 2: a U-Net on latents, one CLIP encoder."""
+
+    pipeline = "StableDiffusionPipeline"
+    denoiser = "unet"
+    objectives = ("epsilon", "v")
+    downscale = 8
+    max_text_length = None
+    encoders = ("text_encoder", "tokenizer")
+    not_needed = ("safety_checker", "feature_extractor", "image_encoder")
+    adapted = ("Transformer2DModel",)
+
+    def text_tokens(self, clip_length: int, max_length: int) -> int:
+        return clip_length
+
+    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+        return {"text": (length, int(config["cross_attention_dim"]))}
+
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
+        text_NSD, _ = pipe.encode_prompt(captions, pipe._execution_device, 1, do_classifier_free_guidance=False)
+        return {"text": text_NSD}
+
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+        made: Tensor = model(noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False)[0]
+        return made
+
+    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
+        return {"prompt_embeds": text["text"], "negative_prompt_embeds": empty["text"]}
+
+
+class PixArtAlpha(Family):
+    """PixArt-alpha and PixArt-Sigma: latents as pictures, T5's sequence with its mask, a predicted variance that training does not use."""
+
+    pipeline = "PixArtAlphaPipeline"
+    objectives = ("epsilon", "v")
+    max_text_length = 120
+    encoders = ("text_encoder", "tokenizer")
+    loads_lora = False
+    adapted = ("BasicTransformerBlock",)
+
+    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+        return {"text": (length, int(config["caption_channels"])), "mask": (length,)}
+
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
+        text_NSD, mask_NS, _, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=max_length)
+        return {"text": text_NSD, "mask": mask_NS.to(text_NSD.dtype)}
+
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+        made: Tensor = model(
+            noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"], timestep=time_N,
+            added_cond_kwargs=told_size(model, noisy_NCHW, asked.downscale), return_dict=False,
+        )[0]  # fmt: skip
+        return made[:, : noisy_NCHW.shape[1]]  # the rest is the variance
+
+    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
+        return {"negative_prompt": None, **masked_prompts(text, empty), "use_resolution_binning": False}
+
+
+class PixArtSigma(PixArtAlpha):
+    pipeline = "PixArtSigmaPipeline"
+    max_text_length = 300
+
+
+def told_size(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
+    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes them as inputs (alpha at 1024 pixels)."""
+    told = config_of(model)
+    if not (told.sample_size == 128 if told.use_additional_conditions is None else told.use_additional_conditions):
+        return {"resolution": None, "aspect_ratio": None}
+    n, _, height, width = noisy_NCHW.shape
+    size = torch.tensor([height * downscale, width * downscale], dtype=torch.float32, device=noisy_NCHW.device)
+    return {"resolution": size.repeat(n, 1), "aspect_ratio": (size[:1] / size[1:]).repeat(n, 1)}
