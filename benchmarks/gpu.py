@@ -1,4 +1,9 @@
-"""Everything there is to run on a GPU, in commands under nine minutes each, part by part, and resumed where they stopped. In this order:
+"""Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does all in the order of its worth:
+
+    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all that was found
+    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a test, without a GPU
+
+or, one kind at a time:
 
     python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins, products, copies: a minute
     python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops, models, LoRA, runs
@@ -12,7 +17,8 @@
 
 Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
 and rows are one line of OUT/COMMAND.jsonl, written as soon as it ends; a part that has a line with exit code 0 is not run again. A part
-that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. While a part
+that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. `visit` goes on with
+the parts of the other commands, and their lines, and writes its table after each part. While a part
 runs, its output is in OUT/running.log, which stays where this command is killed. A part is begun only if it should fit in what is left of
 --minutes. Exit code: 0 all done, 1 a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
 but what misses a package.
@@ -280,12 +286,90 @@ def run(part: Part, limit: float, log: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-COMMANDS = ("probe", "tests", "profile", "goal", "ops", "benchmarks")
+COMMANDS = {"probe": probe, "tests": tests, "profile": profile, "goal": goal, "ops": ops, "benchmarks": benchmarks}
+# What a visit does, best first: parts whose names begin so. What is right comes before what is fast, and the ratios that are published
+# before details; runs, the longest tests, come where there is time.
+VISIT = (
+    ("probe", ("",)),
+    ("tests", ("kernels", "ops", "models", "lora")),
+    ("profile", ("",)),
+    ("goal", ("qlora-8b", "lora-8b", "gemma-2b")),
+    ("ops", ("head-llama", "elementwise", "head-gemma", "unsloth")),
+    ("tests", ("runs", "others")),
+    ("benchmarks", ("",)),
+)
+
+
+@dataclass
+class Outcome:
+    """Names of parts, by how they ended; `before` were done earlier."""
+
+    done: list[str]
+    failed: list[str]
+    left: list[str]
+    left_out: list[str]
+    before: list[str]
+
+    def __str__(self) -> str:
+        missing = f"; left out for want of a package: {self.left_out}" if self.left_out else ""
+        return f"{len(self.done)} done, {len(self.before)} before; failed: {self.failed or 'none'}; left: {self.left or 'none'}{missing}"
+
+    def exit_code(self) -> int:
+        return 1 if self.failed else 3 if self.left else LEFT_OUT if self.left_out else 0
+
+
+def run_parts(a: argparse.Namespace, queue: list[tuple[str, Part]], end: float) -> Outcome:
+    """Runs what is not done yet of (command, part), while it should fit before `end`, on the clock of `time.monotonic`."""
+    outcome, commands = Outcome([], [], [], [], []), {command for command, _ in queue}
+    before = {command: set() if a.again else finished(a, command) for command in commands}
+    for command, part in queue:
+        if part.name in before[command]:
+            outcome.before.append(part.name)
+            continue
+        room = end - time.monotonic()
+        # half of its limit is what a part should take
+        if room < min(part.limit / 2, 60 * a.minutes / 2):
+            outcome.left.append(part.name)
+            continue
+        print(f"--- {part.name}", flush=True)
+        line = run(part, min(part.limit, room), a.out / "running.log")
+        with (a.out / f"{command}.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+        # the last of it: a reply may keep only the end of all output
+        print(str(line["output"])[-6000:], flush=True)
+        print(f"--- {part.name}: exit code {line['rc']}, {line['seconds']} s", flush=True)
+        ended = outcome.left_out if line["rc"] == LEFT_OUT else outcome.failed if line["rc"] else outcome.done
+        ended.append(part.name)
+        if a.what == "visit":
+            write_table(a)
+    return outcome
+
+
+def finished(a: argparse.Namespace, command: str) -> set[str]:
+    return set().union(*(done_before(folder / f"{command}.jsonl") for folder in (a.out, *a.before)))
+
+
+def write_table(a: argparse.Namespace) -> None:
+    from gpu_table import table
+
+    (a.out / "visit.md").write_text(table([a.out, *a.before]), encoding="utf-8")
+
+
+def visit(a: argparse.Namespace) -> list[tuple[str, Part]]:
+    made = {command: make(a) for command, make in COMMANDS.items()}
+    return [
+        (command, part)
+        for command, beginnings in VISIT
+        for beginning in beginnings
+        for part in made[command]
+        # a group of tests is NAME or NAME-1, NAME-2
+        if part.name.startswith(beginning)
+    ]
 
 
 def why_nothing_runs(a: argparse.Namespace) -> str:
     """In one line, before anything is collected or started; "" where parts can run."""
-    needed = ("torch",) if a.what == "probe" else NEEDED + (NEEDED_BY_TESTS if a.what == "tests" else ())
+    needed = ("torch",) if a.what == "probe" else NEEDED + (NEEDED_BY_TESTS if a.what in ("tests", "visit") else ())
     if absent := [name for name in needed if not installed(name)]:
         return f"not installed: {' '.join(absent)} (python -m pip install {' '.join(absent)})"
     on_cpu = os.environ.get("ISOTYPE_GPU_TESTS_ON") == "cpu" if a.what == "tests" else a.device == "cpu"
@@ -309,54 +393,39 @@ def installed(name: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("what", choices=("visit", *COMMANDS))
     parser.add_argument("--out", type=Path, required=True, help="a folder; what it already holds is not run again")
     parser.add_argument("--part", action="append", help="only this one; may be given several times")
     parser.add_argument("--before", type=Path, action="append", default=[], help="a folder with results of earlier times; may be repeated")
     parser.add_argument("--again", action="store_true", help="also what was done before")
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, help="default: 25 of a visit, 9 of another command")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
     parser.add_argument("--list", action="store_true", help="only say what there is")
     a = parser.parse_args()
+    a.minutes = a.minutes or (25.0 if a.what == "visit" else 9.0)
     if not a.list and (reason := why_nothing_runs(a)):
         print(f"gpu.py {a.what}: {reason}", file=sys.stderr)
         return 2
+    end = time.monotonic() + 60 * a.minutes
+    if a.what == "visit" and a.device == "cpu":
+        os.environ.setdefault("ISOTYPE_GPU_TESTS_ON", "cpu")
     try:
-        parts = {"probe": probe, "tests": tests, "profile": profile, "goal": goal, "ops": ops, "benchmarks": benchmarks}[a.what](a)
+        queue = visit(a) if a.what == "visit" else [(a.what, part) for part in COMMANDS[a.what](a)]
     except RuntimeError as error:  # no test was collected
         print(error, file=sys.stderr)
         return 2
-    names = [part.name for part in parts]
+    names = [part.name for _, part in queue]
     if unknown := [name for name in a.part or [] if name not in names]:
         parser.error(f"--part {unknown[0]}: there are {', '.join(names)}")
-    file = a.out / f"{a.what}.jsonl"
-    before = set() if a.again else set().union(*(done_before(folder / file.name) for folder in (a.out, *a.before)))
-    wanted = [part for part in parts if part.name not in before and part.name in (a.part or names)]
+    queue = [(command, part) for command, part in queue if part.name in (a.part or names)]
     if a.list:
-        print("\n".join(f"{part.name:24s} {'done' if part.name in before else ''}" for part in parts))
+        print("\n".join(f"{part.name:24s} {'done' if part.name in finished(a, command) else ''}" for command, part in queue))
         return 0
     a.out.mkdir(parents=True, exist_ok=True)
-    end, left, failed, left_out = time.monotonic() + 60 * a.minutes, [], [], []
-    for part in wanted:
-        room = end - time.monotonic()
-        # half of its limit is what a part should take
-        if room < min(part.limit / 2, 60 * a.minutes / 2):
-            left.append(part.name)
-            continue
-        print(f"--- {part.name}", flush=True)
-        line = run(part, min(part.limit, room), a.out / "running.log")
-        with file.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
-        # the last of it: a reply may keep only the end of all output
-        print(str(line["output"])[-6000:], flush=True)
-        print(f"--- {part.name}: exit code {line['rc']}, {line['seconds']} s", flush=True)
-        if line["rc"]:
-            (left_out if line["rc"] == LEFT_OUT else failed).append(part.name)
-    done = len(wanted) - len(failed) - len(left) - len(left_out)
-    missing = f"; left out for want of a package: {left_out}" if left_out else ""
-    print(f"{a.what}: {done} done, {len(before)} before; failed: {failed or 'none'}; left: {left or 'none'}{missing}; {file}")
-    return 1 if failed else 3 if left else LEFT_OUT if left_out else 0
+    outcome = run_parts(a, queue, end)
+    print(f"{a.what}: {outcome}; {a.out / ('visit.md' if a.what == 'visit' else f'{a.what}.jsonl')}")
+    return outcome.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's published code at the same shapes.
 
-    python benchmarks/ledger.py --tokens 4096 --out benchmarks/results/2026-11-23-ledger-4096.md
+    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out benchmarks/results/2026-11-24-ledger-4096.md
 
 Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row of so many tokens, every linear layer
 adapted, and the kind of recomputation given. No weights are made; a minute or two on a CPU.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import unsloth_step
-from ledger_rows import Launches, Rates, Row, grouped, step_seconds, waiting, work
+from ledger_rows import Launches, Rates, Row, grouped, step_seconds, waiting, without_recomputation, work
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -99,7 +99,7 @@ class Ledger:
         lines = [
             f"ledger      one step on {self.device}; times are unmeasured: bytes and FLOPs over {r.bandwidth / 1e9:.0f} GB/s and "
             f"{r.flops / 1e12:.0f} TFLOP/s, of which products reach {r.product:.0%}, attention {r.attention:.0%} and "
-            f"{r.attention_backward:.0%}, the rest {r.memory:.1%} of the bandwidth",
+            f"{r.attention_backward:.0%}, the rest {r.memory:.1%} of the bandwidth; no launch takes less than {1e6 * r.launch:.0f} us",
             f"recompute   {self.what}",
             f"  {'phase':<11}{'launch':<58}{'count':>6}{'MB each':>10}{'GFLOP each':>12}{'ms in all':>11}",
         ]
@@ -219,8 +219,12 @@ def recorded(
             optimizer.step()
         accumulator.zero()
         accumulator.close()
-    rows: list[Row] = launches.rows
-    return rows
+    if precision.trainable == precision.grads == precision.optimizer == "fp32":
+        # a run takes PyTorch's fused AdamW, which refuses meta tensors: one launch for all of them
+        update = [row for row in launches.rows if row.phase == "update"]
+        one = Row(phase="update", name="AdamW, fused", kind="memory", bytes=sum(row.bytes for row in update))
+        return [row for row in launches.rows if row.phase != "update"] + [one]
+    return list(launches.rows)
 
 
 def shapes_of(config: Any, *, rows: int, length: int, rank: int, nf4: bool) -> unsloth_step.Shapes:
@@ -292,6 +296,17 @@ def ledger_of(
     return step_ledger(made, config.train, precision, by_name(device), largest, rank=rank, checkpointing=what, memory=memory)
 
 
+def beside(ledger: Ledger, kept: Ledger, host_ms: float | None) -> str:
+    """Rows under a ledger's sum: the step where neither program recomputes (`kept` is ours), and the host's time."""
+    ours, theirs = 1e3 * kept.seconds(kept.rows), 1e3 * ledger.seconds(without_recomputation(ledger.theirs or []))
+    lines = [f"  {'neither recomputes':<33}{ours:>10.2f}{theirs:>12.2f}{theirs - ours:>10.2f}   {theirs / ours:.2f}x"] if theirs else []
+    if host_ms:
+        mine = 1e3 * ledger.seconds(ledger.rows)
+        bound = "the host bounds this step" if host_ms > mine else "below the device's"
+        lines.append(f"  {'host, measured on one CPU core':<33}{host_ms:>10.2f}   {bound}; Unsloth's was not measured")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -301,17 +316,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", default="h200")
     parser.add_argument("--embedding", default="device", choices=["device", "host"], help="as model.embedding")
+    parser.add_argument(
+        "--host-ms", type=float, help="of our step, measured: `benchmarks/lora.py --part host`; a row beside the device's time"
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    ledger = ledger_of(
-        asked.tokens, kind=asked.kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers, embedding=asked.embedding
-    )
+
+    def counted(kind: str) -> Ledger:
+        return ledger_of(
+            asked.tokens, kind=kind, kept=asked.kept, rank=asked.rank, device=asked.device, layers=asked.layers, embedding=asked.embedding
+        )
+
+    ledger = counted(asked.kind)
+    rest = beside(ledger, counted("none") if asked.kind != "none" else ledger, asked.host_ms)
     command = f"python benchmarks/ledger.py --tokens {asked.tokens}" + (" --embedding host" if asked.embedding == "host" else "")
+    command += f" --host-ms {asked.host_ms:g}" if asked.host_ms else ""
     text = (
         f"# {date.today()}, the ledger of Llama-3.1-8B QLoRA at {asked.tokens:,} tokens, counted, nothing measured\n\n"
         f"rank {asked.rank}, one row, `{asked.kind}` that keeps {asked.kept}, {asked.device.upper()} as published: "
         f"`{command}`.\n\n"
-        f"```\n{ledger.as_text()}\n```\n"
+        f"```\n{ledger.as_text()}\n{rest}\n```\n"
     )
     if asked.out:
         asked.out.write_text(text, encoding="utf-8")

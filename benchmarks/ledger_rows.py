@@ -50,6 +50,7 @@ class Rates:
     flops      FLOP/s of dense bf16 products as published
     bandwidth  bytes/s as published
     host       bytes/s one way between the host and the device: PCIe 5.0 x16 or 4.0 x16, as specified
+    launch     seconds below which no launch takes less; assumed, as what a kernel with next to no work takes
     shares     of each that a kind of launch reaches
 
     A copy's 85% of PCIe is what pinned memory gives large blocks elsewhere; it was not measured either.
@@ -61,6 +62,7 @@ class Rates:
     flops: float
     bandwidth: float
     host: float = 64e9
+    launch: float = 5e-6
     copy: float = 0.85
     product: float = 0.80
     attention: float = 0.60
@@ -72,7 +74,12 @@ class Rates:
             return row.count * row.bytes / (self.host * self.copy)
         share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0
-        return row.count * max(compute, row.bytes / (self.bandwidth * self.memory))
+        return row.count * max(compute, row.bytes / (self.bandwidth * self.memory), self.launch)
+
+
+def without_recomputation(rows: Iterable[Row]) -> list[Row]:
+    """Of a program that could keep all: no recomputes, and no copies between the host and the device."""
+    return [row for row in rows if row.phase != "recompute" and row.kind != "copy"]
 
 
 def step_seconds(rows: Iterable[Row], rates: Rates) -> float:
@@ -178,6 +185,8 @@ class Launches(TorchDispatchMode):
             return
         read = inputs[1:] if name in _WRITES else inputs[:-1] if name == "cross_entropy_kernel_backward" else inputs
         if name in _MAKES:
+            if not result.dim():
+                return  # a zero that stands for a tensor nobody reads: made once, kept for the process (isotype.ops.recompute)
             read = []
         if kwargs.get("beta") == 0:
             # the addend is not read

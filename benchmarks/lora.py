@@ -4,7 +4,7 @@
     python benchmarks/lora.py --part model           # the whole step
     python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
     python benchmarks/lora.py --part memory          # a process for each contender
-    python benchmarks/lora.py --part host            # CPU time of forward a layer where there is next to nothing to compute
+    python benchmarks/lora.py --part host --threads 1    # CPU time and calls where there is next to nothing to compute: a layer, a step
     python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the operators of a step of each contender
     python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a process of its own, on a GPU
     python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
@@ -306,6 +306,31 @@ def host_part(a: argparse.Namespace) -> dict[str, Any]:
         "Isotype / PEFT": round(statistics.median(p["Isotype"] / p["PEFT"] for p in pairs), 2),
         "calls of a layer's forward": {who: calls(lambda who=who: forward(who)) // small.layers for who in models},
         "Python calls of a layer, forward and backward": {who: calls_of_a_layer(small, who) for who in models},
+        **{f"step of 32 layers, recomputing {kind}": host_of_a_step(a, kind) for kind in ("none", "layers")},
+    }
+
+
+def host_of_a_step(a: argparse.Namespace, recompute: str) -> dict[str, Any]:
+    """CPU time and calls (built-in functions included) of whole steps as `benchmarks/goal.py` takes them: 32 layers of 64 features, rank
+    16, 16 tokens. Ours is the step of `isotype train`, with its checks; PEFT's a plain loop with fused AdamW."""
+    import goal
+
+    shape = {"model": "tiny", "base": "bf16", "layers": 32, "rank": 16, "recompute": recompute, "keep": "nothing", "device": a.device}
+    steps = {who: goal.contender(argparse.Namespace(who=name, **shape), 16)[0] for who, name in (("PEFT", "peft"), ("Isotype", "isotype"))}
+
+    def milliseconds(step: Step) -> float:
+        start = time.process_time()
+        step()
+        return (time.process_time() - start) * 1e3
+
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    pairs = [{who: milliseconds(step) for who, step in steps.items()} for _ in range(5 * a.rounds)]
+    return {
+        "ms of CPU time": {who: round(statistics.median(p[who] for p in pairs), 1) for who in steps},
+        "Isotype / PEFT": round(statistics.median(p["Isotype"] / p["PEFT"] for p in pairs), 2),
+        "calls": {who: calls(step) for who, step in steps.items()},
     }
 
 

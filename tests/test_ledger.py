@@ -83,12 +83,10 @@ def test_a_step_is_counted_as_by_hand():
     base = 2 * t * 2 * (h * q + 2 * h * k + q * h + 3 * h * i)  # two layers
     head = 2 * 2 * (t - 1) * h * 128256
     adapters = 2 * t * 2 * 16 * sum(a + b for a, b in [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)])
-    # gate's and up's adapters are columns of their products, each beside the other's zeros
-    beside = 2 * t * 2 * 16 * 2 * i
-    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters + beside)
+    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters)
     # the recompute leaves down's base product out, and its adapter's second product
     down = 2 * 2 * t * i * h
-    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down + beside + 2 * t * 2 * 16 * 2 * i)
+    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down)
     assert flops(ledger.theirs, "recompute", least=2 * t * h * k) == pytest.approx(base)
     assert flops(ledger.theirs, "forward") == pytest.approx(base + head * t / (t - 1) + adapters)
     mine, theirs = parts(ledger), parts(ledger, "theirs")
@@ -120,5 +118,6 @@ def test_a_device_without_published_figures_is_refused_and_full_fine_tuning_has_
     made = outline(architecture, config, precision, device_type="cuda")
     largest = step_outline(config, precision, length=128, device_type="cuda")
     made_rows = ledger_script.recorded(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
-    # each trained tensor once
-    assert sum(r.count for r in made_rows if r.phase == "update" and r.name.startswith("adamw_")) == len(list(made.model.parameters()))
+    # one launch of PyTorch's fused AdamW: weight, gradient and both moments of every element, three of them written too, in fp32
+    (update,) = [r for r in made_rows if r.phase == "update"]
+    assert (update.count, update.bytes) == (1, 7 * 4 * sum(p.numel() for p in made.model.parameters()))

@@ -13,14 +13,7 @@ from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.op import cross_entropy_reference
 from tests.ops.trials import FACTOR, error, plain_weighted
 
-OPTIONS = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "scale": {"logit_scale": 0.25},
-    "softcap": {"softcap": 5.0},
-    "z_loss": {"z_loss": 1e-2},
-    "all": {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2},
-}
+OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2, "num_items": 7}
 
 
 def make(tokens=12, classes=50, seed=0, dtype=torch.float64):
@@ -32,31 +25,14 @@ def make(tokens=12, classes=50, seed=0, dtype=torch.float64):
     return logits, targets
 
 
-@pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.1), ("sum", 0.0), ("none", 0.1)])
-def test_reference_is_torchs_own(reduction, smoothing):
-    logits, targets = make()
-    want = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=smoothing)
-    torch.testing.assert_close(cross_entropy_reference(logits, targets, reduction=reduction, label_smoothing=smoothing), want)
-
-
-@pytest.mark.parametrize(("options", "reduction"), zip(OPTIONS.values(), ["mean", "none"] * 3), ids=OPTIONS)
-def test_gradients_agree_with_finite_differences(options, reduction):
-    logits, targets = make(5, 7)
-    assert torch.autograd.gradcheck(
-        lambda x: cross_entropy(x, targets[:5], reduction=reduction, **options), (logits.requires_grad_(),), fast_mode=False
-    )
-
-
 @pytest.mark.parametrize("path", ["cpp", "eager"])
-@pytest.mark.parametrize("shape", [(12, 50), (3, 70001)], ids=str)
-def test_every_option_is_as_near_to_fp64_as_the_reference(path, shape):
-    logits, targets = make(*shape)
-    options = {**OPTIONS["all"], "num_items": 7}
+def test_every_option_of_a_large_vocabulary_is_as_near_to_fp64_as_the_reference(path):
+    logits, targets = make(5, 70001)
     results = []
     for op, dtype in ((cross_entropy, torch.bfloat16), (cross_entropy_reference, torch.bfloat16), (cross_entropy_reference, torch.float64)):
         x = logits.bfloat16().to(dtype).requires_grad_()
         with using(path):
-            loss = op(x, targets, **options)
+            loss = op(x, targets, **OPTIONS)
             (loss * 3).backward()
         results.append((loss, x.grad))
     for mine, plain, exact in zip(*results):
@@ -79,37 +55,6 @@ def test_no_fp32_copy_of_the_logits():
         _, lse = eager.cross_entropy_forward(logits.detach(), targets, eager.LossRule())
         eager.cross_entropy_backward(logits.detach(), targets, lse, torch.ones(64), eager.LossRule(), torch.empty_like(logits), 65536)
     assert max(seen) <= logits.numel() / 8
-
-
-# --- aliasing
-
-
-def test_logits_that_others_read_too_are_never_written_and_a_second_backward_agrees():
-    logits, targets = make(dtype=torch.bfloat16)
-    leaf = logits.clone().requires_grad_()
-    x = leaf * 1
-    loss = cross_entropy(x, targets) + x.square().sum()
-    before = x.detach().clone()
-    loss.backward(retain_graph=True)
-    first = leaf.grad.clone()
-    loss.backward()
-    assert torch.equal(x.detach(), before)
-    torch.testing.assert_close(leaf.grad, 2 * first)
-    (F.cross_entropy((other := logits.float().requires_grad_()), targets) + other.square().sum()).backward()
-    assert error(first, other.grad) < 1e-2
-
-
-def test_non_contiguous_and_leading_dimensions():
-    base, targets = make(12, 50, dtype=torch.bfloat16)
-    for view in (base.t().contiguous().t(), base.view(3, 4, 50), base.view(3, 4, 50).transpose(0, 1), base.repeat(1, 2)[:, ::2]):
-        labels = targets.view(view.shape[:-1]) if view.dim() == 2 else targets.view(3, 4) if view.shape[0] == 3 else targets.view(3, 4).t()
-        mine, theirs = view.detach().requires_grad_(), view.detach().clone().contiguous().requires_grad_()
-        got = cross_entropy(mine, labels, reduction="none")
-        want = cross_entropy(theirs, labels.contiguous(), reduction="none")
-        got.sum().backward()
-        want.sum().backward()
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_all_rows_ignored_is_nan_as_torchs_and_has_zero_gradient():
@@ -141,69 +86,6 @@ def test_masked_vocabulary_of_minus_inf():
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     cross_entropy(mine, targets).backward()
     F.cross_entropy(theirs, targets).backward()
-    torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-# --- bad input
-
-
-def test_out_of_range_targets_raise():
-    with pytest.raises(IsotypeError, match=r"SH002 1 targets are out of range, the first is 5: expected 0\.\.4"):
-        cross_entropy(torch.randn(2, 5), torch.tensor([0, 5]))
-    with pytest.raises(IsotypeError, match="SH002"):
-        cross_entropy(torch.randn(2, 5), torch.tensor([0, -1]))
-
-
-def test_bad_arguments_raise_errors_with_their_codes():
-    x, t = torch.randn(2, 5), torch.tensor([0, 1])
-    with pytest.raises(DtypeError, match="DT001"):
-        cross_entropy(x, t.float())
-    with pytest.raises(ShapeError, match="SH001"):
-        cross_entropy(x, t[:1])
-    with pytest.raises(UsageError, match="reduction"):
-        cross_entropy(x, t, reduction="average")
-    with pytest.raises(UsageError, match="num_items=3 has no effect"):
-        cross_entropy(x, t, reduction="sum", num_items=3)
-    with pytest.raises(UsageError, match="label_smoothing"):
-        cross_entropy(x, t, label_smoothing=2.0)
-
-
-# --- transforms
-
-
-def test_grad_and_hessian_of_torch_func_are_pytorchs():
-    logits, targets = make()
-
-    def loss(f):
-        return lambda x: f(x, targets)
-
-    for transform in (torch.func.grad, torch.func.hessian):
-        torch.testing.assert_close(transform(loss(cross_entropy))(logits), transform(loss(F.cross_entropy))(logits))
-    rows = torch.func.vmap(torch.func.grad(cross_entropy))(logits, targets.clamp(min=0))
-    torch.testing.assert_close(rows, torch.func.vmap(torch.func.grad(F.cross_entropy))(logits, targets.clamp(min=0)))
-    tangent = torch.randn_like(logits)
-    torch.testing.assert_close(
-        torch.func.jvp(loss(cross_entropy), (logits,), (tangent,)), torch.func.jvp(loss(F.cross_entropy), (logits,), (tangent,))
-    )
-
-
-def test_second_derivatives_agree_with_finite_differences():
-    logits, targets = make(5, 7)
-    assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, targets[:5], **OPTIONS["all"]), (logits.requires_grad_(),))
-
-
-@pytest.mark.parametrize("cast", [pytest.param(None, marks=pytest.mark.full), torch.bfloat16], ids=["off", "bf16"])
-def test_compiles_without_a_graph_break(cast):
-    torch._dynamo.reset()
-    logits, targets = make(dtype=torch.bfloat16)
-    compiled = torch.compile(lambda x, t: cross_entropy(x * 2, t, softcap=9.0), fullgraph=True, backend="aot_eager")
-    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
-        got = compiled(mine, targets)
-        want = cross_entropy(theirs * 2, targets, softcap=9.0)
-    got.backward()
-    want.backward()
-    torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
@@ -241,16 +123,25 @@ def test_a_softcap_with_weights_and_a_z_loss():
     torch.testing.assert_close(cross_entropy(logits, targets, token_weights=tokens, softcap=5.0, z_loss=1e-2), want)
 
 
+T, FIFTY = torch.tensor([0, 1]), make(20)
+
+
 @pytest.mark.parametrize(
-    ("given", "kind", "words"),
+    ("call", "kind", "message"),
     [
-        ({"class_weights": torch.ones(3)}, ShapeError, "class_weights"),
-        ({"token_weights": torch.ones(3)}, ShapeError, "token_weights"),
-        ({"class_weights": torch.ones(50, requires_grad=True)}, UsageError, "gets none"),
-        ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
+        (lambda: cross_entropy(torch.randn(2, 5), torch.tensor([0, 5])), IsotypeError, r"SH002 1 .* of range, .* is 5: expected 0\.\.4"),
+        (lambda: cross_entropy(torch.randn(2, 5), torch.tensor([0, -1])), IsotypeError, "SH002"),
+        (lambda: cross_entropy(torch.randn(2, 5), T.float()), DtypeError, "DT001"),
+        (lambda: cross_entropy(torch.randn(2, 5), T[:1]), ShapeError, "SH001"),
+        (lambda: cross_entropy(torch.randn(2, 5), T, reduction="average"), UsageError, "reduction"),
+        (lambda: cross_entropy(torch.randn(2, 5), T, reduction="sum", num_items=3), UsageError, "num_items=3 has no effect"),
+        (lambda: cross_entropy(torch.randn(2, 5), T, label_smoothing=2.0), UsageError, "label_smoothing"),
+        (lambda: cross_entropy(*FIFTY, class_weights=torch.ones(3)), ShapeError, "class_weights"),
+        (lambda: cross_entropy(*FIFTY, token_weights=torch.ones(3)), ShapeError, "token_weights"),
+        (lambda: cross_entropy(*FIFTY, class_weights=torch.ones(50, requires_grad=True)), UsageError, "gets none"),
+        (lambda: cross_entropy(*FIFTY, class_weights=torch.ones(50), label_smoothing=0.1, softcap=5.0), UsageError, "not available"),
     ],
-)
-def test_weights_of_a_wrong_shape_are_refused(given, kind, words):
-    logits, targets = make(20)
-    with pytest.raises(kind, match=words):
-        cross_entropy(logits, targets, **given)
+)  # fmt: skip
+def test_bad_arguments_are_named(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()

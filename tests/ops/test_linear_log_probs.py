@@ -11,9 +11,9 @@ from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
 from isotype.ops.linear_log_probs import OUTPUTS
 from isotype.ops.linear_log_probs.op import linear_log_probs_reference
-from tests.ops.trials import FACTOR, error
+from tests.ops.trials import error
 
-OPTIONS = {"plain": {}, "all": {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}}
+OPTIONS = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}
 DIFFERENTIABLE = ("log_probs", "entropy", "logsumexp")
 
 
@@ -37,21 +37,9 @@ def weighed(values):
     return total
 
 
-@pytest.mark.parametrize(
-    ("outputs", "options"),
-    zip((("log_probs",), ("entropy",), ("logsumexp",), DIFFERENTIABLE), (OPTIONS["all"], OPTIONS["all"], {}, OPTIONS["all"])),
-)
-def test_gradients_agree_with_finite_differences(options, outputs):
-    x, w, b, targets = make(6, 3, 7)
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: tuple(v for v in linear_log_probs(x, w, targets, bias=b, outputs=outputs, chunk=2, **options) if v is not None),
-        tuple(t.requires_grad_() for t in (x, w, b)),
-    )
-
-
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
 def test_every_output_is_the_references(backend):
-    shape, options = (4, 5), OPTIONS["all"]
+    shape, options = (4, 5), OPTIONS
     x, w, b, targets = make(20, 8, 8200, dtype=torch.float32)
     x, targets = x.view(*shape, 8), targets.view(shape)
     with using(backend):
@@ -79,25 +67,6 @@ def test_gradients_with_a_frozen_and_a_trainable_head(backend, trained, outputs)
             assert error(a.grad, b.grad) < 1e-5
 
 
-@pytest.mark.parametrize("trained", ["hidden", "both"])
-def test_bf16_gradients_are_as_good_as_plain_pytorchs(trained):
-    x, w, _, targets = make(256, 64, 3000)
-    flags = True, trained == "both"
-    leaves = [t.bfloat16().requires_grad_(f) for t, f in zip((x, w), flags)]
-    peer = [t.detach().clone().requires_grad_(f) for t, f in zip(leaves, flags)]
-    exact = [t.detach().double().requires_grad_(f) for t, f in zip(leaves, flags)]
-    weighed(linear_log_probs(*leaves, targets, outputs=("log_probs", "entropy"), chunk=64)).backward()
-    for given in (peer, exact):
-        z = torch.nn.functional.linear(*given)
-        log_p = torch.log_softmax(z if z.dtype == torch.float64 else z.float(), -1)
-        picked = log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets == -100, 0.0)
-        entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(targets == -100, 0.0)
-        weighed(type(linear_log_probs(x, w, targets))(picked, entropy, None, None, None, None)).backward()
-    for mine, theirs, truth in zip(leaves, peer, exact):
-        if truth.grad is not None:
-            assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
-
-
 def test_large_logits_do_not_cancel_in_the_entropy():
     x, w, _, targets = make(16, 8, 400, dtype=torch.float32)
     moved = torch.cat([x, torch.ones(16, 1)], 1), torch.cat([w, torch.full((400, 1), 1000.0)], 1)
@@ -105,24 +74,6 @@ def test_large_logits_do_not_cancel_in_the_entropy():
     want = linear_log_probs_reference(*(t.double() for t in moved), targets)[1]
     # the logits themselves are rounded to 1000 * eps; the sum over classes must not multiply that
     assert float((got - want).abs().max()) < 5e-4
-
-
-def test_a_second_consumer_and_a_second_backward():
-    x, w, _, targets = make()
-    results = []
-    for op in (linear_log_probs, None):
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        h = a * 1
-        values = (
-            linear_log_probs(h, b, targets, outputs=DIFFERENTIABLE)
-            if op
-            else type(linear_log_probs(x, w, targets))(*linear_log_probs_reference(h, b, targets)[:3], None, None, None)
-        )
-        total = weighed(values) + h.square().sum()
-        total.backward(retain_graph=True)
-        total.backward()
-        results.append((a.grad, b.grad))
-    torch.testing.assert_close(*results)
 
 
 def test_a_masked_class_and_a_batch_without_labels():
@@ -192,20 +143,14 @@ def test_trls_own_op_agrees():
         ({"chunk": 0}, UsageError, "chunk"),
         ({"bias": torch.zeros(3)}, ShapeError, "bias"),
         ({"softcap": -1.0}, UsageError, "softcap"),
+        ({"targets": torch.full((20,), 50)}, IsotypeError, "SH002"),
     ],
     ids=lambda x: str(x)[:20],
 )
 def test_bad_arguments_are_refused(changes, error_type, word):
     x, w, _, targets = make()
     with pytest.raises(error_type, match=word):
-        linear_log_probs(x, w, targets, **changes)
-
-
-def test_a_target_out_of_range_is_named():
-    x, w, _, targets = make()
-    targets[1] = 50
-    with pytest.raises(IsotypeError, match="SH002"):
-        linear_log_probs(x, w, targets)
+        linear_log_probs(x, w, **{"targets": targets, **changes})
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "temperature": 0.8}])

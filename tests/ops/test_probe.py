@@ -9,16 +9,7 @@ import torch
 
 from isotype.ops import backend, launch
 
-FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(backend, "_answers", {})
-    backend._say_once.cache_clear()
-    backend.widens_products.cache_clear()
-    yield
-    backend.widens_products.cache_clear()
+FIRST, SECOND = torch.device("cuda:10"), torch.device("cuda:11")  # each test asks of devices of its own: an answer is kept
 
 
 def on(device, dtype=torch.bfloat16):
@@ -46,7 +37,7 @@ def test_a_device_whose_kernels_fail_runs_plain_pytorch_and_others_do_not(monkey
 
 def test_a_missing_triton_is_named(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    assert backend.why_no_kernels(FIRST) == "Triton is not installed"
+    assert backend.why_no_kernels(torch.device("cuda:12")) == "Triton is not installed"
 
 
 def test_the_probes_kernel_adds_one():
@@ -59,11 +50,12 @@ def test_the_probes_kernel_adds_one():
     assert x.tolist() == [2.0]
 
 
-@pytest.mark.parametrize(("capability", "bf16"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_bf16_products_return_fp32_sums_from_capability_8_on(monkeypatch, capability, bf16):
+def test_bf16_products_return_fp32_sums_from_capability_8_on(monkeypatch):
+    capabilities = {20: (7, 0), 21: (7, 5), 22: (8, 0), 23: (9, 0)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert backend.keeps_fp32_sums(torch.bfloat16, FIRST) == bf16
-    assert backend.keeps_fp32_sums(torch.float16, FIRST)
-    assert not backend.keeps_fp32_sums(torch.float32, FIRST)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[getattr(index, "index", index)])
+    devices = [torch.device("cuda", index) for index in capabilities]
+    assert [backend.keeps_fp32_sums(torch.bfloat16, device) for device in devices] == [False, False, True, True]
+    assert [backend.keeps_fp32_sums(torch.float16, device) for device in devices] == [True] * 4
+    assert not backend.keeps_fp32_sums(torch.float32, devices[0])
     assert not backend.keeps_fp32_sums(torch.bfloat16, torch.device("cpu"))

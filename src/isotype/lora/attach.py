@@ -136,7 +136,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a hook waits for the call of this module: its own, or one that is registered for every module of the process."""
     every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_OF_ALL_MODULES)
     # hooks of the observer change no result: an observed step runs the same code as every other step
-    return any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
+    return any(every) and any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
 
 
 def replaced(part: nn.Module) -> bool:
