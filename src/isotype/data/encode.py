@@ -23,7 +23,6 @@ from .conversations import LEARN_KEYS
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
-from .written_turns import WrittenTurns
 
 BATCH = 256  # texts handed to the tokenizer at once
 _CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
@@ -135,7 +134,6 @@ class Encoder:
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
         self._read_keys: dict[str, bool] = {}
-        self._written = WrittenTurns(template) if template is not None else None
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
@@ -190,8 +188,7 @@ class Encoder:
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-                assert self._written is not None
-                left_out = self._written.left_out(messages, example.tools, text, example.place)
+                left_out = self.template.left_out(messages, example.tools, text, example.place)
                 tally.turns_unseen.update(left_out.roles)
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import UsageError
 from ..wording import counted
-from .chat import bounded
 from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
@@ -121,15 +120,14 @@ def compare_with_own_mask(encoder: Encoder, examples: Sequence[Example]) -> dict
         _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
         if messages is None or row is None or example.learn_from or not all(is_learnt(m) for m in messages):
             continue
-        with bounded(example.place):
-            own = encoder.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=template.text,
-                tools=example.tools,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+        own = encoder.tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=template.text,
+            tools=example.tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
         if len(own["input_ids"]) != len(row.input_ids):
             continue
         compared += 1
