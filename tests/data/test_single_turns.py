@@ -33,7 +33,6 @@ REFUSED = {
     "a sender and a message": (rows(conversation="thread_id", name="sender", content="message"), "have the same thread_id"),
     "a number, no role": (rows(conversation="dialog_id", number="turn", content="text"), "of turn; text becomes content, who says it"),
     "no role": (rows(conversation="conversation_id", content="content"), "who says it becomes role"),
-    "no role, and text": (rows(conversation="conversation_id", content="text"), "have the same conversation_id"),
     "no conversation": (rows(role="role", content="content"), "the turns of each conversation"),
     "a role, and text": (rows(role="role", content="text"), "data.format: text learns every turn as a text of its own"),
     "ShareGPT's keys": (rows(role="from", content="value"), "from becomes role, value becomes content"),

@@ -193,7 +193,6 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-            said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
             if crlf := file.get("crlf"):
                 said.append(f"{file['path']}: {_crlf(crlf, several='files' in file)}")
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
@@ -250,9 +249,6 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     ):
         if count:
             said.append(f"{have(count)} {what}")
-    placeholders: Counter[str] = sum((t.placeholders for t in tallies), Counter())
-    for word, count in placeholders.most_common():
-        said.append(f"{have(count)} the answer {word!r}, which is learnt as it is: where it stands for no answer, make it empty")
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
         said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")

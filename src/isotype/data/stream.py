@@ -147,7 +147,7 @@ def load_stream(
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
     beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
-    counts = [one.counts() for one in sources]  # before any row is read again
+    ignored = [dict(one.ignored) for one in sources]  # before any row is read again
     held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
     train = beginning.select(~held)
     tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
@@ -163,7 +163,7 @@ def load_stream(
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
     facts: dict[str, Any] = {
-        "train": side_facts(train, tally, [one.facts() | found for one, found in zip(sources, counts)]),
+        "train": side_facts(train, tally, [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)]),
         "eval": side_facts(evaluation, tallies[1], [one.facts() for one in eval_sources]) | {"held_out": was_held_out},
         **between_facts(train, evaluation),
         "max_length": data.max_length,

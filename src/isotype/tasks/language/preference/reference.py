@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ....data.labels import Labelled
-from ....data.pairs import Pairs
+from ....data.pairs import Labelled, Pairs
 from ....data.progress import watched
 from ....distributed.agree import fingerprint_of_weights
 from ....distributed.world import World
