@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isotype.config.compare import compare
-from isotype.config.schema import DataSection, RunConfig
+from isotype.config.schema import DataSection
 from isotype.data.load import load_data
 from isotype.errors import UsageError
 
@@ -30,27 +29,6 @@ def error_of(folder: Path, families: SimpleNamespace, file: str, content: str | 
 
 def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def test_a_column_of_another_case_is_answered_with_the_setting(tmp_path: Path, families: SimpleNamespace) -> None:
-    columns = {"prompt": "Question", "completion": "answer"}
-    said = error_of(tmp_path, families, "x.jsonl", lines({"question": "q", "answer": "a"}), columns=columns)
-    assert "no key 'Question', but 'question': data.columns.prompt: question" in said
-
-
-def test_a_csv_of_another_encoding_is_told_the_command(tmp_path: Path, families: SimpleNamespace) -> None:
-    said = error_of(tmp_path, families, "x.csv", "prompt,completion\nq,\u201ca\u201d\n".encode("cp1252"))
-    assert "iconv -f CP1252 -t UTF-8" in said
-
-
-def test_a_resumed_run_may_leave_out_rows_that_stopped_it() -> None:
-    def config(on_bad_row: str) -> RunConfig:
-        return RunConfig.model_validate({"data": {"train": "x", "on_bad_row": on_bad_row}})
-
-    (change,) = compare(config("error"), config("skip"))
-    assert change.allowed
-    (change,) = compare(config("skip"), config("error"))
-    assert not change.allowed
 
 
 def zipped(name: str, content: str) -> bytes:
@@ -118,19 +96,16 @@ ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
         ("x.csv", "prompt,completion\rq,a\r", "x.csv:1: the line ends are a lone carriage return\ntr '\\r' '\\n' < "),
         ("x.csv", "# a comment\nprompt,completion\nq,a\n", "the first line was taken for the header: '# a comment': remove it"),
         ("x.csv", "How much?,One\nHow many?,Two\n", "write prompt and completion above the first row if it has none"),
+        ("x.csv", 'prompt,completion\n"say \\"hi\\"","a"\n', 'CSV doubles the quotes inside a cell, and this file may have'),
+        ("x.csv", "prompt,completion\nq,\u201ca\u201d\n".encode("cp1252"), "iconv -f CP1252 -t UTF-8"),
     ],
     ids=["commas", "Python", "comment", "comment in array", "last comma", "two in a line", "array", "array on lines", "object on lines",
-         "carriage return", "comment above the header", "no header"],
+         "carriage return", "comment above the header", "no header", "backslashes", "CP1252"],
 )  # fmt: skip
 def test_what_is_nearly_json_or_a_table_is_told_what_to_change(
-    tmp_path: Path, families: SimpleNamespace, file: str, content: str, told: str
+    tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
 ) -> None:
     assert told in error_of(tmp_path, families, file, content)
-
-
-def test_quotes_with_backslashes_are_named(tmp_path: Path, families: SimpleNamespace) -> None:
-    said = error_of(tmp_path, families, "x.csv", 'prompt,completion\n"say \\"hi\\"","a"\n')
-    assert 'CSV doubles the quotes inside a cell, and this file may have \\" in their place' in said
 
 
 @pytest.mark.parametrize(

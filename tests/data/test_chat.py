@@ -45,30 +45,28 @@ def test_tool_calls_are_part_of_the_answer(families: SimpleNamespace) -> None:
     assert text == "let me see\n<call>weather</call><|im_end|>it rains<|im_end|>"
 
 
-def test_an_answer_that_comes_first(families: SimpleNamespace) -> None:
-    text, _ = learnt(families, families.templates["chatml"].split("{%- for")[1].join(["{%- for", ""]), said("a hello", "u hi", "a bye"))
-    assert text == "hello<|im_end|>bye<|im_end|>"
-
-
-def test_answers_one_after_the_other(families: SimpleNamespace) -> None:
-    text, _ = learnt(families, families.templates["chatml"], said("s be brief", "u hi", "a hello", "a again", "u bye"))
-    assert text == "hello<|im_end|>again<|im_end|>"
-
-
-def test_thinking_that_the_template_drops_from_earlier_turns_is_not_learnt(families: SimpleNamespace) -> None:
-    text, _ = learnt(families, families.templates["thinking"], said("u a", "a <think>hm</think>\n\none", "u b", "a two"))
-    assert text == "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"
+@pytest.mark.parametrize(
+    ("template", "turns", "wanted"),
+    [
+        ("no system", ("a hello", "u hi", "a bye"), "hello<|im_end|>bye<|im_end|>"),
+        ("chatml", ("s be brief", "u hi", "a hello", "a again", "u bye"), "hello<|im_end|>again<|im_end|>"),
+        # what the template drops from earlier turns
+        ("thinking", ("u a", "a <think>hm</think>\n\none", "u b", "a two"), "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"),
+        ("thinking", ("u ok", "a ok", "u ok", "a ok"), "ok<|im_end|><think>\n\n</think>\n\nok<|im_end|>"),
+    ],
+    ids=["an answer first", "two answers in a row", "thoughts", "the same answer twice"],
+)  # fmt: skip
+def test_answers_wherever_they_stand(families: SimpleNamespace, template: str, turns: tuple[str, ...], wanted: str) -> None:
+    text = families.templates["chatml"] if template == "no system" else families.templates[template]
+    if template == "no system":
+        text = "{%- for" + text.split("{%- for")[1]
+    assert learnt(families, text, said(*turns))[0] == wanted
 
 
 def test_an_end_token_only_at_the_end(families: SimpleNamespace) -> None:
     text, tally = learnt(families, END_AT_END, said("u a", "a one", "u b", "a two"))
     assert text == "onetwo\n<|im_end|>"
     assert tally.end_of_turn == {"none": 1, "<|im_end|>": 1}
-
-
-def test_the_same_answer_twice_is_learnt_twice(families: SimpleNamespace) -> None:
-    text, _ = learnt(families, families.templates["thinking"], said("u ok", "a ok", "u ok", "a ok"))
-    assert text == "ok<|im_end|><think>\n\n</think>\n\nok<|im_end|>"
 
 
 def test_a_template_that_drops_the_answer_is_refused(families: SimpleNamespace) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
-from isotype.data.formats import detect
-from isotype.data.read import Record
 from isotype.data.sources import source
 from isotype.errors import UsageError
 
@@ -40,20 +38,3 @@ def test_call_in_the_message_makes_rows(form: str, tmp_path: Path, monkeypatch: 
     assert caught.value.fix is not None
     exec(caught.value.fix, {"pandas": pandas, "json": json})
     assert [(row.prompt, row.completion) for row in opened("rows.jsonl").examples()] == [(r["prompt"], r["completion"]) for r in rows]
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"translation": {"en": "a", "de": "b"}}, "only a row's own keys are read"),
-        ({"prompt": "a", "completion": ["b", "c"]}, None),
-        ({"messages": [{"role": "user", "content": "a"}], "meta": {"0": 1}}, None),
-        ({"data": [{"prompt": "a"}], "version": 1}, "data is a list of objects"),
-    ],
-)
-def test_rows_are_no_tables(row: Any, said: str | None) -> None:
-    if said is None:
-        detect(Record("x.json", 1, row), "auto", None)
-        return
-    with pytest.raises(UsageError, match=said):
-        detect(Record("x.json", 1, row), "auto", None)

@@ -87,14 +87,6 @@ def test_no_beginning_of_text_is_doubled(families: SimpleNamespace, family: str)
         assert ids.count(tokenizer.bos_token_id) == (0 if tokenizer.bos_token is None else 1)
 
 
-def test_a_literal_pair_without_template_ends_in_the_end_of_text(families: SimpleNamespace) -> None:
-    tokenizer = families.new("mistral", template=False)
-    encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
-    row = row_of(encoder, Example("x:1", prompt="two and two is", completion=" four"))
-    assert learnt(encoder, row) == " four</s>"
-    assert tokenizer.decode(row.input_ids) == "<s> two and two is four</s>"
-
-
 def test_text_with_special_tokens_gets_no_second_ones(families: SimpleNamespace) -> None:
     tokenizer = families.of("mistral")
     encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
@@ -117,23 +109,6 @@ def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(famil
     assert tokenizer.decode(row.input_ids).endswith("assistant\n\n\nyes<|im_end|>\n")
 
 
-def test_long_rows_are_cut_and_hopeless_ones_dropped(families: SimpleNamespace) -> None:
-    encoder, tally = encoder_of(families, "chatml", max_length=40), Tally()
-    rows = list(encoder.rows([chat("hi", "yes " * 60), chat("word " * 60, "yes"), chat("a", "b")], tally))
-    assert [(len(row.input_ids) <= 40, cut) for _, row, cut in rows] == [(True, True), (True, False)]
-    assert tally.dropped == {"no answer left within data.max_length 40": 1}
-
-
-def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
-    tokenizer, text = families.of("llama3"), "The quick brown fox.\n" * 200
-    encoder = Encoder(tokenizer, max_length=33, loss_on="assistant", template=None)
-    rows = list(encoder.windows(map(encoder.ids, text.splitlines(keepends=True)), "x.txt", Tally()))
-    assert {row.input_ids[0] for row in rows} == {tokenizer.bos_token_id}
-    assert all(len(row.input_ids) == 33 for row in rows[:-1])
-    ids = [i for row in rows for i in row.input_ids[1:]]
-    assert tokenizer.decode(ids) == text + tokenizer.eos_token
-
-
 def test_a_tokenizer_in_python_alone_works() -> None:
     from transformers import ByT5Tokenizer
 
@@ -151,30 +126,21 @@ def test_a_tokenizer_in_python_alone_works() -> None:
     assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_any_length_is_cut_before_it_is_tokenised(families: SimpleNamespace, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same row as from the whole text, and no call of the tokenizer gets the whole text."""
-    example = chat("what is ", "the answer " * 20_000)
-    plain = encoder_of(families, family, max_length=64)
-    monkeypatch.setattr("isotype.data.encode._CHARACTERS_A_TOKEN", 1 << 20)
-    whole = row_of(plain, example)
-    monkeypatch.undo()
-    cutting, longest = encoder_of(families, family, max_length=64), 0
+def test_a_row_of_any_length_is_cut_before_it_is_tokenised(families: SimpleNamespace) -> None:
+    """The same row as of a text that is a little too long, and no call of the tokenizer gets the whole text."""
+    longest = 0
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
-            return getattr(families.of(family), name)
+            return getattr(families.of("llama3"), name)
 
         def __call__(self, text: Any, **how: Any) -> Any:
             nonlocal longest
             longest = max(longest, *map(len, [text] if isinstance(text, str) else text))
-            return families.of(family)(text, **how)
+            return families.of("llama3")(text, **how)
 
-    cutting.tokenizer = Watched()
-    tally = Tally()
-    ((_, row, cut),) = list(cutting.rows([example], tally))
-    assert row == whole
-    assert cut
+    encoder = encoder_of(families, "llama3", max_length=64)
+    want = row_of(encoder, chat("what is ", "the answer " * 100))
+    encoder.tokenizer = Watched()
+    assert row_of(encoder, chat("what is ", "the answer " * 20_000)) == want
     assert longest < 40_000
-    assert "none" not in tally.end_of_turn

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from isotype.data.bad_rows import kind_of
 from isotype.data.formats import detect, example, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
@@ -136,12 +135,6 @@ def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
-def test_several_answers_are_not_taken_for_a_misspelt_key() -> None:
-    with pytest.raises(UsageError) as caught:
-        detect(Record("x.jsonl", 3, {"prompt": "a", "completions": ["b"]}), "prompt_completion")
-    assert "no key 'completion', but 'completions', a list of 1 text, and a run learns one answer a row" in caught.value.message
-
-
 @pytest.mark.parametrize(
     "row", [{"prompt": "a", "completion": ["b", "c"]}, {"prompt": "a", "answers": ["b"]}, {"instruction": "a", "output": ["b"]}]
 )
@@ -198,24 +191,3 @@ def test_keys_of_another_case_are_matched_and_said() -> None:
     (asked, answer) = example(record, name, needs_answer=True).messages or ()
     assert (asked["content"], answer["content"]) == ("Add.\n\n1, 2", "3")
     assert ignored_keys(record.value, name) == ["ID"]
-
-
-def test_a_key_in_the_case_of_its_format_is_taken_before_another() -> None:
-    record = Record("a.csv", 2, {"prompt": "q", "completion": "a", "Text": "t", "PROMPT": "other"})
-    assert detect(record, "auto") == ("prompt_completion", "the first row (a.csv:2) has the keys prompt and completion")
-    assert example(record, "prompt_completion", needs_answer=True).prompt == "q"
-    assert ignored_keys(record.value, "prompt_completion") == ["Text", "PROMPT"]
-    pair = Record("a.csv", 2, {"Prompt": "q", "Chosen": "a", "Rejected": "b"})
-    assert detect(pair, "auto", only="preference")[0] == "preference"
-    with pytest.raises(UsageError, match="preference pairs"):
-        detect(pair, "auto")
-    renamed = {"completion": "Prompt", "prompt": "Rejected"}
-    found = example(pair, "prompt_completion", needs_answer=True, columns=renamed)
-    assert (found.prompt, found.completion) == ("b", "q")
-
-
-def test_digits_of_names_stay_in_the_kind_of_an_error() -> None:
-    said = "byte 412 (0xe9) is not UTF-8; save the file as UTF-8: iconv -f CP1252 -t UTF-8 excel_cp1252.csv > utf8.csv"
-    assert kind_of(said) == said.replace("412", "N").replace("0xe9", "N")
-    assert kind_of("broken JSON at column 5: x") == kind_of("broken JSON at column 17: x")
-    assert kind_of("3 cells, more than the header's 2") == kind_of("41 cells, more than the header's 2")

@@ -98,11 +98,6 @@ def test_prompts_on_both_sides_are_counted(write: Any, load: Any) -> None:
         note.startswith(f"{shared} evaluation rows have the prompt of a training row, with another") for note in loaded.facts["notes"]
     )
 
-    apart = load(train=write("train.jsonl", rows[4:40]), eval=write("eval.jsonl", [*rows[:4], rows[8], rows[48]])).facts
-    assert (apart["duplicates_between"], apart["prompts_between"]) == (1, 1)
-    one = load(train=write("one.jsonl", [chat("the same?", f"answer {i}") for i in range(40)])).facts
-    text = load(train=write("texts.jsonl", [{"text": f"text {i}"} for i in range(40)])).facts
-    assert one["prompts_between"] == text["prompts_between"] == 0
     assert load(train=name, stream=True, eval_split=0.2).facts["prompts_between"] > 0
 
 
@@ -303,11 +298,6 @@ def test_a_wrong_file_is_one_line_with_its_place(write: Any, load: Any, case: st
     assert "\n" not in caught.value.message
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(write: Any, load: Any) -> None:
-    loaded = load(train=write("x.jsonl", b'\xef\xbb\xbf{"text": "words"}\n'))
-    assert len(loaded.train) == 1
-
-
 MESSY = [
     *CHATS[:12],
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": 3}]},
@@ -352,33 +342,6 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     notes = " ".join(loaded.facts["notes"])
     assert "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content" in notes
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
-
-
-def test_a_row_with_an_empty_answer_is_dropped_with_a_note(write: Any, load: Any) -> None:
-    rows = [{"instruction": f"say {i}", "input": "", "output": f"{i}"} for i in range(12)]
-    rows[3]["output"] = ""
-    loaded = load(train=write("alpaca.jsonl", rows), eval_split=0.0)
-    assert len(loaded.train) == 11
-    assert "1 training row dropped: the answer is empty (first: alpaca.jsonl:4)" in loaded.facts["notes"]
-    assert loaded.prompts[3].reference == "4"
-
-
-def test_a_first_row_that_is_broken_does_not_hide_the_format(write: Any, load: Any) -> None:
-    name = write("x.jsonl", b"{broken\n" + b"".join(json.dumps(row).encode() + b"\n" for row in CHATS))
-    loaded = load(train=name, on_bad_row="skip", eval_split=0.0)
-    assert len(loaded.train) == 40
-    assert loaded.prompts[0].text == "question 0"
-    with pytest.raises(UsageError, match=r"x\.jsonl:1: broken JSON"):
-        load(train=name)
-
-
-def test_rows_that_the_template_refuses_are_bad_rows(write: Any, load: Any) -> None:
-    rows = [*CHATS, {"messages": [CHATS[0]["messages"][0]] * 2 + [CHATS[0]["messages"][1]]}]
-    loaded = load(family="gemma", train=write("x.jsonl", rows), on_bad_row="skip", eval_split=0.0)
-    assert len(loaded.train) == 40
-    assert [row.place for row in loaded.bad_rows] == ["x.jsonl:41"]
-    with pytest.raises(UsageError, match=r"x\.jsonl:41: the chat template refuses the row"):
-        load(family="gemma", train="x.jsonl")
 
 
 _FIRST_SYSTEM_ONLY = """\

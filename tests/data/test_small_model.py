@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from isotype.config.schema import DataSection
@@ -20,12 +18,6 @@ from isotype.errors import UsageError
 @pytest.fixture(scope="module")
 def tokenizer() -> object:
     return train_tokenizer(stdlib_text()[:300], vocabulary=600)
-
-
-@settings(max_examples=25, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_every_text_is_decoded_as_it_was_encoded(tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
 def test_it_saves_and_loads_as_any_model(tokenizer, tmp_path: Path) -> None:

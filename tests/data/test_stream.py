@@ -74,19 +74,6 @@ def test_weights_are_kept_in_every_block(load: Any, families: SimpleNamespace) -
     assert loaded.stream.epochs == 1.0
 
 
-def test_prompts_are_of_held_out_rows(load: Any, families: SimpleNamespace) -> None:
-    loaded = load()
-    questions = [families.of("chatml").decode(r.input_ids) for r in loaded.eval]
-    assert all(any(prompt.text in q for q in questions) for prompt in loaded.prompts)
-
-
-def test_no_more_than_a_block_is_held(load: Any) -> None:
-    stream = load().stream
-    for _ in range(20):
-        stream.take(7)
-        assert len(stream.rows) <= 16
-
-
 def test_the_longest_rows_of_a_stream_are_as_long_as_may_be(load: Any) -> None:
     assert [len(r.input_ids) for r in load().longest(3)] == [64, 64, 64]
     assert all(r.documents for r in load(packing=True).longest(2))

@@ -44,6 +44,7 @@ REFUSED = [
     "merge",
     "export",
     "report",
+    "watch",
     "doctor trace",
     "doctor conform",
     "doctor kernels",

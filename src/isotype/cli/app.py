@@ -21,7 +21,9 @@ from ..version import __version__
 
 ENGINE, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
 # the modules beside this file, in the order in which a person needs the commands
-_MODULES = ("quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "merge", "export", "ls", "cache", "doctor")
+_MODULES = (
+    "quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "watch", "merge", "export", "ls", "cache", "doctor",
+)  # fmt: skip
 _ORDER = ("quickstart", "init", "import", "plan", "train", *_MODULES[4:])
 # what people type by habit -> what to type
 INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
@@ -37,7 +39,7 @@ _EXTRA_OF = dict.fromkeys(
 )
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
-LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report")) | {
+LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")) | {
     f"doctor {verb}" for verb in ("trace", "conform", "kernels")
 }
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}

@@ -42,14 +42,31 @@ def write_report(run_folder: Path, out: Path | None = None) -> Written:
     return Written(target, drawn)
 
 
-def render(record: RunRecord) -> str:
-    """The page as text. Everything a run wrote is escaped; the page's own policy allows no script and no network."""
+@dataclass(frozen=True)
+class Live:
+    """What a page that `isotype watch` serves has beside the report.
+
+    log       the last lines that the run printed
+    process   the process that trains, where it can be asked to stop
+    stopping  whether it was asked
+    """
+
+    log: str
+    process: int | None
+    stopping: bool
+
+
+def render(record: RunRecord, live: Live | None = None) -> str:
+    """The page as text. Everything a run wrote is escaped; the page's own policy allows no script and no network.
+
+    live  for a page that is served, which has one script and a form
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.jinja").render(page(record)).lstrip()
+    return environment.get_template("report.html.jinja").render(page(record), live=live).lstrip()
 
 
 def _write(target: Path, content: bytes) -> None:

@@ -18,6 +18,7 @@ from ..errors import UsageError
 from .checkpoint.atomic_folder import write_text
 
 RESOLVED = "resolved.yaml"
+LOG = "log.txt"  # what the run printed, of all its parts
 
 
 def name_of(config: RunConfig) -> str:
@@ -76,6 +77,9 @@ class RunFolder:
             raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix=fix) from None
         try:
             take_lock(lock, self.path)
+            with suppress(OSError):  # a full disk: nobody can find the process, and the run itself says more
+                os.truncate(lock, 0)
+                os.write(lock, str(os.getpid()).encode())
             try:
                 yield
             finally:
@@ -182,6 +186,26 @@ def is_held(path: Path) -> bool:
         return True
     finally:
         os.close(handle)
+
+
+def holder(path: Path) -> int | None:
+    """The process that trains in this folder now. None where none does, and for one of another machine, container or user.
+
+    The number in the lock's file is believed if that process has the file open.
+    """
+    if not is_held(path):
+        return None
+    lock = path / LOCK
+    try:
+        process = int(lock.read_text(encoding="ascii"))
+        open_files = os.listdir(f"/proc/{process}/fd")
+    except (OSError, ValueError):
+        return None
+    for handle in open_files:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samefile(f"/proc/{process}/fd/{handle}", lock):
+                return process
+    return None
 
 
 CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"

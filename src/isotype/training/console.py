@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -93,10 +94,30 @@ class RunConsole:
         self._silent = False
         self._live: Live | None = None
         self._last_plain = 0
+        self._log: Path | None = None
+        self._before: list[str] = []  # lines from before the run had a log
 
     def silence(self) -> None:
         """Prints nothing from here on: another process of the run has the terminal."""
         self._silent = self.console.quiet = True
+
+    def keep_log(self, file: Path) -> None:
+        """Appends every line to `file`, also those that were printed before."""
+        self._log = file
+        before, self._before = self._before, []
+        self._keep("\n".join(before))
+
+    def _keep(self, text: str) -> None:
+        if self._silent:
+            return
+        if self._log is None:
+            self._before.append(text)
+            return
+        try:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{printable(text)}\n")
+        except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
+            self._log = Path(os.devnull)
 
     def ended(self, result: Mapping[str, Any]) -> None:
         """Stores the result, and prints it as one JSON object on stdout where that was asked for."""
@@ -112,11 +133,13 @@ class RunConsole:
 
     def say(self, text: str = "", style: str | None = None) -> None:
         self.console.print(Text(text), style=style)
+        self._keep(text)
 
     def header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             first, *rest = text.splitlines() or [""]
             self.console.print(Text.assemble((f"{label:<10}", "bold"), first))
+            self._keep(f"{label:<10}{first}")
             for line in rest:
                 self.say(f"{'':<10}{line}")
 
@@ -124,6 +147,7 @@ class RunConsole:
         if self._silent:
             return
         line = progress_line(step, total, row, eta, words)
+        self._keep(line)
         if self.console.is_terminal or self.console.is_jupyter:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
@@ -131,7 +155,7 @@ class RunConsole:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
         elif step in (1, total) or step - self._last_plain >= total / PLAIN_LINES:
             self._last_plain = step
-            self.say(line)
+            self.console.print(Text(line))
 
     def settle(self) -> None:
         """Ends the live line, so that later output begins on a new line."""

@@ -20,7 +20,7 @@ from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..observe import Observer
 from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, name_of, refuse_code_of
+from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback, Objective, objective_name
 from .console import RunConsole
 from .finish import finish, say_result
@@ -153,6 +153,7 @@ class _Run:
             world.first_does(lambda: keep_changes(folder, known))
         name = objective_name(self.objective)
         world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, name, resuming=self.resuming))
+        console.keep_log(folder.path / LOG)
         rows = [] if name is None else [("objective", f"{name} instead of the loss of the task, which evaluation keeps")]
         console.header([*header_rows(task, prepared, loop.plan, folder, world), *rows, *checked.header_rows()])
         with world.exchanging():

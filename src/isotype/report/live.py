@@ -1,0 +1,162 @@
+"""Serves the report of a run to a browser on this machine while the run goes on: `isotype watch`.
+
+It reads the run's files and holds nothing of the run, so the run may be another process's, finished, or resumed later. The page is made
+when a browser asks and a file has changed since. Whoever knows the token in the address may read the page and stop the run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ..errors import IsotypeError, UsageError
+from ..runs.folder import LOCK, LOG, holder, is_held
+from .record import RunRecord, picture_of, read_run
+from .write import Live, render
+
+HOST = "127.0.0.1"
+LINES, TAIL = 40, 32 << 10  # of the log: lines that are shown, bytes that are read
+# what the page itself says, and its one script, its requests and its form, all of this server
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src 'self'; form-action 'self'"
+SCRIPT = "live.js"
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Shows one run at `url`.
+
+    port    0: a free one
+    Raises  UsageError when the folder holds no run, or the port is taken
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.folder, self.token = folder, secrets.token_urlsafe(16)
+        try:
+            read_run(folder)
+        except UsageError:
+            if not is_held(folder):
+                raise
+            raise UsageError(f"{folder}: the run has not begun yet: its checks come first", fix="give the same command again") from None
+        self._making, self._made = threading.Lock(), ("", b"")
+        self._asked: int | None = None
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise UsageError(f"--port {port}: {error.strerror}", fix="leave --port away: a free one is taken") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def page(self) -> tuple[str, bytes]:
+        """A tag that changes when a file of the run does, and the page."""
+        with self._making:
+            tag = self._tag()
+            if tag != self._made[0]:
+                record = read_run(self.folder)
+                self._made = tag, render(record, live=self._live(record)).encode("utf-8", "backslashreplace")
+            return self._made
+
+    def stop(self) -> None:
+        """Sends what Ctrl-C sends, once: a second one would end the run without a save. Raises UsageError where that cannot be done."""
+        process = holder(self.folder)
+        if process is None:
+            raise UsageError(f"{self.folder}: no process of this machine and user trains there")
+        if process != self._asked:
+            os.kill(process, signal.SIGINT)
+            self._asked = process
+
+    def _live(self, record: RunRecord) -> Live:
+        process = holder(self.folder) if record.status == "running" else None
+        return Live(_last_lines(self.folder / LOG), process, process is not None and process == self._asked)
+
+    def _tag(self) -> str:
+        found = []
+        for place in (self.folder, self.folder / "samples"):
+            try:
+                entries = [entry for entry in os.scandir(place) if entry.name != LOCK]
+                found += [(entry.name, stat.st_mtime_ns, stat.st_size) for entry in entries if (stat := entry.stat(follow_symlinks=False))]
+            except OSError:  # no samples yet, or a file that is just being replaced
+                found.append((place.name, 0, 0))
+        return f'"{hash((tuple(sorted(found)), is_held(self.folder), self._asked)):x}"'
+
+
+def _last_lines(file: Path) -> str:
+    """Empty where the run keeps no log."""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL))
+        return "\n".join(log.read(TAIL).decode("utf-8", "replace").splitlines()[-LINES:])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({"": self._page, SCRIPT: self._script})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._answer({"stop": self._stop})
+
+    def _answer(self, known: dict[str, Any]) -> None:
+        _, token, *rest = [*unquote(urlsplit(self.path).path).split("/"), ""]
+        path = "/".join(rest).removesuffix("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._send(HTTPStatus.NOT_FOUND, b"the address that isotype watch printed is needed\n", "text/plain")
+        elif path in known:
+            try:
+                known[path]()
+            except IsotypeError as error:
+                self._send(HTTPStatus.CONFLICT, f"{error}\n".encode(), "text/plain")
+        elif self.command == "GET" and (picture := picture_of(self.server.folder, {"file": path})) is not None:
+            self._send(HTTPStatus.OK, picture, "image/png")
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"nothing here\n", "text/plain")
+
+    def _page(self) -> None:
+        tag, content = self.server.page()
+        if self.headers.get("If-None-Match") == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, b"", "text/html", tag)
+        else:
+            self._send(HTTPStatus.OK, content, "text/html", tag)
+
+    def _script(self) -> None:
+        self._send(HTTPStatus.OK, files(__package__).joinpath(SCRIPT).read_bytes(), "text/javascript")
+
+    def _stop(self) -> None:
+        self.server.stop()
+        self._send(HTTPStatus.SEE_OTHER, b"", "text/plain")
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str, tag: str | None = None) -> None:
+        headers = {
+            "Content-Type": kind if kind.startswith("image/") else f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": POLICY,
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",  # the token is in the address
+            "X-Content-Type-Options": "nosniff",
+        }
+        if tag is not None:
+            headers["ETag"] = tag
+        if status == HTTPStatus.SEE_OTHER:
+            headers["Location"] = "./"
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *given: Any) -> None:
+        pass
