@@ -146,15 +146,11 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
         load(train=write("text.jsonl", [{"text": "some text"}]), chat_template="mine.jinja")
 
 
-@pytest.mark.parametrize(("inside", "equal"), [(True, 3), (False, 0)])
-def test_the_templates_own_mask_is_compared(write: Any, families: SimpleNamespace, inside: bool, equal: int) -> None:
+def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: SimpleNamespace) -> None:
     tokenizer = families.new("chatml")
-    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=inside)
-    facts = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0).facts
-    own = facts["template"]["own_mask"]
-    assert (own["rows_compared"], own["rows_equal"]) == (3, equal)
-    assert own["learnt_only_by_the_derived_labels"] == ({} if inside else {"<|im_end|>": 3})
-    assert any("own mask differs" in note for note in facts["notes"]) is not inside
+    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=True)
+    loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
+    assert any("the template marks with {% generation %} what is learnt" in note for note in loaded.facts["notes"])
 
 
 def test_formats_are_per_file(write: Any, load: Any) -> None:

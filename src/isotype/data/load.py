@@ -22,11 +22,8 @@ from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import (
-    COMPARED,
     FEW,
-    add_own_masks,
     between_facts,
-    compare_with_own_mask,
     eval_sets,
     notes,
     side_facts,
@@ -102,7 +99,7 @@ def load_data(
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if was_held_out else None,
-        "template": add_own_masks(template_facts(encoder), [block.facts["own_mask"] for block in train.blocks]),
+        "template": template_facts(encoder),
         "tokens": token_facts(encoder, [train, evaluation], tallies),
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
@@ -204,7 +201,6 @@ def _fresh(one: Source, encoder: Encoder) -> TokenBlock:
 def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
     """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
-    compared: list[Example] = []
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     meter = Meter(one.bytes)
     one.ignored.clear()
@@ -216,8 +212,6 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             if isinstance(found, BadRow):
                 note_bad(found, tally)
                 continue
-            if len(compared) < COMPARED and found.text is None:
-                compared.append(found)
             yield found
             if found.rejected is not None:
                 yield found.rejected
@@ -234,8 +228,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     read += len(waiting)
     of_source: dict[str, Any] = {"ignored_keys": dict(one.ignored)} | ({"more": True} if one.more else {})
     of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read) | one.text_counts()
-    own_mask = compare_with_own_mask(encoder, compared)
-    return {"tally": tally.as_json(), "read": read, "own_mask": own_mask} | of_source
+    return {"tally": tally.as_json(), "read": read} | of_source
 
 
 def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter, *, already: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from ..errors import RunError, UsageError
 from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, eval_sets, notes, side_facts, template_facts, token_facts
+from .facts import between_facts, eval_sets, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
@@ -169,7 +169,7 @@ def load_stream(
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": share if was_held_out else None,
-        "template": add_own_masks(template_facts(encoder), [compare_with_own_mask(encoder, examples[:COMPARED])]),
+        "template": template_facts(encoder),
         "tokens": token_facts(encoder, [train, evaluation], tallies),
         "packing": rows.facts() if data.packing else None,
         "mix": None,
