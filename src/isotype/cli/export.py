@@ -9,11 +9,6 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="export", rich_help_panel=RUNS)(export)
 
 
 def export(
