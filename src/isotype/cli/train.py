@@ -83,7 +83,7 @@ def train(
     A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail
     (exit 3): `preflight.json` has all of it.
     """
-    from ..entry.settings import of_this_start
+    from ..entry.train import of_this_start
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
@@ -191,7 +191,7 @@ def _loaded(
     no_cache: bool = False,
     device: str | None = None,
 ) -> LoadedConfig:
-    from ..entry.settings import load_settings
+    from ..entry.train import load_settings
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.entry.settings import refuse_incomplete
+from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
 from isotype.training.setup import settle

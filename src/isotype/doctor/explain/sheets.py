@@ -14,7 +14,7 @@ from typing import Any
 
 from ...dtypes import torch_word
 from ...finding import Severity
-from ...pages.rules import docstring_page
+from ...pages import docstring_page
 from ..sheets import Entry, sections
 from ..sheets import Facts as Known
 from .family import FAMILIES, Cause, Explained, Seen, custom_backward, family, is_floating, outside_autocast, wider

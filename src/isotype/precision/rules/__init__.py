@@ -6,7 +6,7 @@ A file holds the rules about one thing; importing it registers them.
 from __future__ import annotations
 
 from ...finding import Finding
-from ...pages.rules import docstring_page
+from ...pages import docstring_page
 from . import values, weights
 from .rule import RULES, Facts, Setting
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...finding import Finding, Place, Severity
-from ...pages.rules import registered
+from ...pages import registered
 
 
 @dataclass(frozen=True, slots=True)

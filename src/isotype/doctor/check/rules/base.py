@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....finding import Finding, Place, Severity
-from ....pages.rules import docstring_page, registered
+from ....pages import docstring_page, registered
 from ...sheets import Entry, sections
 from ...sheets import Facts as Known
 from ..model_settings import (
