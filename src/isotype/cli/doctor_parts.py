@@ -138,25 +138,15 @@ def _list(json_output: bool) -> None:
 
 def env(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object: env.json of a run, and the findings.")] = False,
-    requirements: Annotated[
-        Path | None, typer.Option(help="A run folder: print pins that re-create its environment.", show_default=False)
-    ] = None,
 ) -> None:
     """Versions and devices; warns of versions with known dtype faults and of versions that do not work together.
 
         isotype doctor env
 
-        isotype doctor env --requirements runs/qwen > requirements.txt     # the environment of a run, for pip install -r
-
     Exit status 1 when something is broken.
     """
-    from ..environment import versions
-
-    if requirements is not None:
-        pins = versions.requirements(requirements)
-        print(json.dumps({"requirements": pins.splitlines()}) + "\n" if json_output else pins, end="")
-        return
     from ..doctor.output import answer
+    from ..environment import versions
     from ..environment.versions import faults
 
     here = versions.environment()
