@@ -3,13 +3,14 @@
 The tensors are tiny: a second thread would spin more than it works. What a test draws depends on its name, not on the tests before it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import random
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,9 +78,17 @@ def workshop(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, base=folder / "base", chats=folder / "chats.jsonl")
 
 
+def written(place: Path, folder: str, config: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> Any:
+    """place/folder.yaml with the sections in the place of the configuration's, loaded."""
+    from isotype.config.load import load
+
+    file = place / f"{folder}.yaml"
+    file.write_text(json.dumps(config | {name: config.get(name, {}) | values for name, values in sections.items()}))  # JSON is YAML
+    return load(file, [], {})
+
+
 def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
     """`make(folder, train={...})` writes place/folder.yaml and loads it; the run goes to place/folder."""
-    from isotype.config.load import load
 
     def make(folder: str = "run", **sections: Any) -> Any:
         config = {
@@ -90,12 +99,7 @@ def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
             "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
             "run": {"folder": str(place / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
-        for section, values in sections.items():
-            config.setdefault(section, {})
-            config[section] |= values
-        file = Path(place / f"{folder}.yaml")
-        file.write_text(json.dumps(config))  # JSON is YAML
-        return load(file, [], {})
+        return written(place, folder, config, sections)
 
     return make
 
@@ -114,3 +118,51 @@ def default_run(workshop, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("default")
     assert train(configure_in(workshop, folder)("run")) == 0
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory) -> Callable[[str], Path]:
+    """`vlm(family)`: the folder of a tiny vision-language model with its processor, saved when it is first asked for."""
+    from tests.vlms import saved_with_processor
+
+    @cache
+    def folder(family: str) -> Path:
+        return saved_with_processor(family, tmp_path_factory.mktemp(family))
+
+    return folder
+
+
+@pytest.fixture
+def subject(configured, tmp_path):
+    """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
+    from isotype.runs.folder import RunFolder
+    from isotype.tasks.choose import task_of
+    from isotype.training.preflight.subject import Subject
+    from isotype.training.schedule import Milestones
+    from isotype.training.setup import prepare
+
+    def make(folder_name: str = "run", **sections: Any) -> Subject:
+        loaded = configured(folder_name, **sections)
+        folder = tmp_path / folder_name
+        folder.mkdir(exist_ok=True)
+        task = task_of(loaded.config)
+        prepared = prepare(task, loaded.sources, RunFolder(folder).base)
+        plan = Milestones.of(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
+        return Subject(config=loaded.config, task=task, prepared=prepared, plan=plan, folder=folder)
+
+    return make
+
+
+@pytest.fixture
+def with_data():
+    """A subject with other rows or facts."""
+
+    from isotype.data.rows import LoadedData
+
+    def change(subject: Any, **changes: Any) -> Any:
+        data = subject.task.data
+        fields = {name: getattr(data, name) for name in ("train", "eval", "prompts", "chat_template", "facts")}
+        subject.task.data = LoadedData(**(fields | changes))
+        return replace(subject)
+
+    return change

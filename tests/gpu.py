@@ -4,8 +4,6 @@
 is a GPU for it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

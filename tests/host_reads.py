@@ -1,7 +1,5 @@
 """A mode that refuses what makes the host wait for a device: reading a value, and results whose size depends on values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

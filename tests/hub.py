@@ -3,8 +3,6 @@
 folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories, each with one commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and rows for them."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,6 +63,25 @@ def rows(count: int = 16, *, seed: int = 0, longest: int = 24) -> list[Row]:
         prompt = n // 3
         made.append(Row(ids, (-100,) * prompt + ids[prompt:], prompt))
     return made
+
+
+def stepper(model, preset: str = "fp32", **train):
+    """The steps of a run on this model, which gets the preset's dtypes; `train` are settings of the section."""
+    from functools import partial
+
+    from isotype.config.schema import TrainSection
+    from isotype.precision import PRESETS
+    from isotype.precision.accumulate import GradientAccumulator
+    from isotype.precision.apply import apply_precision
+    from isotype.tasks.language.objective import batch_loss_sum
+    from isotype.training.optimizer import build_optimizer
+    from isotype.training.step import Stepper
+
+    precision, section = PRESETS[preset], TrainSection(**train)
+    apply_precision(model, precision, device_type="cpu")
+    sums = GradientAccumulator(model.parameters(), dtype=precision.grads)
+    optimizer = build_optimizer(model, section, precision, sums.gradient)
+    return Stepper(model, optimizer, sums, precision, section, partial(batch_loss_sum, dtype=precision.loss))
 
 
 def quantised(model, *, compute: torch.dtype = torch.bfloat16, kind: str = "nf4", double: bool = True, storage: torch.dtype = torch.uint8):

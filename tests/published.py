@@ -4,8 +4,6 @@
 integers and floats, independently of `isotype.ops.packed`.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scripts outside the packages, as those of `benchmarks/` and `docs/`, as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

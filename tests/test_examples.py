@@ -1,7 +1,5 @@
 """Every example runs as it stands, and every example is run: a file of examples/ that no test here names fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

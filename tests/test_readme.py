@@ -1,7 +1,5 @@
 """The README's commands, typed as they stand, in an empty folder; only the model's name is one that is here."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A comment that silences mypy names the error's code and the reason. mypy itself reports those that silence nothing."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize

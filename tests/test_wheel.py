@@ -5,8 +5,6 @@ No network: the base dependencies are those of this environment, found by the wh
 Nothing else (torch, numpy, pytest) can be imported there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -22,17 +20,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.platforms.test_elsewhere import BAD
+
 ROOT = Path(__file__).resolve().parents[1]
-BAD = """import torch
-
-
-def step(model, x, optimizer):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-"""
-
 USER = """
 import torch
 from isotype import Finding, OpContract, Precision, expect, optimize, restore, trace, train
@@ -58,19 +48,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        str(folder),
-        str(source),
-    ]
+    options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (built,) = folder.glob("*.whl")

@@ -1,7 +1,5 @@
 """Tiny random vision-language models of every family that a page of the docs lists, with a tokenizer that has their image tokens."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path
@@ -110,13 +108,6 @@ def tiny_vlm(family: str, *, seed: int = 0, **text: Any) -> Any:
     )
     torch.manual_seed(seed)
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-
-
-def saved(family: str, folder: Path) -> Path:
-    """The folder of such a model with its tokenizer."""
-    tiny_vlm(family).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 # what a chat template writes: parts in their order, a picture as `{mark}`

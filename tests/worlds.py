@@ -1,7 +1,5 @@
 """Processes that a test needs no second process for."""
 
-from __future__ import annotations
-
 from isotype.distributed.world import World
 
 

@@ -11,7 +11,7 @@ _LIBRARIES = frozenset((
     "tqdm", "transformers", "trl",
 ))  # fmt: skip
 # of whom every state is in `optimizer.state` or in the settings of its groups
-_OF_OPTIMIZERS = ("torch.", "bitsandbytes.", "transformers.", "accelerate.", "isotype.")
+_OF_OPTIMIZERS = ("torch.", "bitsandbytes.", "transformers.", "accelerate.", "schedulefree.", "prodigyopt.", "isotype.")
 
 
 def package_of(made: Any) -> str:

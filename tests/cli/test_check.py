@@ -1,18 +1,11 @@
 """`isotype doctor check` as its user runs it: table, JSON, exit statuses; bad input is one line and status 2."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.warm import interpreter
-
-
-def isotype(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([interpreter(), "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+from tests.commands import isotype
 
 
 @pytest.fixture
@@ -51,21 +44,6 @@ def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     assert isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere"], "no such file"),
-        ([".", "--device", "abacus"], "abacus"),
-        ([".", "--fail-on", "x"], "--fail-on"),
-    ],
-)
-def test_bad_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path):
-    done = isotype("doctor", "check", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "args.json").write_text('{\n "fp16": true,\n "bf16" true}\n')
     done = isotype("doctor", "check", "args.json", cwd=tmp_path)
@@ -73,7 +51,113 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
     assert "args.json:3" in done.stdout
 
 
-def test_an_empty_folder_says_that_nothing_was_found(tmp_path: Path):
-    done = isotype("doctor", "check", ".", cwd=tmp_path)
+# --- `isotype doctor explain` as its user runs it: codes, files, standard input; bad input is one line and status 2.
+
+
+ERROR = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
+
+
+def test_standard_input_a_file_and_pasted_text_say_the_same(tmp_path: Path):
+    log = tmp_path / "train.log"
+    log.write_text(ERROR + "\n")
+    answers = [isotype("doctor", "explain", "--json", *given, input=ERROR) for given in ([], [log], [ERROR])]
+    findings = [json.loads(a.stdout)["findings"][0] for a in answers]
+    assert {f["code"] for f in findings} == {"EX001"}
+    assert [a.returncode for a in answers] == [1, 1, 1]
+    assert findings[1]["place"] == {"file": str(log), "line": 1}
+
+
+def test_not_a_dtype_error_is_a_note_and_status_0():
+    done = isotype("doctor", "explain", input="KeyError: 'x'\n")
     assert done.returncode == 0
-    assert "no configuration found" in done.stdout
+    assert "not a dtype error" in done.stdout
+
+
+@pytest.mark.parametrize("code", ["EX001", "cf020", "DT001", "PR008"])
+def test_a_code_prints_its_page(code: str):
+    done = isotype("doctor", "explain", code, input="")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"# {code.upper()}: ")
+
+
+# --- `isotype doctor trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors.
+
+
+FAULTY = """
+import os, sys, torch, torch.nn as nn
+print("said by the program")
+def run():
+    os.system("echo said by a child")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+    model(torch.randn(2, 4))
+def fine():
+    return nn.Linear(4, 4)(torch.randn(2, 4)).dtype
+if __name__ == "__main__":
+    print(sys.argv[1:], __name__, os.path.basename(__file__))
+    if "--fail" in sys.argv:
+        run()
+    if "--exit" in sys.argv:
+        sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(FAULTY)
+    return file
+
+
+def trace(*arguments):
+    return isotype("doctor", "trace", *arguments)
+
+
+def test_function_with_json_gives_one_object_on_stdout(program):
+    done = trace(f"{program}:run", "--json")
+    report = json.loads(done.stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["TR001"]
+    assert "said by the program" in done.stderr
+    assert "said by a child" in done.stderr
+    assert done.returncode == 1
+
+
+def test_script_gets_its_own_arguments_and_main(program):
+    done = trace(program, "--json", "--lr", "3")
+    assert "['--json', '--lr', '3'] __main__ program.py" in done.stdout
+    assert "no findings" in done.stdout
+    assert done.returncode == 0
+
+
+def test_failing_script_shows_its_traceback_without_our_frames(program):
+    done = trace(program, "--fail")
+    assert "program.py" in done.stderr
+    assert "isotype/doctor" not in done.stderr
+    assert done.stdout.count("TR001") == 2  # the heading and the page
+    assert done.returncode == 1
+
+
+def test_exit_status_of_the_script_is_kept(program):
+    assert trace(program, "--exit").returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "nowhere"], "no such file"),
+        (["check", ".", "--device", "abacus"], "abacus"),
+        (["check", ".", "--fail-on", "x"], "--fail-on"),
+        (["explain", "EX999"], "not a code"),
+        (["explain", "missing.log"], "no such file"),
+        (["explain", "."], "folder"),
+        (["trace", "nowhere.py:run"], "no such file"),
+        (["trace", "program.py:nothing"], "no function 'nothing'"),
+        (["trace", "program.py:run", "extra"], "takes no arguments"),
+        (["trace", "--fail-on", "loud", "program.py:fine"], "expected error, warning or note"),
+    ],
+)
+def test_bad_usage_is_one_line(program, arguments, words):
+    done = isotype("doctor", *arguments, cwd=program.parent, input="")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("isotype: ")

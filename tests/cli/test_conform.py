@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.errors import UsageError
+from tests.commands import invoke
 
 FAULTY = """
 import torch
@@ -53,7 +52,7 @@ def file(tmp_path):
 
 
 def conform(*arguments):
-    return CliRunner().invoke(build_app(), ["doctor", "conform", *map(str, arguments)])
+    return invoke("doctor", "conform", *arguments)
 
 
 def test_build_is_the_default_name(file):
@@ -72,10 +71,6 @@ def test_a_function_with_inputs(file):
     assert conform(f"{file}:Linear", "--inputs", "fp32[4 16], fp32[8 16]").exit_code == 1
     assert conform(f"{file}:right", "--inputs", "x: fp32[4 16], w: fp32[8 16]").exit_code == 0
     assert conform("torch.nn.functional:cross_entropy", "--inputs", "fp32[4 16], int[4] < 16").exit_code == 0
-
-
-def test_fail_on_never_hides_the_finding(file):
-    assert "AC002" in conform(f"{file}:build", "--fail-on", "warning").stdout
 
 
 @pytest.mark.parametrize(
@@ -101,13 +96,6 @@ def test_bad_usage_is_one_line(file, arguments, message):
     assert isinstance(result.exception, UsageError)
     with pytest.raises(UsageError, match=message):
         raise result.exception
-
-
-def test_a_file_with_a_syntax_error(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text("def f(:\n")
-    with pytest.raises(UsageError, match=r"broken.py:1"):
-        raise conform(path).exception
 
 
 def test_conform_finds_the_fault_of_each_real_case_and_passes_its_mend(shared, capsys):

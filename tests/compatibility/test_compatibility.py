@@ -1,7 +1,5 @@
 """What an earlier version wrote is resumed, reported, merged, evaluated and trained again, with the numbers it had."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +12,7 @@ from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.report import write_report
 from isotype.tasks.choose import train
+from tests.results import metrics
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(p.name for p in HERE.iterdir() if p.name.startswith("written_"))
@@ -26,10 +25,6 @@ def written(request, tmp_path, monkeypatch) -> Path:
     shutil.copytree(HERE / request.param, tmp_path / "written")
     monkeypatch.chdir(tmp_path / "written")
     return tmp_path / "written"
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -72,10 +67,8 @@ def test_its_configurations_mean_what_they_meant(written, name):
 
 
 def test_its_configuration_trains_a_new_run(written):
-    before = metrics(written / "lora")
     assert train(load(Path("lora.yaml"), [], {"run.folder": "again"})) == 0
-    again = metrics(written / "again")
-    assert [row["loss"] for row in again if "loss" in row] == pytest.approx([row["loss"] for row in before if "loss" in row], rel=0.01)
+    assert metrics(written / "again", "loss") == pytest.approx(metrics(written / "lora", "loss"), rel=0.01)
 
 
 @pytest.mark.parametrize("folder", ["lora", "lora/adapter"])

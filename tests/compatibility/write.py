@@ -3,8 +3,6 @@
 A written folder is never written again: the code of its day made it. Every path in it is relative to the folder itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

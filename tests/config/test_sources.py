@@ -33,14 +33,3 @@ def test_a_relative_folder_is_told_where_it_was_looked_for(tmp_path, monkeypatch
     assert where_looked("models/base", tmp_path / "project/run.yaml").endswith(f"not at the file; it is {tmp_path}/project/models/base")
     assert where_looked("models/base") == f"; it was looked for as {tmp_path}/models/base: relative names begin in the working directory"
     assert where_looked(str(tmp_path / "gone")) == ""
-
-
-def test_a_models_configuration_is_read_once(tmp_path, monkeypatch):
-    from isotype.config import kind
-
-    file, read = tmp_path / "config.json", []
-    file.write_text('{"_class_name": "FluxTransformer2DModel"}')
-    loads = kind.json.loads
-    monkeypatch.setattr(kind.json, "loads", lambda text: read.append(text) or loads(text))
-    assert [kind.is_denoiser(str(file)) for _ in range(3)] == [True] * 3
-    assert len(read) == 1

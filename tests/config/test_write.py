@@ -13,7 +13,7 @@ from isotype.config.keys import keys
 from isotype.config.kind import LANGUAGE, applies
 from isotype.config.load import load, names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
-from isotype.config.yaml_text import YamlError, read_value, write_value
+from isotype.config.yaml_text import read_value, write_value
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
@@ -38,16 +38,6 @@ def test_text_that_looks_like_something_else_stays_text(value):
 def test_numbers_are_numbers_in_yaml_1_1_too():
     assert write_value(1e-8) == "1.0e-08"
     assert math.isnan(read_value(write_value(math.nan)))
-
-
-def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(YamlError):
-        read_value('"\\ud800"')
-
-
-def test_a_file_name_that_is_no_utf_8_is_read_back():
-    name = b"caf\xe9.jsonl".decode("utf-8", "surrogateescape")
-    assert read_value(write_value(name)) == name
 
 
 def test_resolved_yaml_loads_as_the_same_run_and_keeps_its_sources(tmp_path):

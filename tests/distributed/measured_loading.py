@@ -5,8 +5,6 @@ memory in bytes that reading the model took at most, and in the end. Mapped page
 memory is short.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys
@@ -36,22 +34,18 @@ def main(tiny: str, file: str, result: str) -> None:
     gc.collect()
     loaded = load(file, [], {})
     task, taken = task_of(loaded.config), []
-    builds, cuts = task.build_model, torch.distributed.fsdp.fully_shard
 
-    def build(*args, **kwargs):
-        taken.append(anonymous())
-        made = builds(*args, **kwargs)
-        taken.append(anonymous())
-        return made
+    def measured(work):
+        def does(*args, **kwargs):
+            taken.append(anonymous())
+            made = work(*args, **kwargs)
+            taken.append(anonymous())
+            return made
 
-    def cut(*args, **kwargs):
-        taken.append(anonymous())
-        made = cuts(*args, **kwargs)
-        taken.append(anonymous())
-        return made
+        return does
 
-    task.build_model = build
-    torch.distributed.fsdp.fully_shard = cut
+    task.build_model = measured(task.build_model)
+    torch.distributed.fsdp.fully_shard = measured(torch.distributed.fsdp.fully_shard)
     prepare(task, loaded.sources, Path(result).parent / "base", world)
     before = taken[0]
     found = world.gather([max(taken) - before, taken[-1] - before])

@@ -1,10 +1,8 @@
-"""One process of those that share a model, measured in its steps: `python -m tests.distributed.measured_part CONFIG RESULT`.
+"""One process, alone or of those that share a model, measured in its steps: `python -m tests.distributed.measured_part CONFIG RESULT`.
 
 RESULT gets the planned peak and, by rank, the measured one, in bytes. The first of two steps is taken once before, and what it took is
 given back, so that libraries, connections and caches of matrix products are not counted.
 """
-
-from __future__ import annotations
 
 import ctypes
 import gc
@@ -20,7 +18,11 @@ from isotype.tasks.choose import task_of
 from isotype.training.memory.device import return_freed_blocks
 from isotype.training.memory.distributed_plan import plan_part
 from isotype.training.setup import prepare
-from tests.training.memory.measured_memory import status
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def main(file: str, result: str) -> None:

@@ -1,7 +1,5 @@
 """Runs of several real processes, for the tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,15 +1,15 @@
 """What is compared between processes before the first step."""
 
-from __future__ import annotations
-
-import json
-import re
+from dataclasses import dataclass
+from itertools import count, groupby
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from isotype.config.schema import RunConfig
+from isotype.config.schema import RunConfig, TrainSection
 from isotype.distributed import agree
 from isotype.distributed.agree import (
     fingerprint_of_weights,
@@ -17,12 +17,12 @@ from isotype.distributed.agree import (
     refuse_differences,
     refuse_folder_of_another_machine,
     refuse_other_precision,
-    versions,
 )
-from isotype.distributed.rank import Rank
+from isotype.distributed.rank import Batching, Rank, find_rank, run_to_go_on_with
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
 from isotype.precision.precision import PRESETS
+from isotype.training.task import Idle, batches_of_rank
 
 
 class Others(World):
@@ -49,12 +49,6 @@ def test_the_setting_that_differs_is_named():
         refuse_differences(Others({"configuration": its}), configuration=mine)
 
 
-def test_only_the_version_that_differs_is_shown():
-    its = versions().replace(f"torch {torch.__version__}", "torch 1.0")
-    with pytest.raises(UsageError, match=rf"have different versions: torch 1\.0 and torch {re.escape(torch.__version__)}\n"):
-        refuse_differences(Others({"versions": its}), versions=versions())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_another_seed_has_another_fingerprint(dtype):
     def made(seed):
@@ -71,16 +65,6 @@ def test_accelerates_precision_against_the_contract():
         refuse_other_precision(contract, said)
     with pytest.raises(UsageError, match="mixed precision fp16, and this run computes in bf16"):
         refuse_other_precision(contract, {"ACCELERATE_MIXED_PRECISION": "fp16"})
-
-
-def test_errors_travel_as_json():
-    from isotype.distributed.watch import error_as_json, error_from_json
-
-    again = error_from_json(json.loads(json.dumps(error_as_json(UsageError("no", code="X1", fix="yes")))), of="rank 3")
-    assert isinstance(again, UsageError)
-    assert (again.message, again.code, again.fix) == ("rank 3: no", "X1", "yes")
-    assert error_from_json(error_as_json(ZeroDivisionError("by 0"))).message == "ZeroDivisionError: by 0"
-    assert isinstance(error_from_json(error_as_json(KeyboardInterrupt())), KeyboardInterrupt)
 
 
 def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):
@@ -102,3 +86,128 @@ def test_more_processes_than_gpus(monkeypatch):
     with pytest.raises(UsageError, match="4 processes on a machine with 2 GPUs") as refused:
         _take_gpu("auto", Rank(rank=1, size=4, local_rank=1, local_size=4))
     assert refused.value.fix == "start 2, or model.device: cpu"
+
+
+# --- Which process of a run this is, what a launcher's variables may not say, and what a restart by torchrun finds.
+
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert find_rank({}).size == 1
+    assert find_rank({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+
+
+def test_variables_of_torchrun_and_accelerate_give_rank_and_launcher():
+    found = find_rank(TORCHRUN)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.launcher) == (3, 4, 1, 2, "torchrun")
+    assert find_rank(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set and RANK is not"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not one of WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR does not say where they meet"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(environ, said):
+    with pytest.raises(UsageError, match=said):
+        find_rank(environ)
+
+
+def test_a_batch_script_of_slurm_is_one_process():
+    assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
+
+
+def test_only_a_restart_continues_a_run(tmp_path):
+    first = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
+    again = first | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    folder = str(tmp_path)
+    assert run_to_go_on_with(folder, again) is None  # it died before the run was begun
+    (tmp_path / "resolved.yaml").touch()
+    assert run_to_go_on_with(folder, again) == tmp_path
+    assert run_to_go_on_with(folder, first) is None
+    assert run_to_go_on_with(folder, {}) is None
+
+
+def test_a_folder_with_the_time_in_its_name_is_refused():
+    assert run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    with pytest.raises(UsageError, match="another name at each start"):
+        run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "3"})
+
+
+# --- The rows of a step are the same on any number of processes; rows of several shapes take a micro-batch for each shape.
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 16))
+def test_every_row_is_computed_once(batch_size, accumulate, size):
+    train = TrainSection(batch_size=batch_size, accumulate=accumulate)
+    if batch_size * accumulate % size:
+        with pytest.raises(UsageError):
+            Batching.of(train, size=size)
+        return
+    shares = [Batching.of(train, rank=rank, size=size) for rank in range(size)]
+    assert [n for share in shares for n in share.own] == list(range(shares[0].total))
+    assert all(share.rows * share.total == batch_size * accumulate and share.rows <= batch_size for share in shares)
+    if accumulate % size == 0:  # the micro-batches are those of one process
+        assert (shares[0].rows, shares[0].total) == (batch_size, accumulate)
+
+
+def test_the_nearest_numbers_are_named():
+    with pytest.raises(UsageError, match=r"5 processes cannot share 12 rows.*\n.*4 or 6 processes can"):
+        Batching.of(TrainSection(batch_size=4, accumulate=3), size=5)
+    with pytest.raises(UsageError, match="4 processes can"):
+        Batching.of(TrainSection(batch_size=4), size=8)
+    with pytest.raises(UsageError, match="1 process can"):
+        Batching.of(TrainSection(batch_size=1), size=2)
+
+
+@dataclass
+class Letters:
+    rows: int
+    text: str
+
+    def to(self, device):
+        return Letters(self.rows, self.text + str(device))
+
+
+class OneLetterEach:
+    """Rows are letters, which are their shapes."""
+
+    def one_shape_each(self, rows):
+        return [list(same) for _, same in groupby(sorted(rows))]
+
+    def collate(self, rows):
+        assert len(set(rows)) == 1
+        return Letters(len(rows), "".join(rows))
+
+
+class Given:
+    def __init__(self, rows):
+        self.rows, self.at = rows, count()
+
+    def take(self, number):
+        return [self.rows[next(self.at)] for _ in range(number)]
+
+
+def batching_of(rows, *, rank, size, together, batch=2):
+    batching = Batching(batch, len(rows) // batch, range(rank * len(rows) // batch // size, (rank + 1) * len(rows) // batch // size))
+    stream = Given(rows)
+    found = batches_of_rank(OneLetterEach(), stream, batching, together=together)
+    assert next(stream.at) == len(rows)  # every process passes over the rows of all
+    return [f"({one.batch.text})" if isinstance(one, Idle) else one.text for one in found]
+
+
+def test_processes_that_share_a_model_make_as_many_micro_batches_as_the_one_with_most():
+    assert batching_of("aaab", rank=0, size=2, together=True) == ["aa", "(a)"]
+    assert batching_of("aaab", rank=1, size=2, together=True) == ["a", "b"]
+    assert batching_of("abaaaaac", rank=0, size=2, together=True) == ["a", "b", "aa"]
+    assert batching_of("abaaaaac", rank=1, size=2, together=True) == ["aa", "a", "c"]

@@ -1,7 +1,5 @@
 """Runs that other launchers start: torchrun, two of them as two machines, accelerate, and a process group that is there before."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -40,11 +38,12 @@ def on_two_machines(processes, *, given):
     return [one, other], first + second
 
 
-def test_torchrun_starts_one_run_of_two_processes(given):
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given))
+@pytest.mark.parametrize(("more", "who"), [({}, "torchrun"), ({"group": True}, "another program")], ids=["torchrun", "group"])
+def test_torchrun_or_a_process_group_that_exists_is_one_run_of_two_processes(given, more, who):
+    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given | more))
     assert status == 0, said
+    assert f"2 on one machine, started by {who}" in said
     assert said.count("step 6/6  loss") == 1
-    assert "2 on one machine, started by torchrun" in said
 
 
 @pytest.mark.full
@@ -63,13 +62,6 @@ def test_two_torchruns_are_two_machines(given):
     statuses, said = on_two_machines(1, given=given)
     assert statuses == [0, 0], said
     assert said.count("2 on 2 machines, started by torchrun") == 1
-    assert said.count("step 6/6  loss") == 1
-
-
-def test_an_existing_process_group_is_used(given):
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given | {"group": True}))
-    assert status == 0, said
-    assert "2 on one machine, started by another program" in said
     assert said.count("step 6/6  loss") == 1
 
 

@@ -1,7 +1,5 @@
 """The memory of the processes that share a model, while they read it and while they train it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -10,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.processes import ended, start
-from tests.long import in_full
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 MOST = 1.3  # times the model as the run holds it
@@ -33,7 +30,7 @@ def large(workshop):
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "adapter", "processes", "bytes_a_weight"), [
     ("bf16-mixed", "none", 3, 4.0),  # the files' bf16 becomes fp32
-    pytest.param("bf16-lora", "lora", 2, 2.0, marks=in_full),  # the files' own dtype
+    pytest.param("bf16-lora", "lora", 2, 2.0, marks=pytest.mark.full),  # the files' own dtype
 ])  # fmt: skip
 def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, processes, bytes_a_weight, large, configured, tmp_path):
     base, elements = large
@@ -54,7 +51,7 @@ def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, process
 
 
 @pytest.mark.slow
-@in_full
+@pytest.mark.full
 def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configured, tmp_path):
     """Each process holds all 4-bit weights until it cuts them, and the processes take turns."""
     base, elements = large
@@ -73,16 +70,21 @@ def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configure
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "adapter", "recompute"), [
-    ("bf16-mixed", "none", "layers"),
-    pytest.param("bf16-pure", "none", "none", marks=in_full), pytest.param("bf16-lora", "lora", "none", marks=in_full),
-])  # fmt: skip
-def test_the_planned_memory_of_a_process_is_the_measured_one(preset, adapter, recompute, large, configured, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "preset", "adapter", "recompute"),
+    [
+        (1, "bf16-lora", "lora", "none"),
+        (2, "bf16-mixed", "none", "layers"),
+        (2, "bf16-pure", "none", "none"),
+        (2, "bf16-lora", "lora", "none"),
+    ],
+)
+def test_the_planned_memory_of_a_process_is_the_measured_one(processes, preset, adapter, recompute, large, configured, tmp_path):
     settings = {"precision": {"preset": preset}, "adapter": {"kind": adapter}, "parallel": {"kind": "shard"}}
     settings["train"] = {"batch_size": 2, "accumulate": 2, "gradient_checkpointing": recompute}
     configured("run", model={"name": str(large[0])}, **settings)
     files = [str(tmp_path / name) for name in ("run.yaml", "result.json")]
-    status, said = ended(start(2, "-m", "tests.distributed.measured_part", *files))
+    status, said = ended(start(processes, "-m", "tests.distributed.measured_part", *files))
     assert status == 0, said
     found = json.loads((tmp_path / "result.json").read_text())
     print(preset, {name: value >> 20 for name, value in found["planned"].items() if value}, [value >> 20 for value in found["measured"]])

@@ -1,7 +1,5 @@
 """One run on several real processes (gloo): the same rows, losses and result; interrupted, killed and gone on with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -11,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.tasks.choose import train as train_language
 from isotype.training.run import train
 from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
-from tests.training.test_run import same_result
+from tests.results import metrics, same_result, trained_tensors
 from tests.training.toy_task import ToyTask
 from tests.warm import interpreter
 
@@ -25,20 +22,15 @@ pytestmark = pytest.mark.timeout(900)
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
 
 
-def rows_of(folder, key="loss"):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows if key in row]
-
-
 def close_runs(one, other, *, loss, weight):
     """Losses and trained weights of two runs, absolutely."""
     for key in ("loss", "eval_loss"):
-        mine, its = rows_of(one, key), rows_of(other, key)
+        mine, its = metrics(one, key), metrics(other, key)
         assert len(mine) == len(its)
         assert max(abs(a - b) for a, b in zip(mine, its)) <= loss
-    assert rows_of(one, "tokens") == rows_of(other, "tokens")
-    assert rows_of(one, "supervised") == rows_of(other, "supervised")
-    mine, its = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (one, other))
+    assert metrics(one, "tokens") == metrics(other, "tokens")
+    assert metrics(one, "supervised") == metrics(other, "supervised")
+    mine, its = (trained_tensors(folder) for folder in (one, other))
     assert max(float((mine[name] - its[name]).abs().max()) for name in mine) <= weight
 
 
@@ -90,15 +82,7 @@ def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(toy, tmp_pa
     shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
     (loaded, folder) = load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True), tmp_path / "killed"
     assert train(loaded, ToyTask(loaded.config), resume=folder) == 0
-    assert rows_of(folder, "points") == rows_of(whole, "points")
-
-
-def test_an_error_of_one_process_is_the_error_of_all(toy, tmp_path):
-    status, said = run(2, toy("run"), toy=True, fault=[1, 3, "raise"])
-    assert status == 1
-    assert "rank 1: ValueError: a row that nobody expected" in said
-    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step_2'}" in said
-    assert said.count("isotype: ") == 1
+    assert metrics(folder, "points") == metrics(whole, "points")
 
 
 def test_a_refusal_before_anything_is_started(toy, tmp_path):
@@ -158,3 +142,39 @@ def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
         time.sleep(0.2)
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
     process.communicate()
+
+
+# --- What processes do one after the other, and the errors of exchanges that no meeting knows of.
+
+
+LEAVE = """
+import json, sys, time
+from pathlib import Path
+import torch.distributed
+from isotype.distributed.world import join
+
+world = join("cpu", timeout=600)
+destroys = torch.distributed.destroy_process_group
+
+def destroy():
+    Path(sys.argv[1], f"closed_{world.rank}").write_text(str(time.monotonic()))
+    destroys()
+
+torch.distributed.destroy_process_group = destroy
+world.sum([1.0])
+if world.rank == int(sys.argv[2]):
+    time.sleep(1.0)
+Path(sys.argv[1], f"through_{world.rank}").write_text(str(time.monotonic()))
+world.close()
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("late", [0, 2])
+def test_no_process_closes_its_connections_before_all_are_through(late, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEAVE)
+    status, said = ended(start(3, str(script), str(tmp_path), str(late)))
+    assert status == 0, said
+    through, closed = ([float((tmp_path / f"{what}_{rank}").read_text()) for rank in range(3)] for what in ("through", "closed"))
+    assert max(through) <= min(closed)

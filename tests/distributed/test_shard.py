@@ -1,10 +1,7 @@
 """A model that two real processes share (gloo) against one process: losses, weights, observed dtypes, fused ops in place, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.config.load import load
-from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit, rows_of_each, units_of, whole_tensors
-from isotype.distributed.world import ALONE, World
+from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
 from tests.distributed.test_launchers import on_two_machines
-from tests.distributed.test_replicate import rows_of
-from tests.long import in_full
 from tests.models import tiny
+from tests.results import metrics, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
@@ -42,12 +37,6 @@ CASES = {
 }
 
 
-def test_units_are_the_layers_and_an_embedding_of_its_own():
-    layers = ["model.layers.0", "model.layers.1"]
-    assert [name for name, _ in units_of(tiny(tie_word_embeddings=False))] == [*layers, "the embedding"]
-    assert [name for name, _ in units_of(tiny(tie_word_embeddings=True))] == layers
-
-
 def test_trained_weights_of_two_dtypes_in_one_unit_are_refused():
     layer = tiny().model.layers[0]
     layer.input_layernorm.requires_grad_(False).bfloat16()
@@ -66,27 +55,15 @@ def test_a_weight_that_two_layers_share_is_refused():
     refuse_weights_of_another_unit("model.layers.1", tiny().model.layers[1], of_first)
 
 
-def test_rows_of_each_process_are_those_of_torchs_chunks():
-    for rows in (1, 4, 5, 7, 8):
-        for parts in (1, 2, 3, 4, 8):
-            chunks = [len(chunk) for chunk in torch.zeros(rows).chunk(parts)]
-            assert rows_of_each(rows, parts) == chunks + [0] * (parts - len(chunks))
-
-
-def weights_of(folder):
-    name = "model/model.safetensors" if (folder / "model").is_dir() else "adapter/adapter_model.safetensors"
-    return load_file(folder / name)
-
-
 def drift(one, two):
     """The most by which losses and weights of two runs differ."""
     found = {}
     for key in ("loss", "eval_loss"):
-        mine, its = rows_of(one, key), rows_of(two, key)
+        mine, its = metrics(one, key), metrics(two, key)
         assert len(mine) == len(its)
         found[key] = max(abs(a - b) for a, b in zip(mine, its))
-    assert rows_of(one, "tokens") == rows_of(two, "tokens")
-    mine, its = weights_of(one), weights_of(two)
+    assert metrics(one, "tokens") == metrics(two, "tokens")
+    mine, its = trained_tensors(one), trained_tensors(two)
     assert set(mine) == set(its)
     found["weight"] = max(float((mine[key].float() - its[key].float()).abs().max()) for key in mine)
     return found
@@ -104,23 +81,6 @@ def check_records(one, two, sums):
         assert set(second["observed"][role]) == set(seen), role
 
 
-def test_a_tied_weight_is_sent_once():
-    model, sent = tiny(tie_word_embeddings=True), []
-
-    class Second(World):
-        rank, size = 1, 2
-
-        def collect(self, part, whole, rows):
-            sent.append((tuple(part.shape), whole))
-
-    sharding = SimpleNamespace(parts=2)
-    assert whole_tensors(model, Second(), sharding, torch.bfloat16) == {}
-    assert len(sent) == len(list(model.parameters()))  # as many as the first process waits for
-    first = whole_tensors(model, ALONE, SimpleNamespace(parts=1), torch.bfloat16)
-    assert first["lm_head.weight"] is first["model.embed_tokens.weight"]
-    assert torch.equal(first["model.norm.weight"], model.model.norm.weight.bfloat16())
-
-
 @pytest.mark.full
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
     """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the weights are equal bit for bit."""
@@ -135,13 +95,13 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
     assert found["weight"] == 0.0
     check_records(tmp_path / "one", tmp_path / "two", "fp32")
     parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
-    whole = weights_of(tmp_path / "two")["model.norm.weight"]
+    whole = trained_tensors(tmp_path / "two")["model.norm.weight"]
     assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
 
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=in_full)])
+@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=pytest.mark.full)])
 def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
     """On a CPU the setting is refused; here the copies are made all the same, on the spot."""
     base = tmp_path / "base"
@@ -169,7 +129,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, works
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else in_full)
+        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else pytest.mark.full)
         for kind in ("shard", "replicate")
         for case in CASES
         if (case, kind) != ("bf16-pure full", "shard")  # a test of its own below
@@ -195,7 +155,7 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=in_full)], ids=str
+    "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
 )
 def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
     steps = STEPS | {"steps": 6}

@@ -5,9 +5,6 @@ command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
 counted         prints the bytes that the last step sent
-sums            a file's name: FILE.RANK gets, of each step, the dtype and the elements of every tensor of floats that was summed over the
-                processes, without the observer: {step: [[dtype, elements], ...]}
-narrow          gradients are summed in bf16, whatever is declared
 offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
                 tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
@@ -15,8 +12,6 @@ fault           [rank, step, what]: at that step (0: at the samples before the f
                 not a number (`nan`, of the toy task), or an element of its part of a weight is none (`weight`). `refuse`, at step 0: its
                 preflight finds too small a disk
 """
-
-from __future__ import annotations
 
 import atexit
 import errno
@@ -155,46 +150,8 @@ def with_counted_bytes() -> None:
     Loop._step = step
 
 
-def with_listed_sums(file: str) -> None:
-    """Lists what the steps' sums were given. Of what processes sum in a step, only the gradients are not fp64."""
-    listed, takes = {}, Loop._step
-
-    def listing(name: str, place: int, keyword: str) -> None:
-        collective = getattr(torch.distributed, name)
-
-        def call(*args, **kwargs):
-            tensor = args[place] if len(args) > place else kwargs[keyword]
-            if listed and tensor.is_floating_point() and tensor.dtype != torch.float64:
-                listed[max(listed)].append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
-            return collective(*args, **kwargs)
-
-        setattr(torch.distributed, name, call)
-
-    for name, (place, keyword, _) in COLLECTIVES.items():
-        if "gather" not in name and hasattr(torch.distributed, name):
-            listing(name, place, keyword)
-
-    def step(loop, number):
-        listed[number] = []
-        takes(loop, number)
-
-    Loop._step = step
-    atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(json.dumps(listed)))
-
-
-def with_narrow_sums() -> None:
-    from isotype.precision import accumulate
-
-    makes = accumulate.BucketSums.__init__
-    accumulate.BucketSums.__init__ = lambda self, *args: makes(self, *args[:-1], torch.bfloat16)
-
-
 def main() -> int:
     given = json.loads(sys.argv[1])
-    if given.get("sums"):
-        with_listed_sums(given["sums"])
-    if given.get("narrow"):
-        with_narrow_sums()
     if given.get("counted"):
         with_counted_bytes()
     if given.get("offload"):

@@ -66,7 +66,3 @@ def test_the_front_page_shows_the_summary_of_everything():
     block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
     assert block
     assert printed(". --static").endswith(block)
-
-
-def test_something_is_shown():
-    assert len(SHOWN) >= 7

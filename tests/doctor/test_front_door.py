@@ -153,12 +153,6 @@ def test_a_folder_without_files_is_reported(tmp_path):
     assert "nothing here is a configuration" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "part"), [("train.log", "explain"), ("a.py", "check"), ("a.yaml", "check"), ("slurm-12", "explain")])
-def test_a_single_file_gets_the_parts_that_are_its(tmp_path, name, part):
-    (tmp_path / name).write_text("x = 1\n")
-    assert part in {one.part for one in visit(tmp_path / name)}
-
-
 def test_side_effects_of_importing_a_kernel_file_stay_in_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr("isotype.doctor.front_door.SILENT", 600.0)  # a busy machine takes long to import Triton
     for name, end in (("a_leaves", "raise SystemExit(3)"), ("b_dies", "import os; os._exit(5)"), ("c_asks", "input('name? ')")):
@@ -168,10 +162,6 @@ def test_side_effects_of_importing_a_kernel_file_stay_in_its_process(tmp_path, m
     assert [f.place.file.rpartition("/")[2] for f in done.findings if f.code == "KN000"] == ["a_leaves.py", "b_dies.py", "c_asks.py"]
     assert done.subject.startswith("1 Triton kernel in 4 files")
     assert any(f.code == "KN001" for f in done.findings)
-
-
-def test_kernels_have_a_time(project):
-    assert "1 file not reached in 0 s" in {one.part: one for one in visit(project, seconds=0)}["kernels"].subject
 
 
 def test_pipes_and_links_to_nowhere_are_passed_over(project):

@@ -18,7 +18,6 @@ from isotype.config.sources import SourceSpec
 from isotype.environment import hub as hub_of_isotype
 from isotype.environment.hub import LOGGER, HubTries
 from isotype.errors import UsageError
-from isotype.model import load as model
 from isotype.model.load import load_architecture, load_tokenizer
 from isotype.training.quiet import quiet_libraries
 from tests.hub import COMMIT, hub
@@ -127,17 +126,6 @@ def test_a_user_who_is_offline_is_not_asked_to_check_the_network(endpoint, refus
         load_tokenizer(ModelSection(name="org/name"))
 
 
-def test_a_download_is_announced_before_it_starts(monkeypatch, capfd):
-    fetched = []
-    monkeypatch.setattr(model, "is_away", lambda: False)
-    monkeypatch.setattr(model, "try_to_load_from_cache", lambda name, file, revision: "kept" if fetched else None)
-    monkeypatch.setattr(model, "hf_hub_download", lambda *given, **rest: fetched.append(given))
-    for _ in range(2):
-        model._reach("org/name", None)
-    assert fetched == [("org/name", "config.json")]
-    assert capfd.readouterr().err.startswith("isotype: org/name is fetched from the hub, once")
-
-
 def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd, caplog):
     monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
     quiet_libraries()
@@ -163,23 +151,6 @@ def filled(workshop, tmp_path):
     unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     return tmp_path / "hub", environment | {"HF_HOME": str(tmp_path / "home")}
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
-    cached(workshop.base)
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_ENDPOINT", refusing)
-    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", str(workshop.chats), "--steps", "1",
-               "--out", str(tmp_path / "run"), "run.report=false"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stderr
-    (said,) = ended.stderr.splitlines()
-    assert "does not answer" in said
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """`isotype ...` in a fork of this process, which has everything imported: a real process, without seven seconds of imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

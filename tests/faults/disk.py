@@ -1,47 +1,38 @@
 """A disk that fills up: a tmpfs that holds a little more each time, or that another program fills right before a file operation.
 
+Without the right to mount there are no trials.
 A run on too small a disk must end with one message and without a traceback, keep its last whole checkpoint, and go on from it to the end
 of the undisturbed run once there is room. With the preflight's disk check on, the run must be refused before it starts.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .child import Ended, run
-from .compare import differences
-from .mounted import can_mount, enlarge, isolate, limit_files, mount_small
+from .mounted import can_mount, enlarge, isolate, mount_small
 from .operations import before_operation, operations_of
-from .trial import Deadline, Trial
+from .trial import Trial
 from .workshop import FIRST, Workshop
 
 ENOUGH = 1 << 14  # KiB
 FILLER = "filler"
 
 
-def disk_trials(workshop: Workshop, *, sizes: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
-    """`sizes` disks from next to nothing to nearly enough, and as many filled at random moments; real ones where they can be mounted."""
-    mounted = can_mount(workshop.folder / "disk")
+def disk_trials(workshop: Workshop, *, sizes: int, seed: int) -> Iterator[Trial]:
+    """`sizes` disks from next to nothing to nearly enough, and as many filled at random moments."""
+    if not can_mount(workshop.folder / "disk"):
+        return
     whole, _ = workshop.undisturbed(FIRST)
     needed = sum(-(-p.stat().st_size // 4096) * 4 for p in whole.rglob("*") if p.is_file())  # KiB, in pages
-    largest = max(p.stat().st_size for p in whole.rglob("*") if p.is_file())
-    if mounted and not deadline.passed:
-        yield _mounted(workshop, needed // 2, checked=True)
+    yield _mounted(workshop, needed // 2, checked=True)
     for i in range(sizes):
-        if deadline.passed:
-            return
-        share = (i + 1) / (sizes + 1)
-        yield _mounted(workshop, max(4, int(needed * share))) if mounted else _limited(workshop, int(largest * share))
+        yield _mounted(workshop, max(4, int(needed * (i + 1) / (sizes + 1))))
     moments, operations = random.Random(seed), operations_of(workshop, FIRST)
-    for i in range(sizes if mounted else 0):
-        if deadline.passed:
-            return
+    for i in range(sizes):
         yield _mounted(workshop, ENOUGH, filled_before=moments.randint(operations * i // sizes + 1, operations * (i + 1) // sizes))
 
 
@@ -68,11 +59,6 @@ def _mounted(workshop: Workshop, kib: int, *, checked: bool = False, filled_befo
     return Trial(**json.loads(back.read_text()))
 
 
-def _limited(workshop: Workshop, size: int) -> Trial:
-    folder = workshop.new_folder()
-    return _on_disk(workshop, folder, size // 1024, checked=False, make_room=lambda: None, before=limit_files(size))
-
-
 def fill(disk: Path) -> None:
     """What another program does: takes all the space there is."""
     with contextlib.suppress(OSError), (disk / FILLER).open("wb", buffering=0) as file:
@@ -91,16 +77,10 @@ def _on_disk(
     ended = run(["train", str(settings), *skip], workshop.log(), before=before)
     wrong = _said_wrong(ended, checked)
     make_room()
-    again = run(workshop.go_on(folder, settings), workshop.log())
-    if again.status != 0:
-        wrong.append(f"did not go on: {again.output[-1500:]}")
-    different = differences(folder, workshop.undisturbed(FIRST)[0]) if again.status == 0 else ["no result"]
-    if again.status == 0:
-        shutil.rmtree(folder)
+    _, different = workshop.ends_as_undisturbed(folder, workshop.undisturbed(FIRST)[0], settings)
     if filled and ended.status == 0 and not different:  # nothing but the report was left to write
         wrong = []
     kind = "refused by the preflight" if checked else "ENOSPC, filled by another program" if filled else "ENOSPC, too small"
-    kind = "EFBIG, a limit on file size" if before and not filled else kind
     return Trial(
         part="disk", what=f"{kind}, {_moment(ended)}", survived=not wrong, identical=not different,
         message=" ".join(ended.error.removeprefix("isotype: ").partition("\n  fix")[0].split()).replace(str(workshop.folder), "..."),

@@ -1,9 +1,7 @@
 """Hostile inputs by the thousand, in a process that is watched: no crash, no hang, no write outside, no code, no network.
 
-Input `i` of a target is a function of seed, target and `i`, so that each can be given again: `--only "data rows:1234"`.
+Input `i` of a target is a function of seed, target and `i`, so that each can be given again.
 """
-
-from __future__ import annotations
 
 import json
 import mmap
@@ -25,7 +23,7 @@ from isotype.errors import IsotypeError
 
 from .hostile import TARGETS, Target
 from .material import Material
-from .trial import Deadline, Trial
+from .trial import Trial
 from .workshop import Workshop
 
 SLOW, HUNG = 20, 180  # seconds of computing after which an input is interrupted, and of waiting after which its process is killed
@@ -41,15 +39,13 @@ class Slow(BaseException):
     """Not an Exception: nothing under test may catch it."""
 
 
-def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadline, only: str | None = None) -> Iterator[Trial | int]:
+def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int) -> Iterator[Trial | int]:
     """How many inputs were done, again and again; a trial for each fault, and one for each target that counts its inputs."""
     material = Material(workshop)
     material.run  # made by a child, before anything is computed here  # noqa: B018
     for name, (target, share) in TARGETS.items():
-        if only not in (None, name):
-            continue
         total, done, refused, faults = max(1, round(inputs * share)), 0, 0, []
-        while done < total and not deadline.passed:
+        while done < total:
             count, told, found = _chunk(material, name, target, seed, done, min(CHUNK, total - done))
             faults += found
             refused += told
@@ -68,19 +64,6 @@ def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadlin
             identical=None,
             message=f"{refused:,} refused with one message",
         )
-
-
-def once(workshop: Workshop, only: str, seed: int) -> None:
-    """One input in this process, so that its traceback or its debugger is here."""
-    name, _, number = only.rpartition(":")
-    folder = workshop.folder / "fuzz" / "once"
-    folder.mkdir(parents=True)
-    try:
-        TARGETS[name][0](Material(workshop), folder, random.Random(f"{seed}:{name}:{number}"))
-    except IsotypeError as error:
-        print(f"refused: {error}")
-    else:
-        print("accepted")
 
 
 def _chunk(material: Material, name: str, target: Target, seed: int, first: int, count: int) -> tuple[int, int, list[tuple[int, str]]]:

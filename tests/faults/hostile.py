@@ -3,24 +3,20 @@
 A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; all else is a fault.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from isotype.errors import IsotypeError
 
-from .material import ROWS, Material
+from .material import Material
 from .mutate import TEXTS, mutated_bytes, mutated_json
 from .recipes import recipes
-
-ENDINGS = (".jsonl", ".jsonl", ".jsonl", ".json", ".txt", ".csv")
 
 
 def configuration(material: Material, folder: Path, draw: random.Random) -> None:
@@ -41,22 +37,6 @@ def configuration(material: Material, folder: Path, draw: random.Random) -> None
     again.write_text(resolved_yaml(loaded, {}, {}), encoding="utf-8")
     if load(again).config != loaded.config:
         raise AssertionError("the configuration does not read back as it was written")
-
-
-def rows(material: Material, folder: Path, draw: random.Random) -> None:
-    """`data.train: FILE`, up to tokens, prompts and facts."""
-    from isotype.config.schema import DataSection
-    from isotype.data.load import load_data
-
-    picked = draw.choice(ROWS)
-    lines = [json.dumps(picked)] * draw.randint(0, 2)
-    lines += [json.dumps(mutated_json(draw.choice((picked, picked, *ROWS)), draw), ensure_ascii=draw.random() < 0.5)]
-    ending = draw.choice(ENDINGS)
-    content = ("[" + ",\n".join(lines) + "]" if ending == ".json" else "\n".join(lines)).encode("utf-8", "surrogatepass")
-    file = folder / f"data{ending}"
-    file.write_bytes(content if draw.random() < 0.6 else mutated_bytes(content, draw))
-    section = DataSection(train=str(file), max_length=48, eval_split=draw.choice((0.0, 0.5)), loss_on=draw.choice(("assistant", "all")))
-    load_data(section, material.tokenizer, seed=0)
 
 
 def weights(material: Material, folder: Path, draw: random.Random) -> None:
@@ -118,6 +98,8 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.config.compare import compare
     from isotype.config.load import load
     from isotype.report.record import read_run
+    from isotype.runs.checkpoint.atomic_folder import SEAL, seal
+    from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.runs.folder import LOCK, RunFolder
     from isotype.runs.record import Metrics
     from isotype.training.preflight.check import skipped_before
@@ -129,7 +111,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
         _damage(file, folder, draw)
     run = RunFolder(place)
     for read in (lambda: read_run(place), lambda: _row(place)):
-        with _bad_is_fine(IsotypeError):
+        with contextlib.suppress(IsotypeError):
             read()
     with run.held():
         if draw.random() < 0.3:
@@ -138,7 +120,15 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
             render(read_run(place))
         skipped_before(place / "preflight.json")
         Metrics(run.metrics).cut_after(6)
-        _restored(material, run, draw)
+        store = CheckpointStore(run.checkpoints)
+        for step in store.steps():
+            if draw.random() < 0.8:  # sealed by the stranger, so that its checksums are right
+                with contextlib.suppress(OSError):
+                    store.path(step).joinpath(SEAL).unlink(missing_ok=True)
+                    seal(store.path(step))
+        newest, _ = store.newest_whole()
+        if newest is not None:
+            store.load(newest)
         loaded = load(place / "resolved.yaml", resolved=True)
         compare(load(place / "resolved.yaml").config, loaded.config, auto="fp32")
 
@@ -166,72 +156,11 @@ def _damage(file: Path, folder: Path, draw: random.Random) -> None:
         file.write_bytes(mutated_bytes(file.read_bytes(), draw))
 
 
-def _restored(material: Material, run: Any, draw: random.Random) -> None:
-    """The newest checkpoint, sealed by the stranger so that its checksums are right, put into a model and an optimizer."""
-    import torch
-
-    from isotype.runs.checkpoint.atomic_folder import SEAL, seal
-    from isotype.runs.checkpoint.store import CheckpointStore
-    from isotype.training.feed import RowStream
-    from isotype.training.loop import Loop
-    from isotype.training.step import LossScale
-
-    store = CheckpointStore(run.checkpoints)
-    for step in store.steps():
-        if draw.random() < 0.8:
-            with _bad_is_fine(OSError):
-                store.path(step).joinpath(SEAL).unlink(missing_ok=True)
-                seal(store.path(step))
-    newest, _ = store.newest_whole()
-    if newest is None:
-        return
-    checkpoint = store.load(newest)
-    loop: Any = object.__new__(Loop)
-    names = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
-    model = torch.nn.ParameterDict()
-    for name in names:
-        tensor = checkpoint.tensors[f"model.{name}"]
-        if tensor.is_floating_point():
-            model[name.replace(".", "_")] = torch.nn.Parameter(torch.zeros_like(tensor))
-    tensors = {_flat(name): tensor for name, tensor in checkpoint.tensors.items()}
-    loop.model, loop.ema = model, None
-    loop.stepper = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters()), loss_scale=LossScale()) if names else SimpleNamespace(
-        optimizer=SimpleNamespace(state={}), loss_scale=None)  # fmt: skip
-    loop.store, loop.stream = store, RowStream((), seed=0, shuffle=True)
-    loop.metrics = SimpleNamespace(cut_after=lambda step: None)
-    loop.restore(type(checkpoint)(newest, tensors, checkpoint.state))
-
-
-def _flat(name: str) -> str:
-    """A tensor's name as a ParameterDict takes it: without dots within the parameter's."""
-    first, _, rest = name.partition(".")
-    if first == "model":
-        return f"model.{rest.replace('.', '_')}"
-    if first == "optimizer":
-        parameter, _, key = rest.rpartition(".")
-        return f"optimizer.{parameter.replace('.', '_')}.{key}"
-    return name
-
-
-class _bad_is_fine:
-    """Errors of these kinds are answers."""
-
-    def __init__(self, *kinds: type[Exception]) -> None:
-        self.kinds = kinds
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        return isinstance(error, self.kinds)
-
-
 Target = Callable[[Material, Path, random.Random], None]
 # share of all inputs: an adapter takes a model, a run folder is copied, a configuration is a line
 TARGETS: dict[str, tuple[Target, float]] = {
     "configuration": (configuration, 0.12),
-    "data rows": (rows, 0.35),
-    "data recipes": (recipes, 0.15),
+    "data rows": (recipes, 0.5),
     "safetensors headers": (weights, 0.33),
     "adapters": (adapter, 0.03),
     "run folders": (run_folder, 0.02),

@@ -4,32 +4,28 @@ A run is killed, resumed, killed again, up to a few times, and then left to end:
 checkpoint no older than the one before, and the end must be the undisturbed run's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .child import Child, run
-from .compare import differences
+from .child import Child
 from .operations import before_operation, operations_of
-from .trial import Deadline, Trial
+from .trial import Trial
 from .workshop import RECIPES, Workshop
 
 MOST_IN_ONE_RUN = 6
 SAVE_SECONDS = 0.012  # what writing, syncing and renaming a checkpoint of this size takes, generously
 
 
-def kill_trials(workshop: Workshop, *, kills: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
+def kill_trials(workshop: Workshop, *, kills: int, seed: int) -> Iterator[Trial]:
     """`kills` kills in all, over every recipe in turn."""
     moments, done = random.Random(seed), 0
     for turn in range(10 * kills):
-        if done >= kills or deadline.passed:
+        if done >= kills:
             return
         recipe = list(RECIPES)[turn % len(RECIPES)]
         for trial in _chain(workshop, recipe, moments, most=min(moments.randint(1, MOST_IN_ONE_RUN), kills - done)):
@@ -67,10 +63,7 @@ def _chain(workshop: Workshop, recipe: str, moments: random.Random, *, most: int
             lost = f"ended with {status} before it was killed: {child.log.read_text()[-1500:]}"
         newest = max(newest, step or 0)
         killed.append((how, _moment(folder), lost))
-    last_run = run(workshop.go_on(folder, settings), workshop.log())
-    wrong = differences(folder, undisturbed) if last_run.status == 0 else [f"did not go on: {last_run.output[-2000:]}"]
-    if not wrong:
-        shutil.rmtree(folder)
+    last_run, wrong = workshop.ends_as_undisturbed(folder, undisturbed, settings)
     said = next((line for line in last_run.output.splitlines() if line.startswith("resume ")), "started again")
     return [
         Trial(

@@ -1,7 +1,5 @@
 """Good files, of which hostile ones are made: rows of every format, a whole run, its weights, and the settings that read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -1,17 +1,11 @@
 """A small disk for one process and its children: a tmpfs in a mount namespace of its own, gone when they are.
 
-Works for root, and for other users where the kernel lets them make user namespaces. Elsewhere a limit on the size of a file takes its
-place: a real refusal by the kernel in the middle of a write, EFBIG instead of ENOSPC.
+Works for root, and for other users where the kernel lets them make user namespaces.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
-import resource
-import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -56,16 +50,6 @@ def can_mount(folder: Path) -> bool:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def limit_files(size: int) -> Callable[[], None]:
-    """For a child: no file may grow past `size` bytes; the write fails with EFBIG instead of killing the process."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    return limit
 
 
 def _mount(*arguments: str) -> bool:

@@ -1,7 +1,5 @@
 """Hostile variants of good files: bytes flipped, cut, doubled and spliced; JSON values exchanged for what a program least expects."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

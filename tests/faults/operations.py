@@ -1,7 +1,5 @@
 """The file operations of a process, counted and met: an audit hook hears of each right before it is done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

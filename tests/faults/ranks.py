@@ -5,8 +5,6 @@ must end byte for byte as the undisturbed run on two processes. They replicate t
 (then each writes a part of a checkpoint).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -19,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from .child import HANGS, HUNG, Child, Ended
-from .compare import differences
 from .kills import die
 from .operations import before_operation, operations_of
-from .trial import Deadline, Trial
-from .workshop import EVERY, RECIPES, Workshop
+from .trial import Trial, differences
+from .workshop import RECIPES, Workshop
 
 PROCESSES = 2
 HOWS = (
@@ -36,17 +33,14 @@ KINDS = ("replicate", "shard")
 TIMEOUT = 30  # seconds for a process that was killed before it came
 
 
-def rank_trials(workshop: Workshop, *, kills: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
+def rank_trials(workshop: Workshop, *, kills: int, seed: int) -> Iterator[Trial]:
     """`kills` runs, each killed once; the recipes, the ways to be killed and the kinds in turn."""
     moments = random.Random(seed)
     undisturbed: dict[tuple[str, str], tuple[Path, float]] = {}
     for number in range(kills):
-        if deadline.passed:
-            return
         recipe, how = list(RECIPES)[number % len(RECIPES)], HOWS[(number + number // len(RECIPES)) % len(HOWS)]
         kind = KINDS[(number + number // (2 * len(RECIPES))) % len(KINDS)]
-        # samples at fixed steps: how many fit into their share of the time is for the clock to say
-        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}, "run": {"sample_every": EVERY}}
+        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}}
         if (recipe, kind) not in undisturbed:
             folder = workshop.new_folder()
             begun = time.monotonic()

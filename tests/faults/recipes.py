@@ -1,7 +1,5 @@
 """Hostile data under the settings that read it differently: tables, archives, streams, packing, weights, templates."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from isotype.tasks.choose import train
-from tests.faults.compare import differences
-from tests.faults.trial import Trial, as_lines, summarise
+from tests.faults.trial import differences
 from tests.warm import interpreter
 
 
@@ -29,8 +28,7 @@ def test_a_slice_of_the_campaign(parts):
         cells = {row["what"]: row for row in answer["rows"] if row["part"] == "matrix"}
         assert sum(row["identical"] for row in cells.values()) == 3
         assert cells["adamw8bit, bf16-pure, adapter none"]["message"].startswith("refused: ")
-    assert not answer["stopped_by_time"]
-    assert "left" in ended.stderr
+    assert "done" in ended.stderr
     assert answer["kept"] is None
 
 
@@ -57,13 +55,3 @@ def flip(file: Path):
 
 def shorten(file: Path):
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-
-
-def test_the_table_shows_what_failed():
-    good = Trial(part="kills", what="SIGKILL", survived=True, identical=True, message="from step 3")
-    bad = Trial(part="kills", what="SIGKILL", survived=True, identical=False, wrong="metrics.jsonl differs")
-    assert good.passed
-    assert not bad.passed
-    lines = list(as_lines(summarise([good, bad])))
-    assert lines[2] == "| kills | SIGKILL | 2 | 2 | 1 of 2 | from step 3 |"
-    assert lines[-1].endswith("FAILED  kills, SIGKILL: metrics.jsonl differs")

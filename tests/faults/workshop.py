@@ -1,7 +1,5 @@
 """A tiny model, a little data, and undisturbed runs: what every fault is done to."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -13,6 +11,7 @@ from typing import Any
 from isotype.errors import RunError
 
 from .child import Ended, elsewhere, run
+from .trial import differences
 
 STEPS, EVERY = 12, 3  # checkpoints at 3, 6, 9 and 12
 
@@ -77,7 +76,13 @@ class Workshop:
             "model": {"name": str(self.base), "device": "cpu"},
             "data": {"train": str(self.data), "eval_split": 0.1, "max_length": 64},
             "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 1e-3, "eval_every": EVERY},
-            "run": {"folder": str(folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
+            "run": {
+                "folder": str(folder),
+                "sample_tokens": 4,
+                "report": False,
+                "samples": ["How much is 1 plus 1?"],
+                "sample_every": EVERY,  # how many fit into their share of the time is for the clock to say
+            },
         }
         for more in (RECIPES[recipe], sections):
             for section, values in more.items():
@@ -110,6 +115,14 @@ class Workshop:
         if (folder / "resolved.yaml").is_file() or settings is None:
             return ["train", "--resume", str(folder)]
         return ["train", str(settings)]
+
+    def ends_as_undisturbed(self, folder: Path, undisturbed: Path, settings: Path | None = None) -> tuple[Ended, list[str]]:
+        """The run that goes on, and what is wrong with its end; a folder that ended well is removed."""
+        ended = run(self.go_on(folder, settings), self.log())
+        wrong = differences(folder, undisturbed) if ended.status == 0 else [f"did not go on: {ended.output[-1500:]}"]
+        if not wrong:
+            shutil.rmtree(folder)
+        return ended, wrong
 
 
 def _rows() -> list[dict[str, Any]]:

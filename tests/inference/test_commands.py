@@ -1,6 +1,5 @@
 """What one does with a run, through the command line, in this process."""
 
-import errno
 import json
 import shutil
 from pathlib import Path
@@ -8,21 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tests.commands import ask, invoke
+from tests.results import metrics, read
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
-from isotype.errors import RunError, UsageError
+from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.runs.checkpoint import atomic_folder
 from isotype.tasks.choose import train
-
-
-def ask(*arguments, text=None):
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +33,20 @@ def run(configured, tmp_path, trained):
     return tmp_path / "run"
 
 
+def answer_of(*arguments):
+    return json.loads(ask(*arguments, "--json").splitlines()[-1])
+
+
 def test_eval_of_the_training_file(run, workshop):
-    answer = json.loads(ask("eval", run, "--data", workshop.chats, "--json").splitlines()[-1])
-    other = json.loads(ask("eval", run, "--data", workshop.chats, "--batch-size", 3, "--json").splitlines()[-1])
-    assert json.loads(ask("eval", run, workshop.chats, "--json").splitlines()[-1]) == answer
+    answer = answer_of("eval", run, "--data", workshop.chats)
+    other = answer_of("eval", run, "--data", workshop.chats, "--batch-size", 3)
+    assert answer_of("eval", run, workshop.chats) == answer
     assert answer["taken"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
-    own = json.loads(ask("eval", run, "--json").splitlines()[-1])  # without a file: the rows that the run held out
-    last = [row for line in (run / "metrics.jsonl").read_text().splitlines() if "eval_loss" in (row := json.loads(line))][-1]
-    held_out = json.loads((run / "data.json").read_text())["eval"]["rows"]
+    own = answer_of("eval", run)  # without a file: the rows that the run held out
+    held_out = read(run, "data")["eval"]["rows"]
     assert (own["rows"], own["data"], own["left_out"]) == (held_out, "its own evaluation rows", 0)
-    assert own["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert own["loss"] == pytest.approx(metrics(run, "eval_loss")[-1], rel=1e-6)
     with pytest.raises(UsageError, match="which file"):
         ask("eval", run / "adapter")
 
@@ -81,9 +76,7 @@ def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
 
 
 def test_chat_answers_what_is_piped_in(run):
-    said = CliRunner().invoke(
-        build_app(), ["chat", str(run), "--tokens", "4", "--json"], input="one?\ntwo?\n/reset\n/foo\nthree?\n/quit\nfour?"
-    )
+    said = invoke("chat", run, "--tokens", 4, "--json", text="one?\ntwo?\n/reset\n/foo\nthree?\n/quit\nfour?")
     answers = [json.loads(line) for line in said.stdout.splitlines()]
     assert [a["prompt"] for a in answers] == ["one?", "two?", "three?"]
     assert "/foo: no such command" in said.stderr
@@ -96,7 +89,7 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: "a\x1b[2J\x07\x9bb\r\n\tc\n")
     for shown in (ask("chat", run, "--tokens", 1, text="one?\n"), ask("sample", run, "one?", "--tokens", 1)):
         assert "a�[2J��b\n\tc\n" in shown
-    answer = json.loads(ask("sample", run, "one?", "--tokens", 1, "--json").splitlines()[-1])["samples"][0]["answer"]
+    answer = answer_of("sample", run, "one?", "--tokens", 1)["samples"][0]["answer"]
     assert answer.startswith("a\x1b[2J")
 
 
@@ -106,21 +99,6 @@ def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
             ask(command[0], *command[1:], tmp_path / "rnu")
     with pytest.raises(UsageError, match="holds runs, but is none"):
         ask("chat", tmp_path)
-
-
-def test_ls_of_a_run_whose_loss_was_lost_is_valid_json(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "resolved.yaml").write_text("model: {}\n")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 2, "eval_loss": NaN}\n')
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    (found,) = json.loads(ask("ls", tmp_path, "--json"), parse_constant=refuse)["runs"]
-    assert (found["status"], found["step"], found["loss"], found["eval_loss"]) == ("stopped", 2, 2.5, None)
-    (tmp_path / "empty").mkdir()
-    assert "no runs here" in ask("ls", tmp_path / "empty")
 
 
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
@@ -168,7 +146,7 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     ask("merge", run, "--dtype", "fp32", "--out", merged)
 
     def loss(folder):
-        return json.loads(ask("eval", folder, "--data", workshop.chats, "--json").splitlines()[-1])
+        return answer_of("eval", folder, "--data", workshop.chats)
 
     assert loss(merged)["taken"] == "model"
     assert loss(merged)["loss"] == pytest.approx(loss(run)["loss"], rel=1e-2)
@@ -183,16 +161,6 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     assert load_run(merged).precision.base == "fp32"
 
 
-def test_a_merge_onto_a_full_disk_leaves_nothing_and_says_to_merge_again(run, tmp_path, monkeypatch):
-    def full(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic_folder, "_sync", full)
-    with pytest.raises(RunError, match=r"CK001 .*merged: No space left(.|\n)*then merge again"):
-        merge(load_run(run), tmp_path / "merged")
-    assert not [p for p in tmp_path.iterdir() if "merged" in p.name]
-
-
 def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):
     (tmp_path / "words").write_text("mine")
     monkeypatch.setattr("isotype.inference.loaded.load_run", lambda *given: pytest.fail("loaded"))
@@ -202,20 +170,13 @@ def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(
         ask("merge", run, "--out", tmp_path / "words")
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()  # beside nothing: what stands beside tmp_path is other tests', whose runs may be spelt nearly so
-    with pytest.raises(UsageError, match="isotype ls"):
-        load_run(tmp_path / "empty")
-
-
 def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(configured, tmp_path):
     loaded = configured(train={"learning_rate": 2e-2, "steps": 3}, run={"adapters_every": 1, "adapters_keep": 1})
     assert train(loaded) == 0
     assert [p.name for p in (tmp_path / "run/adapters").iterdir()] == ["step_2"]
-    early, last = (json.loads(ask("eval", tmp_path / folder, "--json").splitlines()[-1]) for folder in ("run/adapters/step_2", "run"))
+    early, last = (answer_of("eval", tmp_path / folder) for folder in ("run/adapters/step_2", "run"))
     assert (early["taken"], last["taken"]) == ("adapters/step_2", "adapter")
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    then = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    then = {row["step"]: row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row}
     assert early["loss"] == pytest.approx(then[2], rel=1e-6)
     assert last["loss"] == pytest.approx(then[3], rel=1e-6)
     assert ask("chat", tmp_path / "run/adapters/step_2", "--tokens", 4, text="one?\n")
@@ -225,8 +186,7 @@ def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(conf
 
 def test_a_base_that_was_moved_with_its_run_is_found_and_said(run, workshop, tmp_path):
     def chat(folder):
-        arguments = ["chat", str(folder), "--json", "--tokens", "4", "--temperature", "0"]
-        return CliRunner().invoke(build_app(), arguments, input="How much is 1 plus 1?\n", catch_exceptions=False)
+        return invoke("chat", folder, "--json", "--tokens", 4, "--temperature", 0, text="How much is 1 plus 1?\n")
 
     there = tmp_path / "there"
     shutil.copytree(run, there / "runs/run")

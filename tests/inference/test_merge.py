@@ -1,7 +1,5 @@
 """Adapters from anywhere: a PEFT folder without a run, what one weight's change is, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import peft
@@ -13,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isotype.errors import RunError, UsageError
 from isotype.inference import merge as merging
 from isotype.inference.loaded import load_run
-from isotype.inference.merge import merge, merged_dtype
-from isotype.precision.precision import PRESETS
+from isotype.inference.merge import merge
 
 
 @pytest.fixture
@@ -91,14 +88,6 @@ def test_an_adapter_that_names_no_base_is_refused(foreign):
         load_run(folder)
 
 
-def test_dtype_of_a_merged_model():
-    assert {name: merged_dtype(precision)[0] for name, precision in PRESETS.items()} == {
-        "fp32": "fp32", "bf16-mixed": "bf16", "bf16-lora": "bf16", "nf4-lora": "bf16", "bf16-pure": "bf16", "fp16-mixed": "fp16",
-    }  # fmt: skip
-    declared = PRESETS["bf16-lora"].but(save="model fp16, adapter fp32")
-    assert merged_dtype(declared) == ("fp16", "precision.save: model fp16, adapter fp32")
-
-
 @pytest.fixture
 def merged_logits(tmp_path, workshop):
     """`merged_logits(base, ...)`: logits of a base with a random adapter, and of the two merged, loaded by transformers alone."""
@@ -132,15 +121,6 @@ def test_buffers_of_the_models_file_are_merged(merged_logits, family, settings):
         if name.endswith(("beta", "e_score_correction_bias")):
             buffer += torch.rand(buffer.shape)
     got, expected, _ = merged_logits(base, target_modules=["q_proj"])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.full
-def test_adapters_on_bare_parameters_are_merged(merged_logits):
-    """`all-linear` puts an adapter on the router of these experts, which is a parameter and no linear layer."""
-    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1, **EXPERTS}
-    got, expected, model = merged_logits(tiny("ernie4_5_moe", **experts))
-    assert any(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules())
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

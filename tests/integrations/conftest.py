@@ -1,7 +1,5 @@
 """Trainers talk a lot, and some models are saved to disk once for all tests of this folder."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,23 +1,19 @@
 """attach and detach: the same curves, an exact way back, one owner of precision, and what is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
-from transformers.training_args import OptimizerNames
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.integrations.steps import Evaluation
 from isotype.optimize.trl_head import fused_head_of
-from isotype.precision import Precision
 from isotype.precision.apply import precision_of
-from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
 pytest.importorskip("trl")
 
@@ -80,14 +76,6 @@ def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, fo
     assert curve(trainer) == want
 
 
-def test_random_numbers_go_on_as_without_attach(models):
-    """Else rollouts, dropout and the order of rows are others than the unmodified trainer's."""
-    trainer = TRAINERS["SFT"](Setting(models))
-    before = torch.get_rng_state()
-    attach(trainer, "fp32", quiet=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
     trainer = trainer_of("SFT", models, bf16=True)
     attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)
@@ -132,13 +120,6 @@ def test_every_owner_is_listed_with_its_value(models, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("form", "bf16", "becomes"), [("lora", True, "bf16-lora"), ("full", True, "bf16-mixed"), ("qlora", True, "nf4-lora")]
-)
-def test_auto_follows_the_arguments_and_the_model(form, bf16, becomes, models):
-    assert attach(trainer_of("Trainer", models, form, bf16=bf16), quiet=True).resolved.preset == becomes
-
-
-@pytest.mark.parametrize(
     ("name", "form", "bf16", "words"),
     [
         ("SFT", "lora", False, r"precision fp32 .*\(auto: bf16=False in the trainer's arguments: "),
@@ -154,55 +135,61 @@ def test_auto_obeys_a_typed_false_and_gives_its_reason(name, form, bf16, words, 
     assert re.search(words, said), said
 
 
-def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
-
-    seen = []
-
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits
-            seen.append(logits.dtype)
-            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    trainer = plain(Setting(models, bf16=True), Own)
-    attached = attach(trainer, "bf16-lora", quiet=True)
-    assert any(re.search(r"Own.compute_loss at test_attach.py:\d+ runs as it is", note) for note in attached.notes)
-    trainer.train()
-    assert set(seen) == {torch.float32}
-
-
 # --- what is refused
 
 
+NOTHING = "lora", True, lambda trainer: None
+SGD = torch.optim.SGD
+
+
+def wrap(trainer):
+    trainer.model = nn.DataParallel(trainer.model)
+
+
+def with_its_optimizer(trainer):
+    trainer.optimizer = SGD(trainer.model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
-    ("form", "bf16", "precision", "words"),
+    ("form", "bf16", "change", "precision", "words"),
     [
-        ("lora", True, "fp32", "bf16=True in the trainer's arguments .* computes in fp32"),
-        ("lora", False, "fp16-mixed", "scales the loss"),
-        ("lora", True, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
-        ("qlora", True, "bf16-lora", "weights are nf4 already"),
-        ("full", True, "bf16-lora", "adapter"),
-        ("full", True, "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
-        ("lora", True, "bf16-lorra", "unknown preset"),
-        ("lora", True, 16, "expected a preset's name"),
+        (*NOTHING, "fp32", "bf16=True in the trainer's arguments .* computes in fp32"),
+        ("lora", False, NOTHING[2], "fp16-mixed", "scales the loss"),
+        (*NOTHING, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
+        ("qlora", True, NOTHING[2], "bf16-lora", "weights are nf4 already"),
+        ("full", True, NOTHING[2], "bf16-lora", "adapter"),
+        ("full", True, NOTHING[2], "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
+        (*NOTHING, "bf16-lorra", "unknown preset"),
+        (*NOTHING, 16, "expected a preset's name"),
+        (
+            "lora",
+            False,
+            lambda t: setattr(t, "is_fsdp_enabled", True),
+            "fp32",
+            "does not support accelerate's FSDP(.|\n)*DDP or a single process",
+        ),
+        (
+            "lora",
+            False,
+            lambda t: setattr(t, "is_deepspeed_enabled", True),
+            "fp32",
+            "does not support DeepSpeed(.|\n)*DDP or a single process",
+        ),
+        ("lora", False, wrap, "fp32", "wrapped in DataParallel"),
+        ("lora", False, lambda t: t.model.requires_grad_(False), "fp32", "no parameter of this model is trained"),
+        ("full", True, lambda t: setattr(t.args, "optim", "sgd"), "bf16-pure", "trains with AdamW, and the arguments ask for optim=sgd"),
+        ("full", True, with_its_optimizer, "bf16-pure", "brings an optimizer of its own"),
+        ("full", True, lambda t: setattr(t, "optimizer_cls_and_kwargs", (SGD, {})), "bf16-pure", "brings an optimizer of its own"),
     ],
 )
-def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, precision, words, models):
+def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, change, precision, words, models):
     trainer = trainer_of("SFT" if form != "full" else "Trainer", models, form, bf16=bf16)
+    change(trainer)
     before = untouched_state(trainer)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError) as refused:
         attach(trainer, precision)
+    assert re.search(words, str(refused.value)), refused.value
     same_state(before, untouched_state(trainer))
-
-
-def test_the_environment_may_not_contradict_either(models, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    trainer = trainer_of("Trainer", models)
-    if trainer.accelerator.mixed_precision != "bf16":
-        pytest.skip("accelerate's state was made before the variable was set")
-    with pytest.raises(UsageError, match=r"ACCELERATE_MIXED_PRECISION=bf16 asks for bf16.*computes in fp32"):
-        attach(trainer, "fp32")
 
 
 def test_what_is_no_trainer_is_refused(models):
@@ -269,18 +256,6 @@ def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
     assert curve(trainer) == curve(fresh)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-pure", marks=pytest.mark.full)])
-def test_a_refused_trainer_that_is_mended_trains_as_a_fresh_one(precision, models):
-    trainer = plain(Setting(models, "full", bf16=True, rate=0.0))
-    attach(trainer, precision, quiet=True)
-    with pytest.raises(PreflightError, match="PF003"):
-        trainer.train()
-    trainer.args.learning_rate = 2e-3
-    fresh = plain(Setting(models, "full", bf16=True))
-    attach(fresh, precision, quiet=True)
-    assert curve(trainer) == curve(fresh)
-
-
 def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer_goes_on(models):
     first, second = trainer_of("Trainer", models), trainer_of("Trainer", models)
     second.model = second.model_wrapped = first.model
@@ -293,15 +268,17 @@ def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer
     assert first.state.global_step == first.args.max_steps
 
 
-def test_a_wrapped_model_and_a_frozen_one_are_refused(models):
-    trainer = trainer_of("Trainer", models)
-    trainer.model = nn.DataParallel(trainer.model)
-    with pytest.raises(UsageError, match="wrapped in DataParallel"):
-        attach(trainer, "fp32")
-    trainer = trainer_of("Trainer", models)
-    trainer.model.requires_grad_(False)
-    with pytest.raises(UsageError, match="no parameter of this model is trained"):
-        attach(trainer, "fp32")
+def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(models, tmp_path):
+    first = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 1}))
+    attach(first, "fp32", quiet=True, preflight=False)
+    first.train()
+    arguments = TrainingArguments(output_dir=str(tmp_path / "second"), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True)
+    second = Trainer(first.model, arguments, train_dataset=Encoded())
+    with pytest.raises(UsageError, match="attached to Trainer, and Trainer trains it") as caught:
+        second.train()
+    assert caught.value.fix.startswith("detach(the Trainer)")
+    detach(first)
+    Trainer(first.model, arguments, train_dataset=Encoded()).train()
 
 
 @pytest.mark.parametrize("package", ["transformers", "trl"])
@@ -331,15 +308,3 @@ def test_the_checkpoint_is_an_ordinary_one_and_resumes_both_ways(models, tmp_pat
         resumed.train(resume_from_checkpoint=str(tmp_path / f"{first}" / "checkpoint-2"))
         got = [row[key] for row in resumed.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
         assert got == pytest.approx(whole, rel=1e-5)
-
-
-def test_a_precision_may_be_given_as_an_object(models):
-    attached = attach(trainer_of("SFT", models, bf16=True), Precision.preset("bf16-lora", generate="bf16"), quiet=True)
-    assert attached.precision == Precision.preset("bf16-lora")
-
-
-@pytest.mark.parametrize(("optim", "states"), [("adamw_bnb_8bit", "int8"), ("lion_8bit", "int8"), ("adamw_torch", "fp32")])
-def test_states_of_an_8_bit_optimizer_are_declared_as_such(optim, states, models):
-    trainer = trainer_of("SFT", models)
-    trainer.args.optim = OptimizerNames(optim)  # as transformers' own arguments keep the word
-    assert attach(trainer, "fp32", quiet=True).precision.optimizer == states

@@ -1,12 +1,14 @@
 """Generation by callbacks, rollouts and predict_with_generate of attached trainers, in the middle of training."""
 
-from __future__ import annotations
+import math
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
-from isotype.integrations import attach
-from tests.integrations.trainers import TRAINERS, Setting, curve, seq2seq, tokenizer, words
+from isotype.integrations import attach, detach
+from tests.integrations.trainers import TRAINERS, WORDS, Setting, curve, tokenizer, words
+from tests.models import tiny
 
 pytest.importorskip("trl")
 
@@ -53,12 +55,75 @@ def test_rollouts_draw_other_completions_at_every_step(models):
     assert len(set(seen)) > len(seen) * 0.7
 
 
-def test_predict_with_generate_gives_the_same_tokens_when_attached(models):
-    made = []
-    for on in (False, True):
-        trainer = seq2seq(Setting(models, more={"predict_with_generate": True, "generation_max_length": 24}))
-        trainer.processing_class = tokenizer()
-        if on:
-            attach(trainer, "fp32", quiet=True)
-        made.append(trainer.predict(trainer.eval_dataset).predictions)
-    assert (made[0] == made[1]).all()
+# --- A trainer's reference model: the policy's own numbers before step 1, claimed by its dtypes, and afterwards what it was.
+
+
+pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A folder whose model has weights, those of norms too, that bf16 rounds and that make unlike log-probabilities."""
+    folder = tmp_path_factory.mktemp("uneven")
+    model = tiny("qwen2", vocab_size=WORDS + 3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand_like(parameter) * 3) if parameter.dim() == 1 else parameter.mul_(8)
+    model.save_pretrained(folder / "qwen2-model")
+    tokenizer().save_pretrained(folder / "qwen2-model")
+    return folder
+
+
+def trainer_of(name, folder, tmp_path, stored=torch.float32):
+    return TRAINERS[name](Setting(folder, "full", bf16=True, stored=stored, more={"max_steps": 1, "output_dir": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("DPO", "bf16-mixed"), ("GRPO", "bf16-mixed"), pytest.param("DPO", "bf16-pure", marks=pytest.mark.full)]
+)
+def test_policy_and_reference_are_equal_before_step_1(name, precision, stored, uneven, tmp_path):
+    trainer = trainer_of(name, uneven, tmp_path, stored)
+    attach(trainer, precision, quiet=True)
+    trainer.train()
+    first = next(row for row in trainer.state.log_history if "loss" in row)
+    if name == "GRPO":
+        assert first["kl"] == 0.0
+    else:
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-7)
+
+
+def test_a_reference_is_claimed_by_its_dtypes(uneven, tmp_path):
+    attached = attach(trainer_of("DPO", uneven, tmp_path), quiet=True, preflight=False)
+    claims = {claim.owner: claim for claim in attached.claims}
+    count = len(list(attached.trainer.ref_model.parameters()))
+    assert claims["checkpoint, ref_model"].value == f"fp32 x {count}"
+    assert claims["checkpoint, ref_model"].now == "fp32 as trained, bf16 where that is exact"
+    assert [claim for claim in attached.claims if claim.value == "none"] == []
+
+
+@pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-pure"])
+def test_a_reference_used_during_training_is_afterwards_what_it_was(precision, stored, uneven, tmp_path):
+    trainer = trainer_of("DPO", uneven, tmp_path, stored)
+    reference = trainer.ref_model
+
+    @torch.no_grad()
+    def answer():
+        return reference(input_ids=torch.arange(3, 11)[None]).logits
+
+    class Asking(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            assert answer().isfinite().all()
+
+    trainer.add_callback(Asking())
+    before, logits = {name: p.detach().clone() for name, p in reference.named_parameters()}, answer()
+    attributes = {name: set(module.__dict__) for name, module in reference.named_modules()}
+    attach(trainer, precision, quiet=True)
+    trainer.train()
+    assert detach(trainer) == []
+    assert {name: set(module.__dict__) for name, module in reference.named_modules()} == attributes
+    assert {name: p.dtype for name, p in reference.named_parameters()} == {name: p.dtype for name, p in before.items()}
+    assert all(torch.equal(p, before[name]) for name, p in reference.named_parameters())
+    assert torch.equal(answer(), logits)

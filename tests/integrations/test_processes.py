@@ -1,15 +1,19 @@
 """The same rows in a step give the same curve: one batch, accumulated ones, two processes. And what is refused of several processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
+from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from isotype.errors import UsageError
 from isotype.integrations import attach
+from isotype.integrations.watched import summed_in
 from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 from tests.warm import ROOT, interpreter
@@ -61,31 +65,64 @@ def test_two_processes_give_the_curve_of_one(name, models, tmp_path):
     assert precision["observed"]["reduce"] == {"fp32": 1}
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("is_fsdp_enabled", "does not support accelerate's FSDP: its mixed-precision policy"),
-        ("is_deepspeed_enabled", "does not support DeepSpeed"),
-    ],
-)
-def test_sharding_engines_are_refused_in_a_sentence_that_says_what_works(flag, words, models):
-    trainer = plain(Setting(models))
-    setattr(trainer, flag, True)
-    with pytest.raises(UsageError, match=words) as refused:
-        attach(trainer, "fp32")
-    assert "DDP or a single process" in (refused.value.fix or "")
-
-
 def test_sharding_that_accelerate_leaves_out_on_a_cpu_is_told(models):
     trainer = plain(Setting(models))
     trainer.args.fsdp = True  # transformers takes it on several processes only; accelerate then makes no plugin on a CPU
     assert any("fsdp has no effect on a CPU" in note for note in attach(trainer, "fp32", quiet=True).notes)
 
 
-def test_a_model_wrapped_by_ddp_is_refused(models):
-    trainer = plain(Setting(models))
-    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(wrapped)
-    trainer.model = wrapped
-    with pytest.raises(UsageError, match="wrapped in DistributedDataParallel already"):
-        attach(trainer, "fp32")
+# --- The dtype in which a trainer's wrapper sums gradients across processes; of a hook that is not PyTorch's, that it is not known.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def ddp(hook=None, **options):
+    model = DistributedDataParallel(nn.Linear(4, 4), **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    return model
+
+
+def own_hook(state, bucket):
+    return default_hooks.fp16_compress_hook(None, bucket)
+
+
+WRAPPED = {
+    "DDP": (ddp, torch.float32),
+    "DDP of bf16 weights": (lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()), torch.bfloat16),
+    "fp16 hook": (partial(ddp, default_hooks.fp16_compress_hook), torch.float16),
+    "FSDP in bf16": (
+        lambda: FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)
+        ),
+        torch.bfloat16,
+    ),
+    "fully_shard, wide sums": (
+        lambda: fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_the_dtype_of_the_sums_is_read(how):
+    made, dtype = WRAPPED[how]
+    assert summed_in(made()) == ([dtype], "")
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (partial(ddp, own_hook), "communication hook own_hook"),
+        (lambda: nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_told(made, words):
+    sent, why = summed_in(made())
+    assert sent == []
+    assert words in why

@@ -1,13 +1,11 @@
 """bf16-pure in trainers: fp32 sums of gradients, updates that arrive, a checkpoint that goes on, an exact way back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from isotype.errors import RunError, UsageError
-from isotype.integrations import attach, detach
+from isotype.errors import UsageError
+from isotype.integrations import attach
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 
 pytest.importorskip("trl")
@@ -73,41 +71,6 @@ def test_a_resumed_run_is_bit_for_bit_the_whole_one(models, tmp_path):
         assert {m.dtype for m in moments} == {torch.float32}
         runs.append(weights(trainer))
     assert torch.equal(*runs)
-
-
-def test_detach_takes_it_away(models):
-    want = curve(plain(setting(models)))
-    trainer = plain(setting(models))
-    attach(trainer, "bf16-pure", quiet=True)
-    assert detach(trainer) == []
-    assert trainer.optimizer_cls_and_kwargs is None
-    assert curve(trainer) == want
-
-
-def test_a_non_finite_gradient_stops_before_any_weight_moves(models):
-    trainer = plain(setting(models))
-    attach(trainer, "bf16-pure", quiet=True, preflight=False)
-    weight = trainer.model.model.layers[0].self_attn.q_proj.weight
-    weight.register_hook(lambda g: g * float("nan"))
-    before = weights(trainer)
-    with pytest.raises(RunError, match=r"NF001 .*the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj"):
-        trainer.train()
-    assert torch.equal(before, weights(trainer))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: setattr(t.args, "optim", "sgd"), "trains with AdamW, and the arguments ask for optim=sgd"),
-        (lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1)), "brings an optimizer of its own"),
-        (lambda t: setattr(t, "optimizer_cls_and_kwargs", (torch.optim.SGD, {})), "brings an optimizer of its own"),
-    ],
-)
-def test_what_cannot_train_such_weights_is_refused(change, words, models):
-    trainer = plain(setting(models))
-    change(trainer)
-    with pytest.raises(UsageError, match=words):
-        attach(trainer, "bf16-pure")
 
 
 def test_a_trainer_that_makes_another_optimizer_is_refused_before_the_first_step(models):

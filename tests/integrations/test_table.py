@@ -1,7 +1,5 @@
 """The tables of docs/trainers.md are those that benchmarks/dropin.py makes of its results, and the results hold what the page promises."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

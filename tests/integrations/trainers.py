@@ -3,8 +3,6 @@
 `TRAINERS[name](setting)` gives a trainer that is ready for `attach` and `train()`; it has seen nothing of Isotype.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, field
 from functools import cache

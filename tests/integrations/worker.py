@@ -3,8 +3,6 @@
 python -m tests.integrations.worker FOLDER NAME FORM PRECISION BATCH ACCUMULATE CURVE   PRECISION: fp32, bf16-lora, ..., or none
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

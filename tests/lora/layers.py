@@ -45,10 +45,11 @@ def nf4_linear(
 
 
 def adapted(base: nn.Module | None = None, **config) -> peft.PeftModel:
-    """A PeftModel over one linear; B has values, so that every gradient is more than zero."""
+    """A PeftModel over all linears of `base`, or over one linear; B has values, so that every gradient is more than zero."""
     torch.manual_seed(0)
-    model = OneLinear(base if base is not None else nn.Linear(FEATURES, OUT))
-    made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["proj"], **config}))
+    base = nn.Linear(FEATURES, OUT) if base is None else base
+    model = base if list(base.children()) else OneLinear(base)
+    made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **config}))
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,17 +19,18 @@ def arguments():
     return {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
 
 
-def op(x, weight, a, b):
-    return lora_linear(x, weight, a, b, scale=0.7)
+def op(x, weight, a, b, branch_fp32=False):
+    return lora_linear(x, weight, a, b, scale=0.7, branch_fp32=branch_fp32)
 
 
 def reference(x, weight, a, b):
     return F.linear(x, weight) + 0.7 * F.linear(F.linear(x, a), b)
 
 
-def test_ampcheck_finds_nothing_under_any_dtype_combination():
+@pytest.mark.parametrize("branch_fp32", [False, True])
+def test_ampcheck_finds_nothing_under_any_dtype_combination(branch_fp32):
     x, *params = arguments().values()
-    report = ampcheck(op, (x,), params=params, reference=reference)
+    report = ampcheck(partial(op, branch_fp32=branch_fp32), (x,), params=params, reference=reference)
     assert report.tried >= 50
     assert len(report.refused) == 6
     assert all("autocast off" in where and "DT001" in why for where, why in report.refused)

@@ -140,16 +140,3 @@ def test_optimize_gives_the_reason_for_each_layer_without_an_op():
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
     assert {entry.reason for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
-
-
-@pytest.mark.full
-def test_a_whole_model_compiles_in_one_graph(ids):
-    model = trained("llama")
-    fused = copy.deepcopy(model)
-    fuse_lora(fused)
-    loss, grads = step(torch.compile(fused, backend="aot_eager", fullgraph=True), ids)
-    expected_loss, expected = step(model, ids)
-    torch.testing.assert_close(loss, expected_loss)
-    for name, gradient in grads.items():
-        wanted = expected[name.removeprefix("_orig_mod.")]
-        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm(), name

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import weakref
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype import optimize, restore
 from isotype.lora import fuse_lora
-from isotype.lora import quantised as quantised_layers
 from isotype.lora.quantised import dequantised, forward_4bit
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -83,22 +79,6 @@ def test_every_dtype_is_at_least_as_near_to_fp64(x, compute, adapter, autocast):
         assert fused_error <= slack * peft_error + 1e-6, f"{name}: {fused_error:.2e} against {peft_error:.2e}"
 
 
-def test_the_weight_is_dequantised_in_the_products_dtype():
-    layer = nf4_linear()
-    state = layer.weight.quant_state
-    assert state.nested
-    wide, narrow = (dequantised(layer.weight, state, dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert wide.shape == (OUT, FEATURES)
-    assert torch.equal(wide.bfloat16(), narrow)
-    assert not torch.equal(wide, narrow.float())
-
-
-def test_compute_dtype_is_taken_from_the_first_input_where_none_was_given():
-    model, fused = pair(compute=None)
-    assert_same(results(fused, inputs(torch.bfloat16)), results(model, inputs(torch.bfloat16)), relative=1e-2)
-    assert layer_of(fused).base_layer.compute_dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("disabled", [False, True])
 def test_evaluation_in_between_changes_no_gradient(disabled):
     # bitsandbytes repacks the weight in place on such a forward where the CPU has AVX512-BF16
@@ -126,19 +106,6 @@ def test_a_repacked_weight_is_left_to_peft():
     assert "repacked" in fuse_lora(fused)[0].reason
 
 
-class Widenings(TorchDispatchMode):
-    """Counts how often a 4-bit weight is widened: by its own operator, or inside a product."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "4bit" in str(function):
-            self.seen[(args[0] if "dequantize" in str(function) else args[1]).data_ptr()] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def whole(targets="all-linear", **settings):
     model = lora(quantised(tiny(**settings)), target_modules=targets)
     for name, parameter in model.named_parameters():
@@ -147,31 +114,6 @@ def whole(targets="all-linear", **settings):
     optimize(model, PRESETS["nf4-lora"])
     apply_precision(model, PRESETS["nf4-lora"], device_type="cpu")
     return model.train()
-
-
-def backward(model, *, reentrant=None):
-    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(0))
-    if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    model.zero_grad()
-    with Widenings() as counted:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-    return counted.seen, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(("targets", "reentrant"), [("all-linear", None), (["q_proj", "down_proj"], False), ("all-linear", True)])
-def test_a_weight_is_widened_once_a_use(targets, reentrant):
-    model = whole(targets)
-    seen, grads = backward(model, reentrant=reentrant)
-    packed = {p.data_ptr(): name for name, p in model.named_parameters() if hasattr(p, "quant_state")}
-    assert seen.keys() == packed.keys()
-    # forward and backward; of the first layer's inputs only some need a gradient
-    assert set(seen.values()) <= {1, 2}
-    assert all(count == 2 for pointer, count in seen.items() if ".layers.1." in packed[pointer])
-    expected = backward(whole(targets))[1]
-    assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("x", "bias"), zip(FLOATS, (True, True, False)))
@@ -207,26 +149,3 @@ def test_a_layer_without_adapter_is_not_repacked_by_an_evaluation():
     assert torch.equal(layer.weight.data, before)
     restore(model)
     assert "forward" not in vars(layer)
-
-
-def test_a_recomputes_copies_are_gone_after_their_layer(monkeypatch):
-    """Of three recomputed layers, one has widened weights at any time: not all of them until backward ends."""
-    alive, most = weakref.WeakSet(), []
-    original = quantised_layers.WideCopy
-
-    class Counted(original):
-        def __init__(self, *args):
-            super().__init__(*args)
-            alive.add(self)
-            most.append(len(alive))
-
-    monkeypatch.setattr(quantised_layers, "WideCopy", Counted)
-    model = lora(quantised(tiny("llama", hidden_size=64, head_dim=16, num_hidden_layers=3))).train()
-    optimize(model, PRESETS["nf4-lora"])
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    ids = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(0))
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert len(most) >= 3 * 6
-    assert max(most) <= 7, f"{max(most)} widened weights at one time"
-    assert not alive

@@ -1,42 +1,30 @@
 """Adapters: `model.lora_branch` is refused where it would have no effect; a Mamba model's targets; what is saved."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.load import load
 from isotype.config.schema import AdapterSection
 from isotype.environment.hardware import detect
 from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
+from isotype.inference.merge import merge
 from isotype.lora.attach import lora_layers, projection
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors
-from isotype.model.targets import notes_of_targets
-from isotype.precision import PRESETS
+from isotype.tasks.choose import train
 from isotype.tasks.language.outline import outline
-from tests.models import lora, tiny
+from tests.models import SIZES, tiny
 
 
 def resolved(*settings, preset="bf16-lora"):
     loaded = load(None, ["model.lora_branch=fp32", *settings], preset=preset)
     return loaded.config, resolve_precision(loaded.config, loaded.sources, detect("cpu")).precision
-
-
-@pytest.mark.parametrize(
-    ("settings", "preset", "message"),
-    [
-        (["adapter.kind=none"], "bf16-mixed", "no effect with adapter.kind: none"),
-        (["model.optimize=false"], "bf16-lora", "no effect with model.optimize: false"),
-        ([], "fp32", "no effect with precision.compute: fp32"),
-    ],
-)
-def test_a_branch_without_effect_is_refused(settings, preset, message):
-    with pytest.raises(UsageError, match=message):
-        check_branch(*resolved(*settings, preset=preset))
 
 
 @pytest.mark.parametrize("wanted", ["fp32", "compute"])
@@ -60,12 +48,6 @@ def test_all_linear_of_a_mamba_is_what_its_mixer_calls(family):
     ids = torch.arange(3, 20)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_a_wrong_target_is_answered_with_layers_that_take_an_adapter():
-    with pytest.raises(UsageError, match="out_proj") as caught:
-        attach_adapter(tiny("mamba", state_size=4), AdapterSection(targets=["out_proj"]), seed=0)
-    assert caught.value.fix == "adapter.targets: all-linear, or some of: in_proj"
 
 
 def test_a_dropout_that_peft_refuses_on_parameters_is_answered_with_what_helps():
@@ -101,72 +83,54 @@ def full_head_is_embedding(parameters):
     return head is embedding
 
 
-@pytest.mark.full
-def test_all_linear_leaves_out_routers_that_return_no_tensor():
-    """Phi-MoE's router is a linear layer whose forward gives a pair."""
-    model = attach_adapter(tiny("phimoe", num_local_experts=4, num_experts_per_tok=2), AdapterSection(), seed=0)
-    adapted = {
-        name.rpartition(".lora_A.default")[0].rpartition(".")[2] for name, _ in model.named_modules() if name.endswith("lora_A.default")
-    }
-    assert {"q_proj", "v_proj"} <= adapted
-    assert "router" not in adapted
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
+# --- Tokens that a tokenizer did not have: trained, saved, loaded again and merged, with one embedding and head or two.
 
 
-@pytest.mark.full
-def test_all_linear_leaves_out_a_projection_by_groups():
-    """DeepSeek V4's has a matrix for each group of heads, and takes no rows."""
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
-
-    model = tiny()
-    for layer in model.model.layers:
-        layer.self_attn.o_proj = DeepseekV4GroupedLinear(16, 32, 2)
-    adapted = {name for name, _ in attach_adapter(model, AdapterSection(), seed=0).named_modules() if name.endswith("lora_A.default")}
-    assert not any("o_proj" in name for name in adapted)
-    assert any("q_proj" in name for name in adapted)
+TOKENS = ["<think>", "</think>"]
 
 
-LAGUNA = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
-    "num_attention_heads_per_layer": [4, 4], "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
-}  # fmt: skip
+def base_with(workshop, folder, *, tied):
+    """The workshop's tokenizer, and a model with or without a head of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")} | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied}
+    tiny(**sizes, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
 
 
-def test_no_layer_is_adapted_whose_saved_adapter_peft_renames(tmp_path):
-    """PEFT takes Laguna's `shared_experts` for a checkpoint's `shared_expert`, and would lose its adapters."""
-    model = attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(), seed=0)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    torch.nn.init.normal_(next(p for name, p in trained.items() if "lora_B" in name))
-    assert any("experts" not in name for name in trained)
-    save_adapter(model, tmp_path, PRESETS["fp32"])
-    again = dict(load_adapter(tiny("laguna", **LAGUNA), tmp_path).named_parameters())
-    assert all(torch.equal(again[name], p) for name, p in trained.items())
-    (note,) = notes_of_targets(model, AdapterSection())
-    assert note.startswith("adapter.targets: all-linear gives model.layers.1.mlp.shared_experts.gate_proj and 2 more no adapter")
-    assert notes_of_targets(model, AdapterSection(targets=["q_proj"])) == []
-    with pytest.raises(UsageError, match="does not find the saved adapter"):
-        attach_adapter(tiny("laguna", **LAGUNA), AdapterSection(targets=["up_proj"]), seed=0)
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("lora", True), pytest.param("lora", False, marks=pytest.mark.full), pytest.param("none", True, marks=pytest.mark.full)],
+)
+def test_new_tokens_are_trained_saved_and_merged(configured, workshop, tmp_path, kind, tied):
+    before = base_with(workshop, tmp_path / "plain", tied=tied)
+    rows = [json.loads(line) for line in workshop.chats.read_text().splitlines()]
+    for row in rows:
+        row["messages"][1]["content"] = "<think></think>" + row["messages"][1]["content"]
+    (tmp_path / "thinking.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"model": {"name": str(tmp_path / "plain"), "add_tokens": TOKENS}, "data": {"train": str(tmp_path / "thinking.jsonl")}}
+    assert train(configured(**settings, adapter={"kind": kind}, train={"learning_rate": 1e-2})) == 0
+    run = tmp_path / "run"
+    findings = json.loads((run / "preflight.json").read_text())["findings"]
+    assert not findings
 
+    result = run / ("adapter" if kind == "lora" else "model")
+    tokenizer = AutoTokenizer.from_pretrained(result)
+    assert tokenizer.convert_tokens_to_ids(TOKENS) == [before, before + 1]
+    base = AutoModelForCausalLM.from_pretrained(run / "base" if kind == "lora" else result)
+    assert base.get_input_embeddings().weight.shape[0] == before + 2
+    plain = PeftModel.from_pretrained(base, result) if kind == "lora" else base
+    ids = torch.tensor([tokenizer("How much is 1 plus 1?<think></think>").input_ids])
+    inner = plain.get_base_model() if kind == "lora" else plain
+    mean = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").get_input_embeddings().weight.float().mean(0)
+    trained = [p for name, p in inner.named_parameters() if p.shape[0] == before + 2 and ".original_module." not in name]
+    assert len({id(p) for p in trained}) == (1 if tied else 2)
+    assert all((p[before:] - mean).abs().max() > 1e-3 for p in trained if p is trained[0])
+    logits = plain(ids).logits
 
-def test_the_settings_of_a_saved_adapter_are_in_the_same_order_in_every_process(tmp_path):
-    """PEFT keeps names in sets, whose order differs from process to process."""
-    model = lora(tiny(), exclude_modules=["lm_head", "embed_tokens", "rotary_emb", "act_fn", "norm"])
-    save_adapter(model, tmp_path, PRESETS["fp32"])
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
-    for names in (written, model.peft_config["default"].to_dict()):  # the second is the metadata of diffusers' file
-        assert names["target_modules"] == sorted(names["target_modules"])
-        assert names["exclude_modules"] == sorted(names["exclude_modules"])
-    assert len(written["target_modules"]) > 3
-
-
-@pytest.mark.full
-def test_all_linear_of_jamba_leaves_out_the_layer_whose_weight_it_multiplies():
-    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4}
-    model = attach_adapter(tiny("jamba", **sizes), AdapterSection(r=2), seed=0)
-    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
-    assert "dt_proj" not in adapted
-    assert {"in_proj", "x_proj", "out_proj", "q_proj", "gate_proj"} <= adapted
-    ids = torch.arange(3, 20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
+    loaded = load_run(run)
+    assert torch.allclose(loaded.model(ids, use_cache=False).logits, logits, atol=1e-4)
+    if kind == "lora":
+        merge(loaded, tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.allclose(merged(ids).logits, logits, atol=1e-4)

@@ -1,10 +1,6 @@
 """Checkpoints as they are published, from the folder to gradients and the merged model, against fp64 of the weights that the files mean."""
 
-from __future__ import annotations
-
-import copy
 import json
-import pickle
 import re
 import shutil
 
@@ -12,10 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from isotype import optimize
-from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_state
@@ -25,6 +19,7 @@ from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
+from tests.commands import ask, invoke
 from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts
 
@@ -94,7 +89,7 @@ def step(model, ids):
 
 def user(settings: list[str], command: str = "plan"):
     """A command as a user gives it; the error of one line and a fix, or None."""
-    done = CliRunner().invoke(build_app(), [command, *settings])
+    done = invoke(command, *settings)
     assert done.exception is None or isinstance(done.exception, UsageError | SystemExit), done.exception
     return done.exception
 
@@ -138,8 +133,7 @@ def test_a_published_checkpoint_is_trained_resumed_and_merged(form, trained, tmp
     assert observed["declared"]["base"]["rest"] == "bf16"
     notes = json.loads((run / "manifest.json").read_text())["notes"]
     assert any(note.startswith(f"the base came quantised: {word}") for note in notes)
-    resumed = CliRunner().invoke(build_app(), ["train", "--resume", str(run), "train.steps=3"], catch_exceptions=False)
-    assert resumed.exit_code == 0
+    ask("train", "--resume", run, "train.steps=3")
     loaded = load_run(run)
     assert merge(loaded, tmp_path / "merged").dtype == "bf16"
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -174,11 +168,6 @@ def test_settings_that_a_packed_base_cannot_keep_are_refused(setting, message, p
     assert error.exit_status == 2
 
 
-def test_a_base_that_is_not_packed_is_refused_under_a_word_that_nothing_makes(workshop):
-    error = user(["--model", str(workshop.base), "--data", str(workshop.chats), "precision.base=mxfp4"])
-    assert "its weights are not quantised, declared base mxfp4" in str(error)
-
-
 def test_a_damaged_file_is_named_before_anything_is_trained(published, workshop, tmp_path):
     folder = shutil.copytree(published("fp8-ct-channel"), tmp_path / "damaged")
     tensors = load_file(folder / "model.safetensors")
@@ -208,56 +197,6 @@ def test_a_base_is_quantised_when_it_is_loaded(word, configured, workshop, tmp_p
             # half a step: of 2 ** -3 of a value in e4m3, or of its smallest; of 1/127 of the row's largest in int8
             step = exact.abs() / 16 + most / 448 / 512 if word == "fp8" else most / 254
             assert ((wide - exact).abs() <= 1.01 * step + exact.abs() / 256).all(), name
-
-
-def test_casts_and_copies_leave_packed_weights_as_they_are(published):
-    model, _ = load(published("nvfp4-ct"), form="nvfp4-ct")
-    before = {n: widen(p, p.quant_state, torch.float32) for n, p in model.named_parameters() if hasattr(p, "quant_state")}
-    for other in (copy.deepcopy(model), model.half(), model.to(torch.float32)):
-        after = {n: p for n, p in other.named_parameters() if hasattr(p, "quant_state")}
-        assert after.keys() == before.keys()
-        for n, p in after.items():
-            assert p.quant_state.tensors["weight_scale"].dtype == torch.float8_e4m3fn
-            assert torch.equal(widen(p, p.quant_state, torch.float32), before[n]), n
-
-
-def test_a_packed_weight_is_pickled_with_its_state(published):
-    model, _ = load(published("int8-ct-channel"), form="int8-ct-channel")
-    layer = model.model.layers[0].mlp.up_proj
-    again = pickle.loads(pickle.dumps(layer))
-    assert torch.equal(
-        widen(again.weight, again.weight.quant_state, torch.float32), widen(layer.weight, layer.weight.quant_state, torch.float32)
-    )
-
-
-def test_sharded_files_and_a_packed_head_under_the_fused_loss(published):
-    ids = torch.arange(3, 51).view(2, 24)
-    folder = published("fp8-ct-block", "sharded", head=True, shards=3)
-    model, precision = load(folder, form="fp8-ct-block")
-    assert type(model.lm_head) is PackedLinear
-    plain = dense(model, torch.bfloat16)
-    packed, reference = adapted(model, precision), adapted(plain, BF16)
-    losses = []
-    for one in (packed, reference):
-        loss = one(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(float(loss))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    grads = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    for n, p in packed.named_parameters():
-        if p.grad is not None:
-            assert off(p.grad, grads[n]) < 1e-6, n
-
-
-def test_biases_are_read_beside_packed_weights(published):
-    model = tiny("qwen2", hidden_size=64, intermediate_size=80, tie_word_embeddings=False)
-    for p in model.parameters():
-        if p.dim() == 1:
-            torch.nn.init.normal_(p)
-    loaded, _ = load(published("gptq-v2", "biased", model=model), form="gptq-v2")
-    layer = loaded.model.layers[1].self_attn.q_proj
-    assert type(layer) is PackedLinear
-    assert torch.equal(layer.bias, model.model.layers[1].self_attn.q_proj.bias.bfloat16())
 
 
 def test_held_bytes_are_the_files(published):

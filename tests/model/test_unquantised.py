@@ -1,20 +1,17 @@
 """What an adapter trains in full is not quantised with the rest of the base, whatever kind of module it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from isotype.config.schema import RunConfig
-from isotype.errors import UsageError
-from isotype.model.adapter import attach_adapter, save_adapter
+from isotype.model.adapter import save_adapter
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import is_quantised
 from isotype.tasks.language.outline import outline
 from isotype.tasks.language.result import load_result
-from tests.models import quantised, tiny
+from tests.models import tiny
 
 pytest.importorskip("bitsandbytes")
 
@@ -56,22 +53,3 @@ def test_what_is_trained_in_full_is_not_quantised(case, workshop, tmp_path):
     again = load_result(tmp_path / "adapter", source, NF4, config=config.model, device=CPU).eval()
     with torch.no_grad():
         assert torch.equal(again(input_ids=ids).logits + 0, said)
-
-
-def test_a_base_that_was_saved_quantised_says_what_it_cannot_train():
-    section = RunConfig.model_validate({"adapter": {"targets": ["q_proj"], "modules_to_save": ["up_proj"]}}).adapter
-    with pytest.raises(UsageError, match=r"modules_to_save: model\.layers\.0\.mlp\.up_proj\.weight was saved quantised") as caught:
-        attach_adapter(quantised(tiny()), section, seed=0)
-    assert len(str(caught.value).splitlines()) == 2
-
-
-def test_a_plan_knows_what_a_quantised_base_left_out():
-    saved_as = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    config = RunConfig.model_validate({"adapter": {"targets": ["q_proj"], "modules_to_save": ["up_proj"]}})
-    architecture = tiny().config
-    architecture.quantization_config = {**saved_as, "llm_int8_skip_modules": ["lm_head", "up_proj"]}
-    made = outline(architecture, config, NF4, device_type="cpu").model
-    assert sum(is_quantised(p) for p in made.parameters()) == 12
-    architecture.quantization_config = saved_as
-    with pytest.raises(UsageError, match="was saved quantised"):
-        outline(architecture, config, NF4, device_type="cpu")

@@ -1,15 +1,11 @@
 """Vision-language models trained on text: the adapter loads onto the released class, tower and projector stay as they are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.config.schema import AdapterSection, RunConfig
 from isotype.environment.hardware import detect
@@ -23,23 +19,11 @@ from isotype.precision.vision import LANGUAGE, vision_parts
 from isotype.tasks.language.batches import collate, model_inputs
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.result import load_result
+from tests.commands import ask
 from tests.models import rows
-from tests.vlms import FAMILIES, saved, tiny_vlm
+from tests.vlms import FAMILIES, tiny_vlm
 
 WITHOUT_PACKING = {"qwen3_5"}  # its linear attention carries a state along the row
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """family -> the folder of a tiny model, saved when it is first asked for."""
-    made = {}
-
-    def folder(family):
-        if family not in made:
-            made[family] = saved(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return folder
 
 
 def built(folder, *settings, preset="bf16-lora"):
@@ -49,19 +33,13 @@ def built(folder, *settings, preset="bf16-lora"):
     return (*build_model(loaded.config, precision, Source(str(folder)), tokenizer, torch.device("cpu")), precision)
 
 
-def ask(*arguments):
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_the_adapter_arrives_on_the_released_class(family, folders, tmp_path):
+def test_every_tensor_of_the_adapter_arrives_on_the_released_class(family, vlm, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    model, manifest, precision = built(folders(family))
-    released = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.bfloat16)
+    model, manifest, precision = built(vlm(family))
+    released = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.bfloat16)
     assert type(inner_model(model)) is type(released)
     assert any("does not run" in note for note in manifest.notes)
     calls = []
@@ -84,9 +62,9 @@ def test_every_tensor_of_the_adapter_arrives_on_the_released_class(family, folde
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES)])
-def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_documents_apart(family, folders):
+def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_documents_apart(family, vlm):
     """As the class itself computes it; packed rows give the losses of their documents."""
-    model, _, _ = built(folders(family), preset="fp32")
+    model, _, _ = built(vlm(family), preset="fp32")
     plain = tiny_vlm(family)
     some = rows(3)
     batch = collate(some, pad_id=0)
@@ -102,8 +80,8 @@ def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_docu
     assert model_inputs(model, batch)["attention_mask"] is None  # the tower's attention is not causal: no reason for a mask of the text
 
 
-def test_every_weight_but_the_towers_is_trained_without_an_adapter(folders):
-    model, manifest, _ = built(folders("gemma3"), "adapter.kind=none", preset="bf16-mixed")
+def test_every_weight_but_the_towers_is_trained_without_an_adapter(vlm):
+    model, manifest, _ = built(vlm("gemma3"), "adapter.kind=none", preset="bf16-mixed")
     parts = vision_parts(model)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if parts.of(name) != LANGUAGE}
@@ -111,8 +89,8 @@ def test_every_weight_but_the_towers_is_trained_without_an_adapter(folders):
     assert any("stay frozen" in note for note in manifest.notes)
 
 
-def test_nf4_leaves_tower_and_projector_alone(folders):
-    model, _, _ = built(folders("gemma3"), preset="nf4-lora")
+def test_nf4_leaves_tower_and_projector_alone(vlm):
+    model, _, _ = built(vlm("gemma3"), preset="nf4-lora")
     parts, inner = vision_parts(inner_model(model)), inner_model(model)
     packed = {parts.of(name) for name, p in inner.named_parameters() if hasattr(p, "quant_state")}
     assert packed == {LANGUAGE}
@@ -133,32 +111,31 @@ def test_names_of_layers_mean_those_of_the_language_part():
         ("gemma3", AdapterSection(vision="full"), "no row has a picture"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(family, section, message, folders, workshop):
-    base = workshop.base if family == "llama" else folders(family)
+def test_settings_that_contradict_each_other_are_refused(family, section, message, vlm, workshop):
+    base = workshop.base if family == "llama" else vlm(family)
     config = RunConfig(model={"name": str(base)}, adapter=section)
     with pytest.raises(UsageError, match=message):
         build_model(config, PRESETS["fp32"], Source(str(base)), load_tokenizer(config.model), torch.device("cpu"))
 
 
-def test_an_adapter_of_the_class_for_text_still_loads(folders, tmp_path):
+def test_an_adapter_of_the_class_for_text_still_loads(vlm, tmp_path):
     """Adapters that were trained on Qwen3.5's class for text name its layers without `language_model`."""
     from transformers import AutoModelForCausalLM
 
-    text = AutoModelForCausalLM.from_pretrained(folders("qwen3_5"))
+    text = AutoModelForCausalLM.from_pretrained(vlm("qwen3_5"))
     older = attach_adapter(text, AdapterSection(r=2), seed=0)
     save_adapter(older, tmp_path, PRESETS["fp32"])
     assert not any("language_model" in name for name, _ in older.named_parameters())
-    model = load_result(tmp_path, Source(str(folders("qwen3_5"))), PRESETS["fp32"], config=RunConfig().model, device=torch.device("cpu"))
+    model = load_result(tmp_path, Source(str(vlm("qwen3_5"))), PRESETS["fp32"], config=RunConfig().model, device=torch.device("cpu"))
     batch = collate(rows(2), pad_id=0)
     assert batch_loss_sum(model, batch).item() == pytest.approx(batch_loss_sum(older, batch).item(), rel=1e-5)
 
 
-def test_train_and_merge_write_the_whole_released_model(folders, tmp_path):
+def test_train_and_merge_write_the_whole_released_model(vlm, tmp_path):
     """`isotype train` and `isotype merge` on text: the result has the tower unchanged, and the processor's files."""
     from transformers import AutoModelForImageTextToText
 
-    base = folders("qwen3_5")
-    (base / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    base = vlm("qwen3_5")
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "what colour?"}, {"role": "assistant", "content": "it is red."}]
     chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(6)))

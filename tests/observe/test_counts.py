@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.observe import Observation, Observer
-from isotype.observe.observer import states_of
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from tests.models import lora, quantised
@@ -106,12 +105,6 @@ def test_large_fp32_states_declared_int8_are_a_violation():
     messages = [finding.message for finding in watched_step(run, 1).violations]
     assert messages
     assert all("is fp32, declared int8" in message for message in messages)
-
-
-def test_factored_states_are_counted():
-    weight = torch.nn.Parameter(torch.zeros(8, 4))
-    factored = {"step": torch.tensor(1.0), "row": torch.zeros(8), "column": torch.zeros(4, dtype=torch.bfloat16)}
-    assert list(states_of(weight, factored)) == [("step", None), ("row", "fp32"), ("column", "bf16")]
 
 
 def test_every_tensor_of_a_saved_file_is_counted(tmp_path):

@@ -287,25 +287,11 @@ COMPILED = {
 } | {
     name: (on_kernels(CASES[name][0]), CASES[name][1])
     for name in (
-        *(
-            "add_rms_norm",
-            "add_rms_norm-nothing",
-            "rms_norm",
-            "rms_norm-gemma",
-            "rms_norm-frozen",
-            "silu_mul-again",
-            "gelu_mul-again",
-            "gelu_mul-tanh-again",
-            "gelu",
-            "gelu-tanh-halves",
-            "modulated_layer_norm",
-            "modulated_layer_norm-frozen",
-            "gated_residual",
-            "gated_residual-frozen",
-        ),
-        *("rope", "rope-partial-interleaved"),
+        "add_rms_norm", "add_rms_norm-nothing", "rms_norm", "rms_norm-gemma", "rms_norm-frozen", "silu_mul-again", "gelu_mul-again",
+        "gelu_mul-tanh-again", "gelu", "gelu-tanh-halves", "modulated_layer_norm", "modulated_layer_norm-frozen", "gated_residual",
+        "gated_residual-frozen", "rope", "rope-partial-interleaved",
     )
-}
+}  # fmt: skip
 
 
 # one of each file of kernels, for one target; the whole matrix is left to `make test-full`

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from isotype.errors import UsageError
+from isotype.ops import cpp
+from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, state, widen
+from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
 from isotype.precision.packing import UnreadPacking, packing
+from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.published import FORMATS, element, packed
 
+needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="needs a C++ compiler")
+ORDERED = [form for form in FORMATS if not form.startswith(("gptq", "awq"))]  # those of the one kernel
 OUT, IN = 72, 80  # no multiples of the blocks' 32: the last ones are smaller
 
 
@@ -43,6 +49,74 @@ def test_pieces_and_columns_beside_change_nothing(form, monkeypatch):
     beside = widen(weight, how, torch.bfloat16, beside=3)
     assert beside.shape == (OUT, IN + 3)
     assert torch.equal(beside[:, :IN], whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ORDERED)
+def test_the_kernel_gives_the_values_of_plain_pytorch(form):
+    weight, how = read(form, packed(form, OUT, IN))
+    rows = slice(24, OUT)  # an expert's part begins inside a block
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with using("eager"):
+            want = widen(weight, how, dtype)
+        assert torch.equal(widen(weight, how, dtype), want)
+        part = torch.empty(OUT - 24, IN + 3, dtype=dtype)
+        assert torch.equal(how.widen_rows(weight, rows, part)[:, :IN], want[rows])
+
+
+def test_a_number_of_every_bit_pattern_is_read():
+    """All 254 finite numbers of fp8, all of int8, all pairs of 4 bits, in each dtype of the result."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    rows = {name: bits[torch.isfinite(bits.view(name).float())] for name in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    for name, row in {**rows, torch.int8: bits}.items():
+        layout = Layout("scaled", (1, len(row)), ("weight", name, (1, len(row))), (1, len(row)))
+        how = PackedState(layout, "fp8", {"weight_scale": torch.ones(1, 1)})
+        assert torch.equal(widen(row, how, torch.float32)[0], row.view(name).float())
+    fours = Layout("mxfp4", (1, 512), ("weight_packed", torch.uint8, (1, 256)), (1, 32))
+    made = widen(bits, PackedState(fours, "mxfp4", {"weight_scale": torch.full((1, 16), 127, dtype=torch.uint8)}), torch.float32)[0]
+    sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = torch.tensor(sizes + [-size for size in sizes])
+    assert torch.equal(made, torch.stack((numbers[bits.int() & 15], numbers[bits.int() >> 4]), 1).flatten())
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, marks=[] if f in ("fp8-block", "mxfp4-ct") else pytest.mark.full) for f in ORDERED])
+def test_the_kernel_of_a_gpu_gives_the_same_in_the_interpreter(form):
+    pytest.importorskip("triton")
+    from isotype.testing.interpreter import interpreted
+
+    weight, how = read(form, packed(form, OUT, IN))
+    with using("eager"):
+        want = widen(weight, how, torch.bfloat16)
+    with interpreted(), using("triton"):
+        assert torch.equal(widen(weight, how, torch.bfloat16, beside=3)[:, :IN], want)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("form", ORDERED)
+def test_on_a_gpu_the_values_are_those_of_a_cpu(form):
+    weight, how = read(form, packed(form, OUT, IN))
+    want = widen(weight, how, torch.bfloat16)
+    with kernels():
+        assert torch.equal(widen(weight.to(DEVICE), how.moved(torch.device(DEVICE)), torch.bfloat16).cpu(), want)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("form", ["fp8-block", "int4-ct-asymmetric", "mxfp4-ct"])
+def test_the_kernel_compiles_for_every_output_and_target(form, target):
+    from isotype.ops.packed import kernels as forms
+    from isotype.ops.packed import triton
+    from isotype.testing import compile_matrix
+
+    weight, how = read(form, packed(form, 64, 640), (64, 640))
+    name, dtype, shape = how.layout.main
+    made = forms.ordered({**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout)
+
+    def run(out):
+        triton.widen_(out, made.packed, made.scale, made.zero, forms.KINDS[made.kind], 0, *how.layout.block)
+
+    compile_matrix(run, (torch.empty(64, 640),), targets=[target], fail_on="note", binary=True)
 
 
 BAD = {

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests import models
 
 FAMILIES = [
     "llama", "mistral", "qwen2", "qwen2.5", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
     "glm4", "mixtral", "starcoder2",
 ]  # fmt: skip
 VOCABULARY = 96
+MORE = {
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "gemma2": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 8},
+    "cohere": {"logit_scale": 0.25},
+    "qwen2.5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_sliding_window": False},
+}
 
 
 def tiny(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **more):
-    """Two layers, four heads of size 8."""
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": tied, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
-    }  # fmt: skip
+    """Two layers, four heads of size 8, weights of unequal sizes."""
+    settings = {"head_dim": 8, "tie_word_embeddings": tied, "attn_implementation": "eager", **MORE.get(family, {})}
     if "moe" in family or family == "mixtral":
         settings |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    if family == "granite":
-        settings |= {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-    if family == "gemma2":
-        settings |= {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}
-    if family == "gemma3_text":
-        settings |= {"query_pre_attn_scalar": 8}
-    if family == "cohere":
-        settings |= {"logit_scale": 0.25}
-    if family == "qwen2.5":
-        # Qwen2's code; what its checkpoints set otherwise
-        family, more = "qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_sliding_window": False, **more}
-    config = CONFIG_MAPPING[family](**{**settings, **more})
-    model = AutoModelForCausalLM.from_config(config)
+    # Qwen2.5 is Qwen2's code
+    model = models.tiny("qwen2" if family == "qwen2.5" else family, seed=seed, **{**settings, **more})
     # norm weights of exactly 1 (or 0) would hide a wrong form
     with torch.no_grad():
         for name, p in model.named_parameters():

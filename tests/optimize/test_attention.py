@@ -64,19 +64,6 @@ def test_gradients_are_as_near_to_fp64_as_the_models_own(family, whole, calls):
     assert calls == [75, 75]
 
 
-def test_another_implementation_set_later_is_followed(calls):
-    model = tiny("llama", dtype=torch.bfloat16, **SDPA)
-    optimize(model)
-    twin = copy.deepcopy(model)
-    for m in (model, twin):
-        m.set_attn_implementation("eager")
-    model(**batch(length=40))
-    assert not calls
-    twin.set_attn_implementation("sdpa")
-    twin(**batch(length=40))
-    assert calls == [40, 40]
-
-
 @pytest.mark.parametrize(
     ("more", "dtype", "length"),
     [

@@ -15,7 +15,6 @@ from isotype.optimize.layers import compile_layers
 from isotype.precision.apply import _Narrow
 from isotype.training.memory.plan import LiveBytes
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, checkpointable
-from tests.long import in_full
 from tests.models import lora, quantised, tiny
 
 BF16 = {"attn_implementation": "sdpa", "head_dim": 16}
@@ -80,7 +79,7 @@ def graphs():
     ("family", "checkpointing", "dropout"),
     [
         ("llama", "layers", 0.0),
-        pytest.param("gemma2", "layers", 0.0, marks=in_full),
+        pytest.param("gemma2", "layers", 0.0, marks=pytest.mark.full),
     ],
 )
 def test_a_compiled_step_is_the_uncompiled_one_at_every_length(traced, family, checkpointing, dropout):

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration, logging
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNorm, Zamba2RMSNormGated
 
 from isotype.optimize import optimize, restore
 from tests.ops.trials import FACTOR, error
@@ -83,6 +85,9 @@ def test_each_family_gets_the_ops_that_fit_its_modules():
     assert ("norm", "rms_norm") in replaced["llama"] & replaced["gemma"] & replaced["olmo2"]
     assert ("gated mlp", "silu_mul") in replaced["llama"] & replaced["phi3"] & replaced["glm4"]
     assert ("gated mlp", "gelu_mul tanh") in replaced["gemma"] & replaced["gemma2"] & replaced["gemma3_text"]
+    assert ("gated mlp", "gelu_mul exact") in {
+        (e.part, e.op) for e in optimize(tiny("gemma2", hidden_activation="gelu", hidden_act="gelu")).replaced
+    }
     # LayerNorms and ungated MLPs are not what the ops compute
     assert not {part for part, _ in replaced["starcoder2"]} & {"norm", "gated mlp"}
     assert "norm" not in {part for part, _ in replaced["cohere"]}
@@ -90,6 +95,10 @@ def test_each_family_gets_the_ops_that_fit_its_modules():
 
 def test_every_module_without_an_op_has_a_reason():
     assert ("norm", "its output is not RMSNorm's on a probe") in {(e.part, e.reason) for e in optimize(tiny("cohere")).left}
+    # without its gate, which a model always gives, it is an RMSNorm
+    gated, plain = optimize(nn.ModuleList([Zamba2RMSNormGated(16, group_size=16), Zamba2RMSNorm(16)])).entries
+    assert (gated.op, gated.reason) == (None, "its forward takes gate beside its input")
+    assert plain.op == "rms_norm"
 
 
 def with_dropout(family, dropout):

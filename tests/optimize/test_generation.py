@@ -9,7 +9,6 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype import optimize
-from isotype.integrations import attach
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
@@ -140,79 +139,3 @@ def test_norms_in_fp32_and_head_in_bf16(tmp_path, how):
         optimize(model, PRESETS["nf4-lora"])
     _, seen = trained(model, tmp_path, generates=True, bf16=True)
     assert len(seen) == 14
-
-
-def test_outside_a_trainer_a_seed_gives_what_it_gave():
-    model, plain = tiny().eval(), tiny().eval()
-    optimize(model)
-
-    def three(of):
-        torch.manual_seed(3)
-        return [of.generate(input_ids=PROMPT, max_new_tokens=5, pad_token_id=0, **SAMPLED) for _ in range(3)]
-
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(three(model), three(plain)))
-
-
-class SamplesInTheLoss(Trainer):
-    """Training on the model's own samples, as OnlineDPO, GKD and GRPO do."""
-
-    def compute_loss(self, model, inputs, **more):
-        self.seen.append(model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED))
-        return super().compute_loss(model, inputs, **more)
-
-
-class Samples(TrainerCallback):
-    def __init__(self, seed=None):
-        self.seed, self.seen = seed, []
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
-        for _ in range(2):
-            self.seen.append(model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED))
-
-
-def run_of(kind, model, tmp_path, callbacks, *, attached=False):
-    settings = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, max_steps=6, per_device_train_batch_size=2, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, learning_rate=0.0,
-    )  # fmt: skip
-    trainer = kind(model, settings, train_dataset=Rows(), callbacks=callbacks)
-    trainer.seen = []
-    if attached:
-        attach(trainer, "fp32", preflight=False, record=False, quiet=True)
-    trainer.train()
-    return trainer.seen
-
-
-def distinct(completions):
-    return len({tuple(c[0, PROMPT.shape[1] :].tolist()) for c in completions})
-
-
-def test_an_attached_trainers_own_samples_are_those_of_plain_transformers(tmp_path):
-    """The weights stand still, so that equal noise gives equal samples; without dropout nothing else draws."""
-    model = tiny("llama")
-    plain = run_of(SamplesInTheLoss, copy.deepcopy(model), tmp_path, [])
-    got = run_of(SamplesInTheLoss, model, tmp_path, [], attached=True)
-    assert distinct(got) == len(got) == 6
-    assert all(torch.equal(a, b) for a, b in zip(got, plain))
-
-
-def test_a_callback_changes_none_of_the_samples_that_are_trained_on(tmp_path):
-    model = tiny("llama")
-    expected = run_of(SamplesInTheLoss, copy.deepcopy(model), tmp_path, [], attached=True)
-    callback = Samples()
-    got = run_of(SamplesInTheLoss, model, tmp_path, [callback], attached=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert distinct(callback.seen + got) == 12 + 6, "a callback's samples are neither each other's nor training's"
-
-
-def test_a_seed_in_a_callback_is_obeyed(tmp_path):
-    model = tiny("llama")
-    optimize(model)
-    callback = Samples(seed=3)
-    run_of(Trainer, model, tmp_path, [callback])
-    torch.manual_seed(3)
-    expected = [model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(callback.seen, expected * 6))

@@ -1,4 +1,4 @@
-"""In-place arithmetic on whatever an optimised module gives: as models do themselves, and as hooks and wrappers of users do."""
+"""In-place arithmetic on what an optimised module gives, as models do themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isotype.optimize import optimize
-from tests.models import lora, quantised
+from tests.models import lora
 from tests.optimize.models import batch, tiny
 
 GEMMA_3N = {
@@ -17,25 +17,7 @@ GEMMA_3N = {
     "altup_num_inputs": 2, "final_logit_softcapping": 5.0,
 }  # fmt: skip
 # OLMo clamps its queries, keys and values in place, Gemma 3n scales a projection's output so
-FAMILIES = {
-    "llama": {}, "olmo": {"clip_qkv": 0.5}, "gemma3n_text": GEMMA_3N, "phi3": {}, "gemma2": {}, "qwen3": {}, "olmo2": {}, "glm4": {},
-    "granite": {}, "cohere": {}, "starcoder2": {},
-}  # fmt: skip
-
-
-def made(family, kind, dtype):
-    model = tiny(family, **FAMILIES[family])
-    if kind == "nf4":
-        model = quantised(model)
-    model = model if kind == "plain" else lora(model, init_lora_weights=False)
-    return model if kind == "nf4" else model.to(dtype)
-
-
-def changed_in_place(module, args, output):
-    y = output[0] if isinstance(output, tuple) else output
-    y.mul_(1.25).clamp_(-3, 3)
-    y += 0.125
-    y[..., :1] = 0
+FAMILIES = {"olmo": {"clip_qkv": 0.5}, "gemma3n_text": GEMMA_3N}
 
 
 def results(model, inputs):
@@ -44,35 +26,9 @@ def results(model, inputs):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-# biases (glm4), layers that write themselves (olmo), one layer for gate and up (phi3)
-FEW = ("llama", "olmo", "glm4", "phi3")
-CASES = [
-    *(pytest.param(family, "lora", marks=() if family in FEW else pytest.mark.full) for family in FAMILIES),
-    ("llama", "plain"), ("llama", "nf4"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_every_replaced_modules_output_can_be_changed_in_place(family, kind):
-    """Each in turn would hide what the others do: all of them, with the same hooks on the plain model."""
-    model = made(family, kind, torch.float32)
-    mine = copy.deepcopy(model)
-    # hooks on a 4-bit layer below an adapter would send the adapter's layer to PEFT's code
-    places = {e.module for e in optimize(mine).replaced if not e.module.endswith("base_layer") and e.part not in ("generate", "head")}
-    assert len(places) > 1
-    places.add("lm_head" if kind == "plain" else "base_model.model.lm_head")
-    for each in (model, mine):
-        for name, module in each.named_modules():
-            if name in places:
-                module.register_forward_hook(changed_in_place)
-    inputs = batch(length=40)
-    for got, want in zip(results(mine, inputs), results(model, inputs), strict=True):
-        assert (got - want).norm() <= (2e-2 if kind == "nf4" else 1e-4) * want.norm() + 1e-6
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("olmo", torch.float32), ("gemma3n_text", torch.bfloat16)])
 def test_models_that_do_so_themselves(family, dtype):
-    model = made(family, "lora", dtype)
+    model = lora(tiny(family, **FAMILIES[family]), init_lora_weights=False).to(dtype)
     mine = copy.deepcopy(model)
     assert any(e.op == "lora_linear" for e in optimize(mine).replaced)
     got, want = (results(each, batch(length=40)) for each in (mine, model))

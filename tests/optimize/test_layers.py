@@ -9,7 +9,7 @@ import torch
 from transformers import IdeficsConfig, logging
 from transformers.models.idefics.modeling_idefics import IdeficsDecoderLayer
 
-from isotype.optimize import layers, optimize, restore
+from isotype.optimize import layers, optimize
 from tests.optimize.models import batch, tiny
 
 logging.set_verbosity_error()
@@ -74,11 +74,3 @@ def test_a_layer_that_drops_values_in_training_alone_is_of_another_form(dropout)
     config = IdeficsConfig(**sizes, dropout=dropout, attn_implementation="eager")
     found = layers.recognise(IdeficsDecoderLayer(config, 0).eval())
     assert isinstance(found, str) if dropout else isinstance(found, layers.LayerSettings)
-
-
-@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
-def test_restore_takes_the_layers_back(family):
-    model, mine, _ = pair(family)
-    restore(mine)
-    assert not any(layers.has_halves(m) for m in mine.modules())
-    assert torch.equal(step(mine)[0], step(model)[0])

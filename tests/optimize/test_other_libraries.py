@@ -9,12 +9,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from isotype.optimize import optimize, restore
 from isotype.optimize.head import BYPASSED
-from isotype.optimize.instances import foreign
-from isotype.optimize.rotary import replacement, tables
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -99,23 +96,3 @@ def test_trls_fused_head_is_detected_and_not_fought(when):
     want, _ = loss_and_gradients(model, batch())
     got, _ = loss_and_gradients(mine, batch())
     torch.testing.assert_close(got, want)
-
-
-def test_a_forward_wrapped_by_an_unknown_library_is_named():
-    module = nn.Linear(2, 2)
-    exec("def forward(self, x): return x", space := {"__name__": "accelerate.hooks"})
-    module.__dict__["forward"] = types.MethodType(space["forward"], module)
-    assert foreign(module) == "its forward was already replaced by accelerate"
-
-
-def test_a_rotation_that_is_called_without_keys_is_the_models_own():
-    """Qwen 4's indexer rotates its queries alone, and its attention both, by the same function."""
-    from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb as original
-
-    ours = replacement(original, False, False)
-    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
-    cos, sin = (table.float() for table in tables(5, 4, False))
-    torch.testing.assert_close(ours(q, cos=cos, sin=sin), original(q, cos=cos, sin=sin))
-    across = q.transpose(1, 2)
-    torch.testing.assert_close(ours(across, cos=cos, sin=sin, unsqueeze_dim=2), original(across, cos=cos, sin=sin, unsqueeze_dim=2))
-    torch.testing.assert_close(ours(q, k, cos=cos, sin=sin), original(q, k, cos, sin))

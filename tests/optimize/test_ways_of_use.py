@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isotype.errors import UsageError
-from isotype.optimize import optimize, restore
+from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
@@ -48,20 +48,6 @@ def test_optimize_before_or_after_peft_trains_the_same(when, more):
         torch.testing.assert_close(mine(**batch()).loss, model(**batch()).loss)
 
 
-def test_deepcopy_trains_its_own_weights_and_restores_alone():
-    model = tiny("llama")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-    twin = copy.deepcopy(mine)
-    with torch.no_grad():
-        for p in mine.parameters():
-            p.zero_()
-    same_training(model, twin)
-    restore(twin)
-    same_training(model, twin)
-    assert restore(mine)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_training_under_checkpointing_is_the_same(reentrant):
     model = tiny("gemma2")
@@ -71,35 +57,6 @@ def test_training_under_checkpointing_is_the_same(reentrant):
         m.train()
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     same_training(model, mine)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_compile_without_a_graph_break():
-    torch._dynamo.reset()
-    model = tiny("llama")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-
-    def loss_of(m):
-        return torch.compile(lambda **inputs: m(**inputs).loss, backend="aot_eager", fullgraph=True)
-
-    want = model(**batch()).loss
-    got = loss_of(mine)(**batch())
-    torch.testing.assert_close(got, want)
-    got.backward()
-    want.backward()
-    for p, q in zip(model.parameters(), mine.parameters()):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_an_optimized_model_is_saved_and_loaded_as_a_plain_one(tmp_path):
-    model = tiny("llama")
-    optimize(model)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    restore(model)
-    same_training(model, again)
 
 
 def test_what_is_no_known_model_is_reported_or_refused():
@@ -119,28 +76,6 @@ def test_a_precision_in_any_form(precision):
 def test_a_precision_that_is_none(precision, says):
     with pytest.raises(UsageError, match=says):
         optimize(tiny("llama"), precision)
-
-
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-def test_berts_loss_under_autocast_is_fp32_with_its_gradients(cast):
-    """Its own code hands the logits to cross_entropy as they are; a GradScaler multiplies what comes out by 65,536."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-    mine = copy.deepcopy(model)
-    assert any(e.op == "linear_cross_entropy" for e in optimize(mine).replaced)
-    inputs = batch(rows=8, length=48)
-    seen = []
-    for each in (model, mine):
-        with torch.autocast("cpu", cast):
-            loss = each(**inputs).loss
-        (loss * 65536).backward()
-        seen.append((loss.detach() * 1, each.cls.predictions.bias.grad))
-    assert seen[1][0].dtype == seen[0][0].dtype == torch.float32
-    torch.testing.assert_close(seen[1][0], seen[0][0], rtol=2e-3, atol=0)
-    assert torch.isfinite(seen[1][1]).all()
 
 
 def exchanged_activation(model):
@@ -167,26 +102,6 @@ def test_what_changes_on_a_module_after_optimize_is_computed(change):
     same_training(model, copied)
 
 
-def rounded_mlp(self, x):
-    y = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-    return y + (torch.round(y.detach() * 1000) / 1000 - y).detach()
-
-
-def rounded_norm(self, x):
-    y = self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return torch.round(y * 10_000) / 10_000
-
-
-@pytest.mark.parametrize(("kind", "forward"), [("LlamaMLP", rounded_mlp), ("LlamaRMSNorm", rounded_norm)])
-def test_a_module_that_rounds_its_result_is_not_replaced(kind, forward):
-    """A probe's tolerance is for the order of sums: a grid within it would be lost without a word."""
-    model = tiny("llama")
-    for module in model.modules():
-        if type(module).__name__ == kind:
-            module.__class__ = type("Rounded" + kind[5:], (type(module),), {"forward": forward})
-    assert not [entry for entry in optimize(model).replaced if entry.kind.startswith("Rounded")]
-
-
 class HalfTheGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -197,33 +112,17 @@ class HalfTheGradient(torch.autograd.Function):
         return g / 2
 
 
-def damped_layer(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-                 position_embeddings=None, **kwargs):  # fmt: skip
-    x, _ = self.self_attn(
-        hidden_states=self.input_layernorm(hidden_states),
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
-    hidden_states = hidden_states + HalfTheGradient.apply(x)
-    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+def halved(self, x):
+    return HalfTheGradient.apply(type(self).__mro__[1].forward(self, x))
 
 
-def test_a_layer_with_a_backward_of_its_own_is_not_replaced():
+def test_a_module_with_a_backward_of_its_own_is_not_replaced():
     """Its output is the op's: a probe of outputs alone exchanges the gradients that the program is about."""
     model = tiny("llama")
     for module in model.modules():
-        if type(module).__name__ == "LlamaDecoderLayer":
-            module.__class__ = type("OwnLayer", (type(module),), {"forward": damped_layer})
-    mine = copy.deepcopy(model)
-    assert not [entry for entry in optimize(mine).replaced if entry.kind.startswith("Own")]
-    (loss, gradients), (plain, theirs) = (loss_and_gradients(each, batch()) for each in (mine, model))
-    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
-    for name, gradient in theirs.items():
-        assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+        if type(module).__name__ == "LlamaMLP":
+            module.__class__ = type("OwnMLP", (type(module),), {"forward": halved})
+    assert not [entry for entry in optimize(model).replaced if entry.kind == "OwnMLP"]
 
 
 def test_a_model_whose_class_has_no_input_embeddings_is_optimised():

@@ -5,8 +5,6 @@ system's, and what that system lacks is gone: modules (`fcntl`, `resource`), fun
 show another file system: separators, locks, line ends.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

@@ -3,8 +3,6 @@
 The workflow runs this file on real macOS and Windows machines; elsewhere the other system is pretended (`pretend.py`).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -35,20 +33,9 @@ def step(model, x, optimizer):
 """
 LOG = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16\n"
 REFUSED = [
-    "train",
-    "plan",
-    "quickstart",
-    "chat",
-    "sample",
-    "eval",
-    "merge",
-    "export",
-    "report",
-    "watch",
-    "doctor trace",
-    "doctor conform",
-    "doctor kernels",
-]
+    "train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report",
+    "watch", "doctor trace", "doctor conform", "doctor kernels",
+]  # fmt: skip
 
 
 def isotype(system: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,8 @@ from torch import nn
 
 from isotype.precision.accumulate import GradientAccumulator
 
+from .test_bucket_sums import Doubled
+
 MICRO_BATCHES = 256
 
 
@@ -71,27 +73,6 @@ def test_zero_frees_and_close_gives_back_plain_gradients():
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_fp32_weights_keep_their_own_gradient():
-    model = network().float()
-    accumulator = GradientAccumulator(model.parameters())
-    backward(model, *batches()[0])
-    assert all(accumulator.gradient(p) is p.grad for p in model.parameters())
-
-
-class Doubled:
-    """Two processes with the same gradients."""
-
-    size = 2
-
-    def __init__(self):
-        self.sums = []
-
-    def begin_add_up(self, tensor):
-        self.sums.append((tensor.numel(), tensor.dtype))
-        tensor *= 2
-        return lambda: None
-
-
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
     monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
@@ -106,5 +87,5 @@ def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypat
     assert [accumulator.gradient(w).unique().tolist() for w in weights] == [[6.0]] * 3
     assert accumulator.gradient(unused) is None  # none anywhere: the optimizer must not touch it
     assert accumulator.gradient(elsewhere).tolist() == [0.0, 0.0]
-    assert [n for n, _ in both.sums] == [7, 30, 7]
-    assert {dtype for _, dtype in both.sums} == {torch.float32 if reduce == "fp32" else torch.bfloat16} == set(accumulator.sent)
+    assert [n for what, n in both.events if what == "sent"] == [7, 30, 7]
+    assert both.dtypes == {torch.float32 if reduce == "fp32" else torch.bfloat16} == set(accumulator.sent)

@@ -52,7 +52,7 @@ def situations(devices):
     """Every preset with one role set, and a draw of those with two."""
     draw = random.Random(0)
     singles = [(f"precision.{role}", value) for role, values in VALUES.items() for value in values]
-    for preset, adapter, optimizer, device in itertools.product(PRESETS, ("lora", "none"), ("adamw", "adamw8bit"), devices):
+    for preset, adapter, optimizer, device in itertools.product(PRESETS, ("lora", "none"), ("adamw", "adamw8bit", "lion"), devices):
         fixed = {"precision.preset": preset, "adapter.kind": adapter, "train.optimizer": optimizer}
         yield fixed, device
         for key, value in singles:

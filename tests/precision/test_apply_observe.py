@@ -2,36 +2,21 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype.errors import DtypeError
-from isotype.observe import Observation, Observer
+from isotype.observe import Observer
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision, generating, precision_of, remove_precision
-
-
-def tiny_llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    return LlamaForCausalLM(config)
-
-
-def lora(model):
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False))
-
+from tests.models import lora, tiny
 
 IDS = torch.arange(24).view(2, 12)
 CPU_PRESETS = ("fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed")
 
 
 def prepared(preset: str):
-    model = tiny_llama()
-    model = lora(model) if preset.endswith("lora") else model
+    model = tiny()
+    model = lora(model, init_lora_weights=False) if preset.endswith("lora") else model
     apply_precision(model, PRESETS[preset], device_type="cpu")
     return model
 
@@ -88,27 +73,6 @@ def test_a_callers_autocast_cannot_narrow_a_declared_fp32_run():
         assert model(input_ids=IDS).logits.dtype == torch.float32
 
 
-def test_a_parameter_cast_after_apply_precision_is_named():
-    model = prepared("bf16-lora")
-    observer = Observer(model, PRESETS["bf16-lora"])
-    culprit = model.base_model.model.model.layers[1].self_attn.q_proj.lora_A["default"]
-    culprit.weight.data = culprit.weight.data.bfloat16()
-    with observer.watch(1) as seen:
-        model(input_ids=IDS)
-    with pytest.raises(DtypeError, match=r"layers\.1\.self_attn\.q_proj\.lora_A.*is bf16, declared fp32"):
-        observer.look(seen).raise_if_violated()
-
-
-def test_a_promoting_module_is_named():
-    model = prepared("bf16-lora")
-    inner = model.get_base_model()
-    inner.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, a, out: out.float())
-    with Observer(model, PRESETS["bf16-lora"]).watch(1) as seen:
-        model(input_ids=IDS)
-    assert seen.promotions
-    assert any("layers.0" in module for module, _ in seen.promotions)
-
-
 def test_optimizer_states_and_averages_are_looked_at():
     model, precision = prepared("bf16-mixed"), PRESETS["bf16-mixed"]
     states = {id(p): {"exp_avg": torch.zeros_like(p, dtype=torch.bfloat16)} for p in model.parameters()}
@@ -131,7 +95,7 @@ class NarrowRMSNorm(torch.nn.Module):
 
 
 def test_a_norm_that_sums_in_bf16_is_named():
-    model = tiny_llama()
+    model = tiny()
     model.model.layers[1].input_layernorm = NarrowRMSNorm(model.model.layers[1].input_layernorm)
     apply_precision(model, PRESETS["bf16-mixed"], device_type="cpu")
     with Observer(model, PRESETS["bf16-mixed"]).watch(1) as seen:
@@ -142,30 +106,6 @@ def test_a_norm_that_sums_in_bf16_is_named():
     assert "its forward" in str(found.cause)
     with pytest.raises(DtypeError, match=r"arithmetic of model\.layers\.1\.input_layernorm is bf16, declared fp32"):
         seen.raise_if_violated()
-
-
-def test_products_are_watched_while_tokens_are_made():
-    model = prepared("bf16-lora").eval()
-    observer = Observer(model, PRESETS["bf16-lora"])
-    with torch.no_grad(), generating(model), observer.watch(0, role="generate") as seen:
-        model.generate(input_ids=IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
-    assert set(seen.dtypes) == {"generate"}
-    assert set(seen.dtypes["generate"]) == {"bf16"}
-
-
-def test_the_loss_and_the_files_are_looked_at(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16), "packed": torch.zeros(2, dtype=torch.uint8)},
-              tmp_path / "model.safetensors")  # fmt: skip
-    observer = Observer(prepared("bf16-lora"), PRESETS["bf16-lora"])
-    seen = Observation(3)
-    observer.look_at_loss(seen, torch.float32)
-    assert not seen.violations
-    observer.look_at_loss(seen, torch.bfloat16)
-    observer.look_at_files(seen, tmp_path, "fp32")
-    assert dict(seen.dtypes["save"]) == {"fp32": 1, "bf16": 1}
-    assert [f.message for f in seen.violations] == ["the loss is bf16, declared fp32", "b in model.safetensors is bf16, declared fp32"]
 
 
 def test_generate_of_an_encoder_decoder_model_runs_its_encoder_under_the_precision():

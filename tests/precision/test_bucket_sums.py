@@ -16,10 +16,11 @@ class Doubled:
     size = 2
 
     def __init__(self):
-        self.events = []
+        self.events, self.dtypes = [], set()
 
     def begin_add_up(self, tensor):
         self.events.append(("sent", tensor.numel()))
+        self.dtypes.add(tensor.dtype)
 
         def wait():
             self.events.append(("received", tensor.numel()))

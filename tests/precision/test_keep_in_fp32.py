@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from isotype.dtypes import to_torch
@@ -51,9 +50,3 @@ def test_t5_keeps_wo_in_fp16_only_as_transformers_does(preset, kept):
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     assert dtypes["encoder.block.0.layer.1.DenseReluDense.wo.weight"] == kept
     assert dtypes["encoder.block.0.layer.0.SelfAttention.q.weight"] == to_torch(Precision.preset(preset).base)
-
-
-def test_a_model_without_a_list_is_cast_whole():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
-    put(model, "bf16-lora")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

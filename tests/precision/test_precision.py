@@ -27,13 +27,6 @@ def test_a_preset_is_its_own_text_form(name):
     assert str(PRESETS[name]) == name
 
 
-def test_is_frozen_and_keyword_only():
-    with pytest.raises(TypeError):
-        Precision("bf16")
-    with pytest.raises(AttributeError):
-        PRESETS["fp32"].base = "bf16"
-
-
 def test_save_has_a_dtype_for_model_and_for_adapter():
     precision = PRESETS["bf16-mixed"]
     assert (precision.save_model, precision.save_adapter) == ("bf16", "fp32")
@@ -47,8 +40,3 @@ def test_save_has_a_dtype_for_model_and_for_adapter():
 def test_refuses_a_word_a_role_cannot_have(bad):
     with pytest.raises(UsageError, match="PR000"):
         PRESETS["fp32"].but(**bad)
-
-
-def test_the_text_form_can_keep_the_preset_that_was_asked_for():
-    precision = Precision.preset("bf16-lora", save="model fp32, adapter bf16")
-    assert precision.text("bf16-lora") == "bf16-lora save=model:fp32/adapter:bf16"

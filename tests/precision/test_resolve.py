@@ -100,7 +100,7 @@ BROKEN = {
     "PR014": ({"preset": "bf16-lora", "norms": "bf16"}, "lora", "adamw"),
     "PR015": ({"preset": "bf16-lora", "reduce": "bf16"}, "lora", "adamw"),
     "PR016": ({"preset": "bf16-lora", "base": "fp32"}, "lora", "adamw"),
-    "PR018": ({"preset": "bf16-pure"}, "none", "adamw8bit"),
+    "PR018": ({"preset": "bf16-pure"}, "none", "muon"),
     "PR017": ({"preset": "fp32", "base": "bf16"}, "lora", "adamw"),
     "PR029": ({"preset": "bf16-mixed", "base": "fp32"}, "none", "adamw"),
     "PR025": ({"preset": "fp32", "timesteps": "bf16"}, "lora", "adamw"),

@@ -1,17 +1,17 @@
 """The quickstart at a hundredth of its steps: both stages, resumed and repeated, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from isotype import train
-from isotype.config.load import load
 from isotype.data import stdlib
 from isotype.errors import UsageError
-from isotype.quickstart import quickstart
+from isotype.quickstart import quickstart, stages
+from isotype.quickstart.stages import EndsInTime, Stage
+from isotype.training.callbacks import Moment
+from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -44,8 +44,7 @@ def test_both_runs_are_ordinary_and_their_results_load_in_transformers_and_peft(
 
 
 def test_loss_of_pretraining_falls(made: Path) -> None:
-    rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = metrics(made / "pretrain", "loss")
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.3
 
@@ -64,15 +63,6 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert str(made / "tune" / "report.html") in shown
 
 
-@pytest.mark.full
-def test_its_files_are_configurations_that_train_takes(made: Path) -> None:
-    config = load(made / "pretrain.yaml").config
-    assert (config.train.steps, config.data.train) == (1200, str(made / "text.txt"))
-    out = made.parent / "by_hand"
-    run = train(made / "tune.yaml", run=str(out), train={"steps": 2, "eval_every": 2}, data={"limit": 20})
-    assert (run.adapter / "adapter_config.json").is_file()
-
-
 def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="holds other files"):
@@ -80,3 +70,16 @@ def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match="is a file"):
         quickstart(tmp_path / "thesis.tex")
+
+
+@pytest.mark.parametrize(("step", "done"), [(0.1, 1000), (1.0, 101), (9.0, 40)], ids=["idle", "slow", "the least steps"])
+def test_a_stage_ends_in_its_time(monkeypatch, step, done):
+    now, clock = [0.0], EndsInTime(Stage("first", "", 1000, seconds=100.0, least=40))
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    for number in range(1, 1001):
+        now[0] += step
+        moment = Moment(number, 1000, {}, torch.nn.Identity(), Path())
+        clock.on_step(moment)
+        if moment._asked:
+            break
+    assert number == done

@@ -1,7 +1,5 @@
 """Run folders for the report's tests, written file by file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,9 @@
 """The page of a run: whole runs, dead runs, hostile text."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.report import write_report
+from isotype.report.picture import picture
 from isotype.report.record import read_run
+from isotype.report.verdicts import verdict
 from isotype.report.write import render
-
-from .runs import DECLARED, run_folder, step
+from tests.report.runs import DECLARED, run_folder, step
 
 HOSTILE = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"'&{{ 271828 * 314159 }}"
 
@@ -59,35 +59,12 @@ def page_of(folder: Path) -> Page:
 
 def test_everything_is_on_the_page(whole_run: Path) -> None:
     page = page_of(whole_run)
-    for words in (
-        "done",
-        "Loss",
-        "Gradient norm",
-        "clip 1",
-        "Share changed",
-        "Tokens per second",
-        "Peak memory",
-        "1 min 15 s",
-        "7 rows were cut",
-        "12 bf16",
-        "run.yaml:9",
-        "because 0",
-        "because 100",
-        "in the data",
-        "packages.torch",
-        "2.13.0",
-        "some/model",
-        "16 of 17 checks passed",
-        "updates survive rounding",
-        "PF011",
-        "a smaller train.batch_size",
-        "shared disk",
-        "How many rows have how many tokens",
-        "3 of 9 tokens are learnt",
-        "train.weight_decay",
-        "run.yaml:12",
-    ):
-        assert words in page.text, words
+    words = (
+        "done|Loss|Gradient norm|clip 1|Share changed|Tokens per second|Peak memory|1 min 15 s|7 rows were cut|12 bf16|run.yaml:9|"
+        "because 0|because 100|in the data|packages.torch|2.13.0|some/model|16 of 17 checks passed|updates survive rounding|PF011|"
+        "a smaller train.batch_size|shared disk|How many rows have how many tokens|3 of 9 tokens are learnt|train.weight_decay|run.yaml:12"
+    )
+    assert [word for word in words.split("|") if word not in page.text] == []
     assert page.text.index("because 0") < page.text.index("because 100") < page.text.index("because 50"), "first and last, then between"
     assert 'PeftModel.from_pretrained(base, "' in page.text
 
@@ -148,13 +125,6 @@ def test_a_run_that_died_anywhere_still_has_a_page(tmp_path: Path, files: dict[s
     assert "Precision" in page.text
 
 
-def test_values_that_are_not_finite_are_marked(tmp_path: Path) -> None:
-    rows = [step(n, loss=float("nan") if n == 7 else 1.0) for n in range(1, 11)]
-    text = html_of(run_folder(tmp_path / "run", metrics=rows))
-    assert "training loss is not finite at step 7" in text
-    assert "1 value is not finite" in text
-
-
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", metrics=[step(1), step(2)], resolved="a: [")
     with (folder / "metrics.jsonl").open("a") as file:
@@ -187,3 +157,69 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         write_report(run, tmp_path / "missing" / "page.html")
     assert not list(run.glob(".report*"))
+
+
+# --- The picture of a run.
+
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def drawn(folder: Path):
+    return Image.open(BytesIO(picture(read_run(folder)))).convert("RGB")
+
+
+def test_it_is_wide_enough_to_read_and_holds_curves_and_text(whole_run: Path) -> None:
+    image = drawn(whole_run)
+    assert image.width == 1440
+    assert 1200 < image.height < 3000
+    colours = {colour for _, colour in image.getcolors(1 << 20)}
+    assert {(0x25, 0x63, 0xC4), (0xB8, 0x50, 0x0F), (0xF5, 0xF5, 0xF2), (0xFF, 0xFF, 0xFF)} <= colours, "both curves, page and cards"
+
+
+def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> None:
+    colours = {(0, 10): (255, 0, 0), (0, 20): (0, 255, 0), (1, 10): (0, 0, 255), (1, 20): (255, 255, 0)}
+    moments = []
+    for step_ in (10, 20):
+        files = []
+        for i in (0, 1):
+            file = tmp_path / f"a/samples/step_{step_}_{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), colours[i, step_]).save(file)
+            files.append({"prompt": f"prompt {i}", "answer": "a picture", "file": f"samples/step_{step_}_{i}.png"})
+        moments.append({"step": step_, "samples": files})
+    image = drawn(run_folder(tmp_path / "a", resolved="model:\n  name: x\n", samples=moments))
+    places = {}
+    for key, colour in colours.items():
+        seen = [(x, y) for x in range(0, image.width, 4) for y in range(0, image.height, 4) if image.getpixel((x, y)) == colour]
+        assert len(seen) > 100, f"{key}: the picture is large enough to see"
+        places[key] = seen[0]
+    assert places[0, 10][1] == places[0, 20][1] < places[1, 10][1] == places[1, 20][1], "a row a prompt"
+    assert places[0, 10][0] == places[1, 10][0] < places[0, 20][0] == places[1, 20][0], "a column a step"
+
+
+# --- The verdict on top of a report: base against tuned loss, and whether the declared precision was kept.
+
+
+KEPT = {"declared": DECLARED, "observed": {"base": {"bf16": 12}, "grads": {"fp32": 4}}, "violations": []}
+
+
+def evaluations(*losses: float) -> list[dict]:
+    return [{"step": 10 * i, "event": "evaluation", "eval_loss": loss} for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "said", "mood"),
+    [
+        ((4.0, 3.0), "Evaluation loss 4 before training, 3 at step 10: 25% lower.", "good"),
+        ((4.0, 5.0), "Evaluation loss 4 before training, 5 at step 10: 25% higher.", "warn"),
+        ((4.0, 2.0, 3.0), "25% lower. It was lower at step 10, 2: it learns its training rows by heart.", "warn"),
+        ((4.0,), "no second evaluation", "warn"),
+        ((), "No evaluation", "warn"),
+    ],
+)
+def test_base_against_tuned_loss(tmp_path: Path, losses: tuple, said: str, mood: str) -> None:
+    found = verdict(read_run(run_folder(tmp_path / "run", metrics=[step(1), *evaluations(*losses)], precision=KEPT)))
+    assert said in found.learnt
+    assert found.mood == mood
+    assert found.precision == "The declared precision was kept in 2 of 2 roles."

@@ -1,7 +1,5 @@
 """Files from strangers: none of them runs code, is written through, or is half taken for what it is not."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -151,14 +149,6 @@ def test_a_small_file_is_never_written_through_what_lies_in_its_way(tmp_path):
     write_text(tmp_path / "result.json", "{}")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "result.json").read_text() == "{}"
-
-
-def test_a_link_within_the_folder_and_a_folder_that_is_a_link_are_fine(tmp_path):
-    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
-    (tmp_path / "run/newest").symlink_to("checkpoints/step_1")
-    (tmp_path / "linked").symlink_to(tmp_path / "run")
-    with RunFolder(tmp_path / "linked").held():
-        assert (tmp_path / "run/.lock").is_file()
 
 
 def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):

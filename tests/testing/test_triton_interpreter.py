@@ -1,7 +1,5 @@
 """The repaired interpreter against torch: bf16 rounding, arithmetic, reductions, dot, atomics, float arguments, libdevice."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -15,18 +13,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh
 
 from isotype.testing.interpreter import interpreted, is_installed
-from isotype.testing.interpreter.repairs import FUNCTIONS, narrow, truncate, widen
-
-
-def bits(x):
-    return x.view(torch.int16).numpy().view(np.uint16)
-
-
-@given(st.floats(width=32))
-def test_rounds_fp32_as_torch_does(value):
-    expected = torch.tensor(value, dtype=torch.float32).bfloat16()
-    given = torch.from_numpy(narrow(np.float32(value)).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
-    assert given.isnan() if math.isnan(value) else torch.equal(given, expected)
+from isotype.testing.interpreter.repairs import FUNCTIONS, narrow, widen
 
 
 def test_fp64_is_rounded_to_bf16_once():
@@ -34,10 +21,6 @@ def test_fp64_is_rounded_to_bf16_once():
     value = 1.0 + 2.0**-8 + 2.0**-40
     assert widen(narrow(np.float64(value))) == np.float32(1.0 + 2.0**-7)
     assert torch.tensor(value, dtype=torch.float64).float().bfloat16() == 1.0  # what rounding twice gives
-
-
-def test_truncation_cuts_the_low_bits():
-    assert widen(truncate(np.float32(1.99999))) == np.float32(1.9921875)
 
 
 @triton.jit
@@ -190,13 +173,6 @@ def test_dot_accumulates_in_fp32():
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
 
 
-@triton.jit
-def atomics(x, out, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.atomic_add(out + i % 2, tl.load(x + i))
-    tl.atomic_max(out + 2 + i % 2, tl.load(x + i))
-
-
 def test_atomics_on_colliding_addresses():
     x = torch.randn(16, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.zeros(2, dtype=torch.bfloat16)
@@ -249,9 +225,8 @@ def test_an_unknown_libdevice_function_is_refused_by_name():
         unknown_libdevice[(1,)](torch.ones(1))
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_every_libdevice_name_exists(name):
-    assert callable(getattr(libdevice, name))
+def test_every_libdevice_name_exists():
+    assert [name for name in FUNCTIONS if not callable(getattr(libdevice, name, None))] == []
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=["n"])
@@ -281,27 +256,6 @@ def test_everything_is_put_back_even_after_an_error():
             fails[(1,)](torch.zeros(1))
     assert not is_installed()
     assert before == (triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum)
-
-
-def test_kernels_compile_after_they_were_interpreted():
-    from triton.backends.compiler import GPUTarget
-
-    x = torch.ones(100)
-    with interpreted():
-        arithmetic[(1,)](x, x, x, 100, KIND="add", BLOCK=128)
-    signature = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "n": "i32", "KIND": "constexpr", "BLOCK": "constexpr"}
-    source = triton.compiler.ASTSource(arithmetic, signature=signature, constexprs={"KIND": "add", "BLOCK": 128})
-    from triton._C.libtriton import ir
-
-    target = GPUTarget("cuda", 80, 32)
-    backend = triton.compiler.make_backend(target)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = source.make_ir(
-        target, backend.parse_options({}), backend.get_codegen_implementation(backend.parse_options({})), backend.get_module_map(), context
-    )
-    assert "bf16" in str(module)
 
 
 @settings(max_examples=15, deadline=None)

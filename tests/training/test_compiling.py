@@ -1,15 +1,11 @@
 """A run with compiled layers: what runs compiled, what it says of that, and a resumed run that equals an undisturbed one."""
 
-from __future__ import annotations
-
-import shutil
-
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.results import same_tensors, trained_tensors
+from tests.training.interrupted import cut_back
 
 from isotype.config.load import load
-from isotype.errors import PreflightError, UsageError
 from isotype.observe import is_observed
 from isotype.optimize import regions
 from isotype.tasks.choose import train
@@ -48,28 +44,11 @@ def test_a_resumed_run_with_compiled_layers_equals_an_uninterrupted_one(configur
     assert "2 layers of LlamaDecoderLayer run as compiled graphs in training steps" in capsys.readouterr().out
     assert len(calls) == 2 * (2 + len(unobserved))
     assert train(configured("halved", **COMPILED, train=steps)) == 0
-    shutil.rmtree(tmp_path / "halved/checkpoints/step_8")
-    shutil.rmtree(tmp_path / "halved/adapter")
-    (tmp_path / "halved/result.json").unlink()
+    cut_back(tmp_path / "halved", 8)
     calls.clear()
     # as in a process of its own
     torch._dynamo.reset()
     assert train(load(tmp_path / "halved/resolved.yaml", resolved=True), resume=tmp_path / "halved") == 0
     assert len(calls) == 2 * (1 + len([step for step in unobserved if step > 4]))
-    ours, theirs = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "halved"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert not [name for name in ours if "_orig_mod" in name]
-
-
-def test_a_layer_that_is_not_one_graph_ends_the_run_before_its_first_step(configured, tmp_path, monkeypatch):
-    def refuse(function):
-        def run(*args, **kwargs):
-            raise UsageError("model.compile: layers: LlamaDecoderLayer is not one graph: a wait", fix="model.compile: none")
-
-        return run
-
-    monkeypatch.setattr(regions, "compiled", refuse)
-    with pytest.raises((UsageError, PreflightError), match="is not one graph: a wait"):
-        train(configured(**COMPILED))
-    assert not (tmp_path / "run/checkpoints").exists()
+    same_tensors(tmp_path / "whole", tmp_path / "halved")
+    assert not [name for name in trained_tensors(tmp_path / "whole") if "_orig_mod" in name]

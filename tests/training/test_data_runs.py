@@ -1,20 +1,15 @@
 """Runs on packed, weighted and streamed rows: they train, say what they did, and resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from tests.results import read, same_tensors
+from tests.training.interrupted import cut_back
 
 from isotype.config.load import load
-from isotype.config.sources import check_data
-from isotype.entry.train import Run
-from isotype.errors import UsageError
 from isotype.tasks.choose import plan, train
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,18 +34,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
     short = {"steps": 7, "eval_every": 3}
     assert train(configured("halved", data=data, train=short)) == 0
     shutil.copytree(tmp_path / "halved", tmp_path / "whole")
-    shutil.rmtree(tmp_path / "halved/checkpoints/step_7")
-    shutil.rmtree(tmp_path / "halved/adapter")
-    (tmp_path / "halved/result.json").unlink()
+    cut_back(tmp_path / "halved", 7)
     again = load(tmp_path / "halved/resolved.yaml", resolved=True)
     assert train(again, resume=tmp_path / "halved") == 0
     assert "not those of the run's last start" not in capsys.readouterr().out
-    ours, theirs = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "halved"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    facts = json.loads((tmp_path / "whole/data.json").read_text())
+    same_tensors(tmp_path / "whole", tmp_path / "halved")
+    facts = read(tmp_path / "whole", "data")
     assert bool(facts["packing"]) == ("packed" in kind)
     assert ("stream" in facts) == ("streamed" in kind)
-    record = json.loads((tmp_path / "whole/preflight.json").read_text())
+    record = read(tmp_path / "whole", "preflight")
     assert not record["findings"]
     assert "PF018" in record["checks"]
 
@@ -81,25 +73,6 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
     assert [change["after_step"] for change in of_evaluation] == [3]  # by the template, not by the training file
 
 
-def test_the_best_evaluation_is_of_the_rows_that_the_run_has_now(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
-    held = tmp_path / "held.jsonl"
-    lines = Path(workshop.chats).read_text().splitlines(keepends=True)
-    held.write_text("".join(lines[:4]))
-    data = {"train": str(workshop.chats), "eval": str(held)}
-    assert train(configured(data=data, train={"steps": 2, "patience": 5})) == 0
-    before = Run(tmp_path / "run").result
-    harder = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}
-    held.write_text(json.dumps(harder) + "\n")
-    capsys.readouterr()
-    assert train(configured(data=data, train={"steps": 3, "patience": 5}), resume=tmp_path / "run") == 0
-    assert "the evaluation rows are not those of the run's last start" in capsys.readouterr().out
-    run = Run(tmp_path / "run")
-    assert run.result["best_eval_loss"] > before["best_eval_loss"]  # what hid it: the old rows' loss is lower
-    assert (run.result["best_step"], run.result["of_step"]) == (3, 3)
-    assert run.record.best_evaluation == run.result["best_eval_loss"] == run.result["check"]["trained_loss"]
-    assert not any("other rows" in note for note in json.loads((tmp_path / "run/data.json").read_text()).get("notes", []))
-
-
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
     made = plan(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
     assert made.data["packed_from"] > made.data["train_rows"]
@@ -107,15 +80,6 @@ def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
     assert 96 < made.memory.length == made.data["longest"] + -made.data["longest"] % 8 <= 128
     assert made.memory.not_simulated is None
     assert f"training rows packed from {made.data['packed_from']}" in made.as_text()
-
-
-def test_a_stream_without_train_steps_is_refused() -> None:
-    loaded = load(None, ["data.stream=true", "data.train=a.jsonl"])
-    with pytest.raises(UsageError, match=r"data\.stream needs train\.steps"):
-        check_data(loaded.config, loaded.sources)
-    loaded = load(None, ["data.shuffle_buffer=9"])
-    with pytest.raises(UsageError, match=r"command line data\.shuffle_buffer: has no effect without data\.stream"):
-        check_data(loaded.config, loaded.sources)
 
 
 @pytest.mark.parametrize("stream", [False, True])

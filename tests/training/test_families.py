@@ -1,40 +1,22 @@
 """Every supported family trains under its declaration, and adapters go both ways between Isotype and plain PEFT."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
-from peft import PeftModel
-from tests.models import FAMILIES, lora, rows, tiny
+from tests.models import FAMILIES, lora, rows, stepper, tiny
 
-from isotype.config.schema import AdapterSection, TrainSection
-from isotype.errors import UsageError
-from isotype.model.adapter import attach_adapter, save_adapter, trainable_share
+from isotype.config.schema import AdapterSection, ModelSection
+from isotype.data.prompts import prompts_from
+from isotype.model.adapter import attach_adapter, save_adapter
+from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.observe import Observer
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.objective import batch_loss_sum
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from isotype.tasks.language.sample import sample
 
 BATCH = collate(rows(4), pad_id=0)
-
-
-def step_of(model, preset):
-    precision, train = PRESETS[preset], TrainSection(learning_rate=1e-2)
-    apply_precision(model, precision, device_type="cpu")
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    return Stepper(
-        model,
-        build_optimizer(model, train, precision, accumulator.gradient),
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
-    )
 
 
 # each family with one of the two presets; the other is left to `make test-full`
@@ -48,7 +30,7 @@ def step_of(model, preset):
 )
 def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     model = lora(tiny(family)) if preset == "bf16-lora" else tiny(family)
-    step = step_of(model, preset)
+    step = stepper(model, preset, learning_rate=1e-2)
     observer = Observer(model, PRESETS[preset])
     with observer.watch(1) as seen:
         first = step([BATCH], step=1, learning_rate=1e-2, watch_changes=True)
@@ -64,17 +46,6 @@ def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     assert out.shape == (1, 8)
 
 
-@pytest.mark.full
-def test_an_adapter_loads_in_plain_peft(tmp_path):
-    model = lora(tiny(), modules_to_save=["lm_head"])
-    step = step_of(model, "fp32")
-    step([BATCH], step=1, learning_rate=1e-2, watch_changes=False)
-    save_adapter(model, tmp_path, PRESETS["fp32"])
-    plain = PeftModel.from_pretrained(tiny(), str(tmp_path))
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=BATCH.input_ids).logits, plain(input_ids=BATCH.input_ids).logits)
-
-
 def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     from safetensors.torch import load_file
 
@@ -83,37 +54,19 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.full
-def test_a_plain_peft_adapter_can_be_trained_further(tmp_path):
-    theirs = lora(tiny(), init_lora_weights=False)
-    theirs.save_pretrained(tmp_path)
-    ours = attach_adapter(tiny(), AdapterSection(start_from=str(tmp_path)), seed=0)
-    with torch.no_grad():
-        assert torch.equal(theirs(input_ids=BATCH.input_ids).logits, ours(input_ids=BATCH.input_ids).logits)
-    assert trainable_share(ours)[0] == trainable_share(theirs)[0]
+# --- Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper.
 
 
-def test_adapter_settings_reach_peft():
-    section = AdapterSection(r=3, alpha=6, dropout=0.25, targets=["q_proj"], rslora=True, modules_to_save=["lm_head"])
-    config = attach_adapter(tiny(), section, seed=0).peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora) == (3, 6, 0.25, True)
-    assert set(config.target_modules) == {"q_proj"}
-    assert config.modules_to_save == ["lm_head"]
+pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (AdapterSection(targets=["q_prj"]), r"adapter\.targets.*(.|\n)*q_proj"),
-        (AdapterSection(start_from="nowhere"), "adapter_config.json"),
-    ],
-)
-def test_a_wrong_adapter_setting_gets_one_clear_error(section, message):
-    with pytest.raises(UsageError, match=message):
-        attach_adapter(tiny(), section, seed=0)
+BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
-def test_an_adapter_for_another_base_is_refused(tmp_path):
-    lora(tiny(hidden_size=64)).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"does not fit this model"):
-        attach_adapter(tiny(), AdapterSection(start_from=str(tmp_path)), seed=0)
+def test_stories260k_generates_a_story(shared):
+    folder = str(shared / "data/stories260k")
+    tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")
+    model = attach_adapter(load_base(Source(folder), precision, attention="sdpa", device=cpu, trainable=False), AdapterSection(r=4), seed=0)
+    apply_precision(model, precision, device_type="cpu")
+    story = sample(model, tokenizer, prompts_from(["Once upon a time"], tokenizer), max_new_tokens=40, device=cpu)[0]
+    assert story.answer.startswith(BEGINNING)

@@ -1,19 +1,16 @@
 """A terminal that goes away: the run saves, and can be gone on with."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import os
 import pty
 import signal
+import subprocess
 from functools import partial
 
 import pytest
 from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.tasks.choose import train
 from isotype.training.interrupt import Interrupt
 
 
@@ -42,17 +39,6 @@ def hang_up():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_hang_up_does_not_stop_the_save(hang_up):
-    hang_up(signal.SIG_DFL)
-    with Interrupt() as interrupt:
-        interrupt.begin()
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert interrupt.asked
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_under_nohup_the_run_continues_after_sighup(hang_up):
     hang_up(signal.SIG_IGN)
     with Interrupt() as interrupt:
@@ -60,19 +46,19 @@ def test_under_nohup_the_run_continues_after_sighup(hang_up):
         assert not interrupt.asked
 
 
-def test_an_interrupt_swallowed_by_a_library_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
-    from isotype.training import run
-
-    def swallowing(*given, **rest):
-        with contextlib.suppress(KeyboardInterrupt):  # as Python does in a __del__ and in callbacks
-            os.kill(os.getpid(), signal.SIGINT)
-        return preflight(*given, **rest)
-
-    preflight = run.preflight
-    monkeypatch.setattr(run, "preflight", swallowing)
-    assert train(configured("run")) == 130
-    assert "interrupted before" in capfd.readouterr().out
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
 # an interrupted run, which gets a second Ctrl-C as it ends
+
+
+# --- What reads the output of a run goes away, as `| head` does: the run goes on.
+
+
+def test_a_run_goes_on_when_its_output_is_no_longer_read(configured, tmp_path):
+    configured("run")
+    command = [interpreter(), "-m", "isotype", "train", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline().startswith("run ")
+        run.stdout.close()
+        told = run.stderr.read()
+    assert run.returncode == 0, told
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
+    assert told.count("warning   the output is no longer read") == 1

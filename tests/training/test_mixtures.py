@@ -1,26 +1,19 @@
 """Five families of mixtures: a run that was stopped and resumed is bit for bit the whole one, and its result merges and generates."""
 
-from __future__ import annotations
-
-import json
-import os
-import signal
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.models import MIXTURES, SIZES, rows, tiny
+from tests.results import same_result, trained_tensors
+from tests.training.interrupted import interrupted_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.schema import RunConfig
-from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.optimize import optimize
 from isotype.tasks.choose import train
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import NextToken
-from isotype.tasks.language.task import LanguageTask
 
 SETTINGS = {"steps": 4, "batch_size": 2, "eval_every": 4, "gradient_checkpointing": "layers"}
 
@@ -43,11 +36,6 @@ def mixture(workshop, configured, tmp_path):
     return make
 
 
-def result(folder):
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return load_file(folder / "adapter/adapter_model.safetensors"), [row["loss"] for row in logged if "loss" in row]
-
-
 # the two forms that differ most: biases, transposed, a gate of its own; a dense layer and a shared expert
 DEFAULT = ("gpt_oss", "deepseek_v3")
 
@@ -60,23 +48,11 @@ def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkey
     said = capsys.readouterr().out
     assert "experts    experts" in said
     assert "left alone" not in said
-    collate, calls = LanguageTask.collate, []
-
-    def stopped(*given, **named):
-        calls.append(1)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return collate(*given, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LanguageTask, "collate", stopped)
-        assert train(mixture(family, "stopped", **balanced)) == 130
+    assert interrupted_after(2, mixture(family, "stopped", run={"save_every": 2}, **balanced), monkeypatch) == 130
     assert train(mixture(family, "stopped", **balanced), resume=tmp_path / "stopped") == 0
-    (whole, losses), (again, resumed) = result(tmp_path / "whole"), result(tmp_path / "stopped")
-    assert losses == resumed
+    same_result(tmp_path / "whole", tmp_path / "stopped")
+    whole = trained_tensors(tmp_path / "whole")
     assert ('"aux_loss": ' in (tmp_path / "whole/metrics.jsonl").read_text()) == (family != "deepseek_v3")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert any(".experts." in name and "lora_B" in name and whole[name].any() for name in whole)
     merged = merge(load_run(tmp_path / "whole"), tmp_path / "merged")
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-2)
@@ -107,9 +83,3 @@ def test_the_balancing_loss_is_the_familys_own(family):
             torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     model.eval()
     assert objective.loss_sum(model, batch, batch.weight, dtype="fp32")[0] < loss
-
-
-def test_a_balancing_loss_without_effect_is_refused():
-    objective = NextToken(RunConfig.model_validate({"train": {"aux_loss": 0.3}}))
-    with pytest.raises(UsageError, match=r"train\.aux_loss: 0\.3 has no effect"):
-        objective.check_model(tiny("deepseek_v3"))

@@ -1,15 +1,13 @@
 """Whole runs on a GPU: every preset, host memory, resuming, and that what a run says of memory is so."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 from tests.gpu import DEVICE, on_a_gpu
+from tests.results import losses, same_result
 from tests.training.interrupted import interrupted_after
 from tests.training.memory.test_offload import chain, made
-from tests.training.test_run import losses, same_result
 
 from isotype.tasks.choose import train
 

@@ -1,13 +1,15 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
 from isotype.config.schema import TrainSection
-from isotype.ops.adamw import adamw_reference_, stochastic_round_
-from isotype.ops.adamw.op import AdamwNumbers
+from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
+from isotype.training.ema import Ema
 from isotype.training.optimizer import MixedAdamW, build_optimizer
+from isotype.training.schedule import learning_rate
 
 
 def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
@@ -56,29 +58,6 @@ def test_bf16_weights_move_as_far_as_they_should_only_with_stochastic_rounding(r
     assert low <= moved <= high
 
 
-def test_reads_fp32_gradients_of_bf16_weights():
-    p = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    accumulator = GradientAccumulator([p])
-    optimizer = mixed([p], gradient=accumulator.gradient)
-    (p * torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
-    assert p.detach().sign().tolist() == [-1, 1, -1, 0]
-
-
-@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure"])
-def test_state_has_the_declared_dtype_and_decay_spares_vectors(preset):
-    precision = PRESETS[preset]
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.bfloat16 if preset == "bf16-pure" else torch.float32)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    optimizer = build_optimizer(model, TrainSection(weight_decay=0.1), precision, accumulator.gradient)
-    decays = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decays == {2: 0.1, 1: 0.0}
-    model(torch.randn(2, 8, dtype=next(model.parameters()).dtype)).sum().backward()
-    optimizer.step()
-    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
-
-
 def test_eight_bit_adamw_is_the_real_one():
     pytest.importorskip("bitsandbytes")
     model = nn.Linear(128, 64)
@@ -88,15 +67,54 @@ def test_eight_bit_adamw_is_the_real_one():
     assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("cut", [1, 4095, 5000])
-def test_parts_of_a_weight_round_as_the_whole_one(cut):
-    """Noise is a function of seed, step and element: whoever has a row draws the same."""
-    numbers = AdamwNumbers(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
-    start, gradient = torch.randn(9000).bfloat16(), torch.randn(9000)
+# --- The moving average of trained weights.
 
-    def updated(first, last):
-        weight = start[first:last].clone()
-        adamw_reference_(weight, gradient[first:last], torch.zeros(last - first), torch.zeros(last - first), numbers, 7, first)
-        return weight
 
-    assert torch.equal(torch.cat([updated(0, cut), updated(cut, 9000)]), updated(0, 9000))
+def small(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=dtype)
+
+
+def test_an_average_follows_its_weights_in_fp32():
+    model = small(torch.bfloat16)
+    ema = Ema(model, 0.9, "fp32")
+    expected = model.weight.detach().double()
+    for step in range(1, 40):
+        with torch.no_grad():
+            model.weight.add_(0.01)
+        ema.update(step)
+        kept = min(0.9, (1 + step) / (10 + step))
+        expected = kept * expected + (1 - kept) * model.weight.detach().double()
+    assert {average.dtype for average in ema.averages.values()} == {torch.float32}
+    torch.testing.assert_close(ema.averages["weight"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- The learning rate; the time left counts the pauses between steps, and samples keep to their share of the time.
+
+
+def course(total=100, **train):
+    section = TrainSection(learning_rate=1.0, **train)
+    return [learning_rate(section, step, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_warms_up_then_starts_at_the_peak(schedule):
+    rates = course(schedule=schedule, warmup=10)
+    assert rates[0] == pytest.approx(1 / 11)
+    assert rates[9] < 1.0
+    assert rates[10] == 1.0
+    assert max(rates) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_learning_rate_ends_at_its_minimum(schedule):
+    rates = course(schedule=schedule, min_learning_rate=0.1)
+    assert 0.1 <= rates[-1] < 0.16
+    assert all(a >= b for a, b in pairwise(rates[3:]))
+
+
+def test_wsd_is_stable_then_decays():
+    rates = course(schedule="wsd", warmup=0, decay=0.25)
+    assert rates[:75] == [1.0] * 75
+    assert rates[75] == 1.0
+    assert rates[76] < 1.0

@@ -1,7 +1,5 @@
 """`isotype plan` on the real small model and the built-in data: what it says is what a run would do."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -9,7 +7,6 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.config.load import load
-from isotype.errors import UsageError
 from isotype.tasks.choose import plan
 
 SETTINGS = ["data.limit=40", "data.max_length=64", "train.steps=5", "train.warmup=2", "model.device=cpu", "adapter.r=4"]
@@ -52,22 +49,6 @@ def test_a_plan_over_the_device_memory_gives_advice(stories, monkeypatch):
     made = plan(load(None, SETTINGS, {"model.name": stories, "data.train": "stdlib"}, preset="fp32"))
     assert made.fits is False
     assert "will not fit into 64.0 MiB" in made.as_text()
-
-
-def test_a_random_model_is_planned_without_building_it(stories):
-    config = ["model.init=random", "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
-              "num_attention_heads: 4}", f"model.tokenizer={stories}"]  # fmt: skip
-    made = plan(load(None, [*SETTINGS, *config, "adapter.kind=none", "precision.preset=fp32"], {"data.train": "stdlib"}))
-    assert made.trainable == made.total
-    assert made.memory.frozen == 0
-
-
-def test_contradictions_and_wrong_targets_are_refused_as_by_train(stories):
-    flags = {"model.name": stories, "data.train": "stdlib"}
-    with pytest.raises(UsageError, match="PR"):
-        plan(load(None, [*SETTINGS, "precision.trainable=fp32", "precision.grads=bf16"], flags))
-    with pytest.raises(UsageError, match=r"adapter\.targets"):
-        plan(load(None, [*SETTINGS, "precision.preset=fp32", "adapter.targets=[no_such]"], flags))
 
 
 def test_dry_run_is_plan(stories):

@@ -1,70 +1,33 @@
 """Whole runs: what they leave behind, that they resume bit for bit, and that nothing that happens to them loses a step."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from tests.warm import interpreter
+from tests.results import losses, metrics, read, same_result
+from tests.training.interrupted import killed_at_step_4
+from tests.training.toy_task import ToyTask
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
 from isotype.config.write import resolved_yaml
 from isotype.errors import RunError, UsageError
+from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
 from isotype.training.console import RunConsole
-from isotype.training.step import Stepper
-
-_DIES_AT_STEP_4 = """
-import os, signal, sys
-from pathlib import Path
-from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.config.load import load
-from isotype.tasks.choose import train
-from isotype.tasks.language.task import LanguageTask
-
-save = CheckpointStore.save
-
-def save_then_die(self, checkpoint, *, best=False):
-    save(self, checkpoint, best=best)
-    if checkpoint.step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-CheckpointStore.save = save_then_die
-train(load(Path(sys.argv[1]), [], {}))
-"""
 
 
 def result_of(folder: Path) -> dict:
-    return json.loads((folder / "result.json").read_text())
-
-
-def trained_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / "adapter/adapter_model.safetensors"
-    return load_file(file if file.is_file() else folder / "model/model.safetensors")
-
-
-def losses(folder: Path) -> list[tuple]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in rows]
-
-
-def same_result(a: Path, b: Path) -> None:
-    ours, theirs = trained_tensors(a), trained_tensors(b)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert losses(a) == losses(b)
+    return read(folder, "result")
 
 
 def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, capsys):
@@ -108,6 +71,8 @@ def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, capsys, 
     assert train(configured(adapter={"kind": "none"}, precision=precision)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
     assert model.dtype == dtype
+    observed = read(tmp_path / "run", "precision")
+    assert (set(observed["observed"]["grads"]), observed["violations"]) == ({"fp32"}, [])
     records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
     assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {text}
     assert f"precision {text}  (" in capsys.readouterr().out
@@ -127,9 +92,7 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     """The disturbed run is stopped by the count of its checkpoints, not by the clock, so that it is disturbed for certain."""
     assert train(configured("whole", **settings)) == 0
     loaded = configured("disturbed", **settings)
-    # not a fork: autograd refuses to work in the fork of a process in which it has started threads
-    died = subprocess.run([interpreter(), "-c", _DIES_AT_STEP_4, tmp_path / "disturbed.yaml"], capture_output=True, text=True, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    killed_at_step_4(tmp_path / "disturbed.yaml")
     assert train(loaded, resume=tmp_path / "disturbed") == 0
     same_result(tmp_path / "whole", tmp_path / "disturbed")
     assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
@@ -249,23 +212,6 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(conf
     assert f"{run / 'config.yaml'} has changed since the run was begun" in capsys.readouterr().out
 
 
-def test_a_copied_run_goes_on_in_its_own_folder_and_says_what_the_first_said(configured, tmp_path, capsys):
-    assert train(configured(train={"schedule": "constant"})) == 0
-    first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("recompute"))
-    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    metrics = copy / "metrics.jsonl"
-    metrics.write_text("".join(line for line in metrics.read_text().splitlines(True) if json.loads(line)["step"] < 6))
-    (copy / "precision.json").write_text((copy / "precision.json").read_text()[:300])
-    assert train(load(copy / "resolved.yaml", ["train.steps=7"], resolved=True), resume=copy) == 0
-    said = capsys.readouterr().out
-    assert first in said.splitlines()
-    assert first.startswith("recompute none (auto: ")
-    assert f"{metrics} lacks the lines of step 6\n" in said
-    assert f"{copy / 'precision.json'} is damaged: what was observed of the steps 1 to 6 is lost" in said
-    assert load(copy / "resolved.yaml", resolved=True).config.run.folder == str(copy)
-    assert f"folder: {tmp_path / 'run'} " in (tmp_path / "run/resolved.yaml").read_text()
-
-
 def test_one_folder_holds_one_run(default_run, configured):
     with pytest.raises(UsageError, match=r"has a run already(.|\n)*--resume"):
         train(configured(run={"folder": str(default_run)}))
@@ -322,6 +268,19 @@ def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_pat
     assert train(configured(), resume=tmp_path / "run") == 0
 
 
+def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("isotype.report.write_report", lambda *_, **__: (_ for _ in ()).throw(UsageError("report.html: cannot be written")))
+    assert train(configured(run={"report": True})) == 0
+    assert "no report: report.html: cannot be written; isotype report" in capsys.readouterr().out
+    assert result_of(tmp_path / "run")["status"] == "done"
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
+def test_an_impossible_folder_is_a_usage_error(configured, path):
+    with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"):
+        train(configured(run={"folder": path}))
+
+
 def test_json_output_is_one_object_on_stdout(configured, capsys):
     assert train(configured(), console=RunConsole(json_output=True)) == 0
     captured = capsys.readouterr()
@@ -336,24 +295,6 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     run = tmp_path / "run"
     assert result_of(run)["base"] == str(run / "base")
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
-
-
-@pytest.mark.full
-def test_weights_that_an_update_made_non_finite_are_not_saved(configured, tmp_path, monkeypatch):
-    """The loss and the gradient of the step were finite: without a look before saving, the newest checkpoint would be the bad one."""
-
-    plain = Stepper.__call__
-
-    def poisoned(self, batches, *, step, learning_rate, watch_changes):
-        result = plain(self, batches, step=step, learning_rate=learning_rate, watch_changes=watch_changes)
-        if step == 4:
-            self.accumulator.parameters[0].data.view(-1)[0] = float("inf")
-        return result
-
-    monkeypatch.setattr(Stepper, "__call__", poisoned)
-    with pytest.raises(RunError, match=r"NF001 step 4(.|\n)*not saved(.|\n)*step_2"):
-        train(configured(data={"eval_split": 0.0}, run={"save_every": 2}))
-    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [2]
 
 
 @pytest.mark.full
@@ -376,13 +317,63 @@ def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured,
         train(configured(), resume=tmp_path / "run")
 
 
-@pytest.mark.full
-def test_samples_without_a_schedule_keep_to_a_tenth_of_the_training(configured, tmp_path, monkeypatch, capsys):
-    from isotype.training import loop
+# --- The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code.
 
-    monkeypatch.setattr(loop, "sample_seconds", lambda trained: 0.0)
-    assert train(configured()) == 0
-    assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_0.json"]
-    assert capsys.readouterr().out.count("samples left out") == 1
-    assert train(configured("asked", run={"sample_every": 3})) == 0
-    assert len(list((tmp_path / "asked" / "samples").iterdir())) == 3
+
+@pytest.fixture
+def toy(configured):
+    def make(folder: str = "run", **sections):
+        loaded = configured(folder, adapter={"kind": "none"}, **sections)
+        return loaded, ToyTask(loaded.config)
+
+    return make
+
+
+def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
+    loaded, task = toy(train={"steps": 40, "learning_rate": 1e-2, "eval_every": 10})
+    assert run_module.train(loaded, task) == 0
+    said = capsys.readouterr().out
+    assert "pt/s" in said
+    assert "40 points" in said
+    rows = metrics(tmp_path / "run")
+    steps = [row for row in rows if "loss" in row]
+    assert steps[-1]["points"] == 40 * 4
+    assert steps[-1]["learnt"] == 4
+    assert not any(word in row for row in rows for word in ("tokens", "supervised"))
+    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    assert evaluations[-1]["eval_points"] == 8
+    assert evaluations[-1]["eval_loss_last"] == 0.0
+    assert (read(tmp_path / "run", "result")["status"], read(tmp_path / "run", "result")["points"]) == ("done", 160)
+    assert read(tmp_path / "run", "precision")["violations"] == []
+    assert read(tmp_path / "run", "plan")["task"] == "toy"
+    assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
+
+
+# --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.
+
+
+def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+    lines = Path(workshop.chats).read_text().splitlines(keepends=True)
+    ours, other, odd = tmp_path / "train.jsonl", tmp_path / "more.jsonl", tmp_path / "odd.jsonl"
+    ours.write_text("".join(lines[6:]))
+    other.write_text("".join(lines[:6]))
+    odd.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}) + "\n"
+    )
+    data = {"train": str(ours), "eval": {"like": str(other), "odd": [str(odd)]}}
+    settings = {"steps": 4, "eval_every": 2, "patience": 9, "stop_on": "like", "learning_rate": 0.01}
+    assert train(configured(data=data, train=settings)) == 0
+    assert "(best of like)" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    evaluations = [row for row in rows if row.get("event") == "evaluation"]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    for row in evaluations:
+        low, high = sorted((row["eval_loss_like"], row["eval_loss_odd"]))
+        assert low < row["eval_loss"] < high
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["best_eval_loss"] == min(row["eval_loss_like"] for row in evaluations)
+    write_report(tmp_path / "run")
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Evaluation loss, like" in page
+    assert "Evaluation loss, odd" in page

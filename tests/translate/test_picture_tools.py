@@ -122,7 +122,7 @@ def made(tmp_path, name, text, **files):
 def test_a_script_of_diffusers_is_what_it_is(tmp_path):
     result, config = made(tmp_path, "train.sh", DIFFUSERS)
     assert (result.tool, config.adapter.kind, config.adapter.r, config.adapter.alpha) == ("diffusers", "lora", 16, 16.0)
-    assert config.train.learning_rate == 1e-4, "Prodigy's factor is no rate of AdamW"
+    assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert config.images.train == [{"name": "dog", "caption": "a photo of sks dog"}]
     assert config.images.regularisation == [{"name": "class", "caption": "a photo of a dog", "weight": 0.5}]
     assert (config.diffusion.timesteps, config.diffusion.shift, config.diffusion.guidance) == ("uniform", 1.0, 3.5), "the script's own"
@@ -154,20 +154,20 @@ def test_kohyas_command_and_its_numbered_folders(tmp_path):
     result, config = made(tmp_path, "go.sh", script)
     assert (result.tool, config.adapter.r, config.adapter.alpha) == ("kohya", 8, 1.0)
     assert config.images.train == [{"name": "img/10_sks dog", "repeats": 10, "caption": "sks dog"}]
-    assert config.train.learning_rate == 1e-4
+    assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
 
 
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
     assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == ("ai-toolkit", DIFFUSION, 16, 0.99)
     assert (config.images.train, config.images.trigger, config.images.resolution) == ("mine", "sks", 1024)
-    assert (config.train.learning_rate, config.diffusion.timesteps) == (1e-4, "logit_normal")
+    assert (config.train.learning_rate, config.diffusion.timesteps) == (1.0, "logit_normal")
     assert (config.run.adapters_every, config.run.adapters_keep, config.run.sample_size) == (250, 4, 1024)
     first, second = config.run.samples
     assert first == {"prompt": "sks in a bucket", "negative": "blurry", "seed": 42}
     assert second["seed"] == 43
     fates = {outcome.given.name: outcome.fate for outcome in result.outcomes}
-    assert fates["model.quantize"] == fates["train.optimizer"] == Fate.NOT_OFFERED
+    assert (fates["model.quantize"], config.train.optimizer) == (Fate.NOT_OFFERED, "prodigy")
     assert next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr") == 20
 
 
@@ -196,10 +196,10 @@ def test_what_is_not_offered_stops_an_import(tmp_path, name, text, said):
         translate(tmp_path / name)
 
 
-def test_prodigys_rate_is_not_carried_from_simpletuner_and_its_defaults_are(tmp_path):
+def test_prodigy_and_simpletuners_defaults_are_carried(tmp_path):
     settings = {"--model_type": "lora", "--model_family": "flux", "--optimizer": "prodigy", "--learning_rate": 1.0}
     settings |= {"--pretrained_model_name_or_path": "FLUX.1-dev", "--max_train_steps": 10, "--mixed_precision": "bf16"}
     _, config = made(tmp_path, "config.json", json.dumps(settings))
-    assert config.train.learning_rate == 1e-4
+    assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert (config.diffusion.shift, config.train.clip, config.adapter.dropout) == (3.0, 2.0, 0.1)
     assert "to_q" in config.adapter.targets

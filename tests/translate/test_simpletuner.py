@@ -129,15 +129,6 @@ def test_guidance_that_is_not_rescaled_is_switched_off(value, fate, tmp_path):
     assert next(o.fate for o in outcomes if o.given.name == "validation_guidance_rescale") == fate
 
 
-def test_toml_is_read_too(tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text("".join(f"{key.lstrip('-')} = {json.dumps(value)}\n" for key, value in JSON.items()))
-    (tmp_path / "multidatabackend.json").write_text(json.dumps(DATASETS[:1]))
-    result = translate(file, "simpletuner")
-    assert config(result.text, tmp_path).model.name == "stabilityai/stable-diffusion-3.5-medium"
-    assert [o.given.line for o in result.outcomes][:3] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -6,8 +6,6 @@ arguments, environment, folder and open files. What a test says about imports, a
 libraries are imported needs `sys.executable`.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -1,7 +1,5 @@
 """The process whose forks the commands are: `run(SOCKET)`. When its standard input ends, it and all commands end."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

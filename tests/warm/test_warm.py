@@ -1,14 +1,10 @@
 """`interpreter()` behaves as `python` does to who starts it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
-
-import pytest
 
 from tests.warm import interpreter
 
@@ -28,26 +24,6 @@ def test_arguments_environment_folder_and_input_are_the_callers(tmp_path):
         real, fork = both(*arguments, **given)
         assert real == fork
         assert real[0] == 7
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys; sys.exit('a reason')",
-        "import os; os.kill(os.getpid(), 9)",
-        "import os; os._exit(3)",
-        "import atexit, threading; atexit.register(print, 'last'); threading.Thread(target=print, args=('first',)).start()",
-    ],
-)
-def test_an_end_is_the_one_of_python(code):
-    real, fork = both("-c", code)
-    assert real == fork
-
-
-def test_an_error_has_its_traceback():
-    for status, _, said in both("-c", "1 / 0"):
-        assert status == 1
-        assert said.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_signals_arrive_and_a_killed_command_is_gone():
@@ -71,11 +47,3 @@ def test_open_files_keep_their_numbers():
     os.close(there)
     assert os.read(here, 64) == b"written"
     os.close(here)
-
-
-def test_what_is_imported_is_there_and_draws_its_own_numbers():
-    code = "import sys, numpy, random; print('torch' in sys.modules, 'peft' in sys.modules, numpy.random.rand(), random.random())"
-    first, second = (subprocess.run([interpreter(), "-c", code], capture_output=True, text=True).stdout.split() for _ in range(2))
-    assert first[:2] == second[:2] == ["True", "True"]
-    assert first[2] != second[2]
-    assert first[3] != second[3]

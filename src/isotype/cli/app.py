@@ -49,7 +49,7 @@ INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trac
 _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
-_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision"}
+_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision", "gguf": "gguf"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
 LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")) | {
     f"doctor {verb}" for verb in ("trace", "conform", "kernels")

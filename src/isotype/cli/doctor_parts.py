@@ -272,7 +272,7 @@ def kernels(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
-    notes: Annotated[bool, typer.Option("--notes", help="Also print notes in full: latent combinations, int32 offsets.")] = False,
+    notes: Annotated[bool, typer.Option("--notes", help="Also print notes in full.")] = False,
 ) -> None:
     """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 

@@ -1,47 +1,70 @@
-"""`isotype export RUN --to comfyui`: the adapter of a diffusion run as one file for other programs."""
+"""`isotype export RUN --to FORMAT`: the result of a run as other programs read it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import UsageError
 
+FORMATS = ("comfyui", "gguf", "ollama", "vllm")
+
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A diffusion run's folder, or an adapter in it (RUN/adapters/step_N).")],
-    to: Annotated[str, typer.Option("--to", help="comfyui: kohya's and ComfyUI's names, with .alpha tensors.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file; RUN/NAME.safetensors by default.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help='Print `{"file": PATH, "modules": N}`.')] = False,
+    run: Annotated[Path, typer.Argument(help="The run's folder, an adapter in it (RUN/adapters/step_N), or that of an adapter or model.")],
+    to: Annotated[str, typer.Option("--to", help="gguf, ollama or vllm of language models; comfyui of pictures.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; a new one in RUN by default.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--type", help="gguf, ollama: the whole model in F16, BF16 or Q8_0; gguf without it: an adapter alone.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Write an adapter as the one file that ComfyUI, Forge and kohya's tools read, at the strength that it was trained with.
+    """Write the result of a run for llama.cpp, Ollama, vLLM, or ComfyUI, Forge and kohya's tools.
 
     Examples:
 
-        isotype export runs/dog --to comfyui
+        isotype export runs/qwen --to vllm                 # the adapter, and the line that serves it
+
+        isotype export runs/qwen --to gguf                 # the adapter as one file for llama-server --lora
+
+        isotype export runs/qwen --to gguf --type Q8_0     # merged into its base, the whole model as one file
+
+        isotype export runs/qwen --to ollama               # a folder with a Modelfile: ollama create NAME -f Modelfile
 
         isotype export runs/dog/adapters/step_1500 --to comfyui --out ComfyUI/models/loras/dog.safetensors
     """
     from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run, require_run, run_and_result
-
-    if to != "comfyui":
-        raise UsageError(f"--to {to}: expected comfyui", fix="diffusers reads RUN/adapter as it is; isotype merge writes a whole pipeline")
-    folder, on_the_way = run_and_result(run)
-    if kind_of_run(require_run(folder)) != DIFFUSION:
-        raise UsageError(f"{run}: not a run on pictures: its adapter is a PEFT folder, which vLLM, llama.cpp and PEFT read as it is")
-    name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
-    out = out or folder / f"{name}.safetensors"
-    if out.exists():
-        raise UsageError(f"{out}: is there already", fix="--out another file")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out}: no folder {out.parent}")
-    from ..inference.diffusion import export_comfyui
+    from ..runs.folder import kind_of_run, require_run, run_and_result, without_run
     from ..training.quiet import quiet_libraries
 
+    if to not in FORMATS:
+        raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")
+    if kind is not None and to not in ("gguf", "ollama"):
+        raise UsageError(f"--type has no effect with --to {to}")
+    folder, on_the_way = run_and_result(run)
+    pictures = without_run(folder) is None and kind_of_run(require_run(folder)) == DIFFUSION
+    if pictures != (to == "comfyui"):
+        what = "a run on pictures: --to comfyui" if pictures else f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
+        raise UsageError(f"{run}: {what}")
+    name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
+    suffix = {"comfyui": ".safetensors", "gguf": f"-{(kind or 'lora').lower()}.gguf"}.get(to, f"-{to}")
+    out = out or folder / f"{name}{suffix}"
+    if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
+        raise UsageError(f"{out}: is there already", fix="--out another place")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out}: no folder {out.parent}")
     quiet_libraries()
-    modules = export_comfyui(folder, on_the_way, out)
-    print(json.dumps({"file": str(out), "modules": modules}) if json_output else f"exported  {modules} modules to {out}")
+    if to == "comfyui":
+        from ..inference.diffusion import export_comfyui
+
+        modules = export_comfyui(folder, on_the_way, out)
+        written: dict[str, Any] = {"file": str(out), "modules": modules}
+        lines = [f"exported  {modules} modules to {out}"]
+    else:
+        from ..inference.export import export_language
+
+        written, lines = export_language(run, out, to=to, kind=kind, name=name)
+    print(json.dumps(written) if json_output else "\n".join(lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 SIZE = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
@@ -243,7 +243,7 @@ class PrecisionSection(Section):
     reduce: Dtype | None = None
     """Gradient sums across ranks."""
     optimizer: Literal["fp32", "bf16", "fp16", "int8"] | None = None
-    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` keeps, and is resolved from it."""
+    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` and `lion8bit` keep, and is resolved from them."""
     loss: Dtype | None = None
     """Log-probabilities and loss."""
     norms: Dtype | None = None
@@ -302,6 +302,17 @@ class DistilSection(Section):
     """Share of the loss that is the cross-entropy of the data's own tokens."""
 
 
+# where an optimizer needs another default than AdamW: bitsandbytes' beta2 and a quarter of AdamW's rate for Lion (Chen et al. 2023 advise a
+# third to a tenth), torch's rate for Adafactor, which is relative to the weights, and 1 for Prodigy, a factor of the rate that it finds
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "lion": {"learning_rate": 5e-5, "beta2": 0.99},
+    "lion8bit": {"learning_rate": 5e-5, "beta2": 0.99},
+    "adafactor": {"learning_rate": 1e-2},
+    "schedule-free": {"schedule": "constant"},
+    "prodigy": {"learning_rate": 1.0},
+}
+
+
 class TrainSection(Section):
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "cpo", "kto", "reward", "distil"] = "sft"
     """What is learnt. `sft`: the answers. dpo, ipo, simpo, orpo and cpo learn from pairs of a chosen and a rejected answer, kto from
@@ -316,9 +327,10 @@ class TrainSection(Section):
     accumulate: PositiveInt = 1
     """Forward passes in one optimizer step; normalised by tokens, so 1 x 8 equals 8 x 1."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 2e-4
-    """Peak learning rate."""
+    """Peak learning rate; by default 5e-5 with lion and lion8bit, 0.01 with adafactor, 1 with prodigy."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Course of the learning rate after warm-up; `wsd`: constant, then linear decay over `decay` of the steps."""
+    """Course of the learning rate after warm-up; `wsd`: constant, then linear decay over `decay` of the steps. By default constant with
+    schedule-free."""
     warmup: Annotated[float, Field(ge=0.0)] = 0.03
     """Warm-up: a share of the steps below 1, a number of steps from 1 on."""
     decay: Fraction = 0.2
@@ -328,16 +340,21 @@ class TrainSection(Section):
     aux_loss: Annotated[float, Field(ge=0.0)] | None = None
     """Coefficient of a mixture's balancing loss, which is logged as `aux_loss`. By default the model's own, where its config asks for the
     loss (`output_router_logits`); 0 leaves it out."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
+    optimizer: Literal["adamw", "adamw8bit", "adamw8bit-paged", "lion", "lion8bit", "muon", "adafactor", "schedule-free", "prodigy"] = (
+        "adamw"
+    )
+    """`adamw8bit` (bitsandbytes) keeps its states in 8 bits, `adamw8bit-paged` in memory that the GPU shares with the host; `lion` has one
+    state, `adafactor` a row and a column for each matrix. `muon` takes the matrices, and AdamW the rest. `schedule-free` averages the
+    weights in place of a schedule, `prodigy` finds its rate. All but `adamw` need fp32 weights and gradients. Stochastic rounding comes
+    with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, on matrices only."""
     beta1: Fraction = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of the first moment; not with adafactor."""
     beta2: Fraction = 0.999
-    """AdamW's decay of the second moment."""
+    """Decay of the second moment, with lion (0.99 by default) of its one; not with adafactor."""
     epsilon: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
+    """Added to the root of the second moment; not with lion and adafactor."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Diffusion: decay of an exponential moving average of the trained weights (0.999), saved as a second result beside the trained one."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
@@ -366,6 +383,11 @@ class TrainSection(Section):
     """Stop after so many evaluations without a better loss."""
     stop_on: str | None = None
     """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_optimizer(cls, given: Any) -> Any:
+        return {**DEFAULTS.get(str(given.get("optimizer")), {}), **given} if isinstance(given, dict) else given
 
 
 class RunSection(Section):

@@ -406,6 +406,8 @@ def _unknown(row: Mapping[str, Any]) -> str:
         return f"no known format in the keys; {of_each}: if these are rows, give each list as a file of its own to data.train or data.eval"
     if of_rows:
         return f"no known format in the keys; {of_rows[0]} is a list of objects: if these are the rows, give a file that is that list alone"
+    if "positive" in row and (searched := next((key for key in ("anchor", "query", "question") if key in row), None)):
+        return f"{searched} and positive are rows of an embedding model, which is not offered: sentence-transformers trains one"
     if len(objects) == 1:
         return f"no known format in the keys; {_one_level_up(objects[0], row)}"
     return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"

@@ -15,10 +15,12 @@ another value`, `name == other name`, `name ~ regex`. Which facts, ranks and fie
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..finding import Finding, Place, Severity
 
 
 class Facts:
@@ -123,3 +125,30 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
                 else:
                     raise ValueError(f"{path.name}, {code}: {line!r} is no line of a sheet")
             yield Section(code, rest.strip(), name.strip(), entries)
+
+
+class Given(Facts):
+    """Facts that are handed over as words."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        super().__init__()
+        self.made |= words
+
+    def get(self, name: str) -> Any:
+        return self.made.get(name)
+
+
+def texts(path: Path) -> Callable[..., Finding]:
+    """The findings of a sheet whose sections are codes: `say(code, place, details, **words)` makes the first entry whose rank holds."""
+    known = {s.code: s.entries for s in sections(path, ranks="error|warning|note", fields="cause|fix|declared|observed")}
+
+    def say(code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any) -> Finding:
+        facts = Given(words)
+        head, *entries = known[code]
+        head.make(facts)
+        entry = next(entry for entry in entries if entry.rank(facts))
+        said: dict[str, Any] = {name: entry.first(name, facts) or None for name in ("cause", "fix", "declared", "observed")}
+        severity = Severity.parse(entry.rank(facts))
+        return Finding(code=code, severity=severity, message=facts.say(entry.title), place=place, details=details, **said)
+
+    return say

@@ -261,14 +261,21 @@ class Run:
             self._loaded = load_run(self.folder)
         return self._loaded
 
-    def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0) -> str:
-        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply."""
+    def chat(
+        self, text: str, *, images: Sequence[str] = (), max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0
+    ) -> str:
+        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply.
+
+        images  files of pictures that the question is about, of a vision-language model
+        Raises  UsageError for a picture that cannot be read, or a model that sees none
+        """
         if self._conversation is None:
             from ..inference.loaded import Conversation
 
             self._conversation = Conversation(
                 self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False
             )
+        self._conversation.show(images)
         return self._conversation.say(text)
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ from ..model.build import resolve_precision
 from ..model.export import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.comfyui import write_comfyui
@@ -193,6 +193,6 @@ def _load_run(
     else:
         checkpoint = load_newest(folder)
         model, _ = task.denoiser(precision, device)
-        restore_model(model, checkpoint.tensors)
+        restore_model(model, averaged(checkpoint.tensors, task.config.train.beta1))
         taken = f"checkpoint step_{checkpoint.step}"
     return task, model.eval(), device, taken

@@ -33,7 +33,7 @@ from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
 from ..runs.checkpoint.atomic_folder import fault
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, refuse_code_of, require_run, run_and_result, without_run
 from ..tasks.language.result import load_result
@@ -91,7 +91,7 @@ def load_run(folder: Path) -> LoadedRun:
     checkpoint = load_newest(folder)
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
-    restore_model(model, checkpoint.tensors)
+    restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
 
 

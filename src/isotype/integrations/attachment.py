@@ -7,10 +7,11 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Trainer
 
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
@@ -96,14 +97,20 @@ class Attachment:
         return "\n".join(self.lines())
 
 
+def trainers_that_run() -> list[Any]:
+    """The trainers whose `train` runs now, the innermost first."""
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "train" and isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            found.append(trainer)
+        frame = frame.f_back
+    return found
+
+
 def is_running(trainer: Any) -> bool:
     """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays true after a `train` that raised."""
-    frame = sys._getframe(1) if trainer.is_in_train else None
-    while frame is not None:
-        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
-            return True
-        frame = frame.f_back
-    return False
+    return bool(trainer.is_in_train) and any(one is trainer for one in trainers_that_run())
 
 
 def unprepare(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import PreflightError, RunError
+from ..finding import Severity
 from ..libraries import hook_of_gradients
+from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
@@ -306,14 +308,20 @@ _STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF
 _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
 
-def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
-    """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
+def run_preflight(
+    attached: Attachment, folder: Path, skip: Mapping[str, str], observer: Observer, *, resuming: bool
+) -> dict[str, Observation]:
+    """Returns what the observer saw of each rehearsal. Raises PreflightError with every error found; `attach(..., skip={"PF003": "why"})`
+    leaves a check out."""
     trainer = attached.trainer
     with _trainer_restored(trainer):
-        return _run(attached, TrainerRows.of(trainer), folder, skip, resuming=resuming)
+        rows = TrainerRows.of(trainer)
+        subject = replace(subject_of(attached, rows, folder, resuming=resuming), observer=observer, violation=Severity.WARNING)
+        _run(attached, rows, subject, skip)
+    return subject.seen
 
 
-def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
+def _run(attached: Attachment, rows: TrainerRows, subject: Subject[TrainerTask], skip: Mapping[str, str]) -> Outcome:
     trainer = attached.trainer
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     why_not = _why_not_rehearsed(trainer, rows)
@@ -339,7 +347,7 @@ def _run(attached: Attachment, rows: TrainerRows, folder: Path, skip: Mapping[st
     world = World()  # each process checks for itself, and the first one writes
     world.rank = trainer.args.process_index
     try:
-        return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks, world=world)
+        return preflight(subject, skipped, checks=checks, world=world)
     except PreflightError as error:
         attached.give_back_optimizers()  # their rates may be what was refused
         first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]

@@ -15,33 +15,20 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections import Counter
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from ..config.schema import RunSection
 from ..environment.versions import environment
-from ..lora.attach import lora_layers, why_not_fused
-from ..observe import Observation, Observer, is_observed, observing
-from ..observe.record import as_written, noted
-from ..optimize.deferred import materialised
-from ..optimize.deferred_values import answered
-from ..optimize.trl_head import fused_head_of
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
 from .attachment import Attachment, Methods
 from .preflight import run_preflight
 from .steps import Guards
+from .watched import WatchedSteps
 
 FOLDER = "isotype"
 # the arguments that decide how a resumed run goes on
@@ -65,6 +52,7 @@ class Record(TrainerCallback):
 
     def install(self) -> None:
         self.methods.wrap("_inner_training_loop", self._training)
+        self.methods.wrap("training_step", self._micro_batch)
         self.attached.trainer.add_callback(self)
 
     def remove(self) -> None:
@@ -76,11 +64,16 @@ class Record(TrainerCallback):
             return original(*args, **kwargs)
         finally:
             if self.watched is not None:  # a step that raised ends the watch too
-                self.watched.stop()
+                self.watched.close()
+
+    def _micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.watched is not None:
+            self.watched.before_micro_batch()
+        return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
-        self.watched = WatchedSteps(self.attached)
+        self.watched = WatchedSteps(self.attached, partial(self.folder.write_json, "precision.json"))
         resuming = state.global_step > 0
         self._said = len(state.log_history)
         if state.is_world_process_zero:
@@ -95,21 +88,32 @@ class Record(TrainerCallback):
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()
         if self.preflight:
-            run_preflight(self.attached, self.folder.path, self.skip, resuming=resuming)
+            seen = run_preflight(self.attached, self.folder.path, self.skip, self.watched.observer, resuming=resuming)
+            self.watched.rehearsed(seen)
+        self.watched.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.watched is not None:
             self.watched.begin(state.global_step + 1)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.watched is not None:
+            self.watched.look_at_gradients()
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watched is None or (seen := self.watched.end()) is None:
+        if self.watched is None:
+            return
+        if not self.attached.trainer.accelerator.optimizer_step_was_skipped:
+            self.watched.check_update(self.guards.extra.get("share_changed", 0.0))
+        if (seen := self.watched.end()) is None:
             return
         if state.is_world_process_zero:
             self._write_manifest()
-            self.folder.write_json("precision.json", self.watched.precision_json())
         self.guards.extra["promotions"] = sum(seen.promotions.values())
-        if seen.violations:
-            warnings.warn(f"isotype: {seen.violations[0].render()}", stacklevel=2)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.watched is not None:
+            self.watched.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.metrics is None:
@@ -153,158 +157,3 @@ class Record(TrainerCallback):
                     self.attached.notes.append(note)
                     warnings.warn(f"isotype: {note}", stacklevel=2)
         self.folder.write_json("settings.json", now)
-
-
-_NO_STEP = "no step of this training ended"
-# roles that a run of Isotype's own observes and an attached trainer does not, or not always
-_OF_THE_TRAINER = {
-    "loss": "the trainer computes it: its operators are judged with the step's, the dtype of the result is not counted",
-    "generate": "nothing was generated in the observed steps",
-    "save": "the trainer writes its own files, which are not read",
-    "what callbacks write": "code between the forward, the backward and the update of a step, and between steps, is not followed",
-}
-_COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
-
-
-# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are summed; None: that of the gradients
-_HOOKS = {
-    default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
-}  # fmt: skip
-
-
-def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where that cannot be read."""
-    if isinstance(model, DistributedDataParallel):
-        policy: Any = model.mixed_precision
-        hooks = [hook for hook, _ in model._comm_hooks]
-        if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
-            hooks = [builtin]
-        for hook in hooks:
-            if hook not in _HOOKS:
-                name = getattr(hook, "__qualname__", str(hook))
-                return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
-            if (narrow := _HOOKS[hook]) is not None:
-                return [narrow], ""
-    elif isinstance(model, FullyShardedDataParallel):
-        policy = model.mixed_precision
-    elif isinstance(model, FSDPModule):
-        policy = model._get_fsdp_state()._mp_policy
-    else:
-        return [], f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is not known"
-    declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-    own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
-    return ([declared] if declared else list(own)), ""
-
-
-class WatchedSteps:
-    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the schedule of `isotype train` and in the
-    one after a change of the model; every other step costs a comparison of hooks and dtypes."""
-
-    def __init__(self, attached: Attachment) -> None:
-        self.attached, self.model = attached, attached.trainer.model
-        read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
-        self.observer = Observer(self.model, attached.precision, read_only=read_only)
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.record: dict[str, Any] = {}
-        self.steps = 0
-        self._seen: Observation | None = None
-        self._unsummed = ""
-        self._stack = ExitStack()
-        self._hooks: list[Any] = []
-
-    def begin(self, step: int) -> None:
-        """At the beginning of a step, whose number is `step`."""
-        trainer = self.attached.trainer
-        self.steps += 1
-        first = self.steps == 1
-        drawn = first or is_observed(step, every=RunSection().observe_every, seed=trainer.args.seed, total=trainer.state.max_steps)
-        if not drawn and not self.observer.changed():
-            return
-        if first:
-            self._begin_counting()
-        # accelerate's optimizer wraps the one whose step is observed
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self._seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
-
-    def _begin_counting(self) -> None:
-        for entry in self.attached.manifest.entries:
-            if entry.part in _COUNTED:
-                self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
-        for _, layer in lora_layers(self.model):
-            self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
-        self._materialised, self._before = Counter(materialised), self._heads()
-
-    def end(self) -> Observation | None:
-        """After the update of a step: what was observed in it."""
-        seen = self._seen
-        if seen is None:
-            return None
-        self.stop()
-        if self.steps == 1:
-            for op, count in (self._heads() - self._before).items():
-                self.calls["head", op] += count
-            for where, count in (Counter(materialised) - self._materialised).items():
-                self.calls["head", f"logits computed: {where}"] += count
-        trainer = self.attached.trainer
-        if trainer.args.world_size > 1:
-            sent, self._unsummed = summed_in(trainer.model_wrapped)
-            self.observer.look_at_sums(seen, sent)
-        earlier = self.record.get("violations", [])
-        self.record = noted(self.record, seen)
-        self.record["violations"] = earlier + [finding for finding in self.record["violations"] if finding not in earlier]
-        return seen
-
-    def stop(self) -> None:
-        """Removes every hook."""
-        self._seen = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._stack.close()
-
-    def _count(self, module: nn.Module, part: str, op: str) -> None:
-        def hook(*_: Any) -> None:
-            self.calls[part, op] += 1
-
-        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
-
-    def _count_lora(self, layer: nn.Module, args: Any) -> None:
-        reason = why_not_fused(layer)
-        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
-
-    def _heads(self) -> Counter[str]:
-        found = Counter(answered)
-        for module in self.model.modules():
-            head = fused_head_of(module)
-            found += Counter(
-                {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
-            )
-        return found
-
-    def calls_json(self) -> list[dict[str, Any]]:
-        return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
-
-    def precision_json(self) -> dict[str, Any]:
-        """precision.json, as a run of Isotype's own writes it."""
-        resolved = self.attached.resolved
-        record = self.record or {"places": {"every role": _NO_STEP}}
-        return {
-            "precision": resolved.text,
-            "preset": resolved.preset,
-            "declared": resolved.as_json(),
-            **as_written(record, compute=resolved.precision.compute, more=self._unseen()),
-        }
-
-    def _unseen(self) -> dict[str, str]:
-        """The reason for each role, and each model beside the trained one, of which nothing is counted."""
-        reasons = dict(_OF_THE_TRAINER)
-        if not self.record:
-            reasons["generate"] = _NO_STEP
-        if self._unsummed:
-            reasons["reduce"] = self._unsummed
-        if all(p.requires_grad for p in self.model.parameters()):
-            reasons["base"] = "every weight is trained"
-        for name in self.attached.manifests:
-            if name != "model":
-                reasons[f"the weights of {name}"] = "they are not counted; what is computed with them is judged with the step's"
-        return reasons

@@ -20,27 +20,38 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback
 
-from ..errors import RunError
+from ..errors import RunError, UsageError
 from ..optimize import check_placed, deferring
 from ..optimize.generation import from_training
 from ..optimize.instances import library_of
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
 from ..training.step import sampled_elements, share_changed
-from .attachment import Methods, defined_in
+from .attachment import Methods, defined_in, trainers_that_run
 from .preflight import in_trainers_words
 from .weights import PureWeights
 
 
 class LastCall:
-    """Forward pre-hook of the inner model: records its last inputs, to find the module in which a value became non-finite."""
+    """Forward pre-hook of the inner model: records its last inputs, to find the module in which a value became non-finite.
 
-    def __init__(self) -> None:
+    Raises  UsageError where another trainer trains the model: it would have this one's precision, and neither its guards nor its record
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training:
-            self.arguments = args, kwargs
+        if not module.training:
+            return
+        if not self.trainer.is_in_train and (running := trainers_that_run()):
+            other = running[0]
+            raise UsageError(
+                f"this model is attached to {type(self.trainer).__name__}, and {type(other).__name__} trains it",
+                fix=f"detach(the {type(self.trainer).__name__}) first; attach(the other) trains it under a precision",
+            )
+        self.arguments = args, kwargs
 
 
 class Guards(TrainerCallback):
@@ -56,7 +67,7 @@ class Guards(TrainerCallback):
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
         self._filter = trainer.args.logging_nan_inf_filter
-        self._last_call = LastCall()
+        self._last_call = LastCall(trainer)
         self._hook: Any = None
 
     def install(self) -> None:

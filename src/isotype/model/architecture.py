@@ -101,9 +101,25 @@ def is_vision_language(architecture: Any) -> bool:
 DECODERS = "a decoder-only model (Llama, Qwen, Gemma, ...)"
 
 
-def refuse_other_objectives(architecture: Any, name: str) -> None:
-    """Raises  UsageError for a model in which a position sees later ones, or which needs an encoder's input."""
+# the end of a class's name -> what it answers with
+_NO_NEXT_TOKEN = {
+    "ForSequenceClassification": "classes of a text", "ForTokenClassification": "classes of tokens", "ForMultipleChoice": "a choice",
+    "ForQuestionAnswering": "places in a text",
+}  # fmt: skip
+
+
+def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = False) -> None:
+    """Raises  UsageError for a model in which a position sees later ones, which needs an encoder's input, or whose head gives classes.
+
+    scored  a classifier of one label is what is trained
+    """
     family = getattr(architecture, "model_type", "") or "this model"
+    for named in (getattr(architecture, "architectures", None) or []) if not scored else []:
+        if (answers := next((what for ending, what in _NO_NEXT_TOKEN.items() if named.endswith(ending)), None)) is not None:
+            raise UsageError(
+                f"model {name}: {named} answers with {answers}: as a language model it would train without its head, which is dropped",
+                fix="the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes",
+            )
     if getattr(architecture, "is_encoder_decoder", False):
         raise UsageError(
             f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "

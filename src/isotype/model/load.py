@@ -103,15 +103,15 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
-def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
-    """The configuration of the model that a run would load or build, without its weights."""
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None, *, scored: bool = False) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights. `scored`: as `Source` has it."""
     if section.init == "random":
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with explained(section.name, "model", section.revision):
         found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
-    refuse_other_objectives(found, section.name)
+    refuse_other_objectives(found, section.name, scored=scored)
     return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
 
 
@@ -217,7 +217,8 @@ def _load(
     if absent:
         # transformers fills these with random numbers and a warning
         what = f"{counted(len(absent), 'weight is missing or has', 'weights are missing or have')} another shape, {absent[0]} first"
-        raise UsageError(f"model {source.name}: {what}: not a whole language model")
+        made_as = ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"
+        raise UsageError(f"model {source.name}: {what}: not a whole language model (config.json: {made_as})")
     if (filled := fill_buffers(model, source.name)) and notes is not None:
         notes.append(
             f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the model's constructor: plain transformers "
@@ -238,7 +239,7 @@ def _checked(source: Source, precision: Precision) -> tuple[PretrainedConfig, li
     Raises  UsageError for a base that the precision does not declare, and for an architecture that does not predict the next token
     """
     architecture = _architecture(source)
-    refuse_other_objectives(architecture, source.name)
+    refuse_other_objectives(architecture, source.name, scored=source.scored)
     return architecture, check_base(of_config(architecture), precision, source.name)
 
 

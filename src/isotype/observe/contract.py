@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import FLOATS, itemsize, name
+from ..dtypes import FLOATS, eps, itemsize, name
 from ..precision.apply import is_norm
 from ..precision.parts import gathered_weights
 from ..precision.precision import Precision
@@ -32,6 +32,7 @@ from .operators import (
     CHOICES,
     CREATE,
     CURVED,
+    DIVISIONS,
     EXACT,
     LOG_SUMS,
     LOSSES,
@@ -42,10 +43,24 @@ from .operators import (
     SUM,
     Operator,
 )  # fmt: skip
-from .origin import ENGINE, OURS, PRACTICE, Caller, caller
-from .record import FIX, TABLES, Observation
+from .origin import ENGINE, OURS, PRACTICE, USER, Caller, caller
+from .record import TABLES, Observation
 from .tape import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Calls, Step, tape
-from .values import BUFFER, FLOAT_INPUT, INPUT, NOTHING, WEIGHT, Lineage, Lineages, address, float_word, joined, plain_tensors, readable
+from .values import (
+    BUFFER,
+    FLOAT_INPUT,
+    INPUT,
+    NOTHING,
+    WEIGHT,
+    Lineage,
+    Lineages,
+    address,
+    float_word,
+    is_wrapper,
+    joined,
+    plain_tensors,
+    readable,
+)
 
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
 _PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
@@ -57,6 +72,7 @@ _SUMMED = "sums are fp32"
 _UNFUSED = "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
 _BOUND = 1e4  # numbers beyond it fill masks
 _SMALL = 1 << 20  # most elements of a tensor that is computed again to check it for loss
+_MUON = "torch/optim/_muon.py"  # its Newton-Schulz iteration is in bf16 whatever its weights are, and is counted as `update_iteration`
 _TERMS = 4  # narrow additions that are a formula; more are a sum written as a loop
 
 
@@ -75,7 +91,7 @@ class Contract:
         self.lineages = Lineages()
         self.modes = (Calls(self._called), tape(self._ran))
         self._buffers: dict[int, str] = {}  # by storage: the model's floating buffers
-        self._pending: dict[int, tuple[Call, str]] = {}  # products outside compute until their use is known
+        self._pending: dict[int, tuple[Call, str, str]] = {}  # products outside compute, with their cause, until their use is known
         self._routers: set[int] = set()
         self._wide_forward = False
         self._attention: list[str | None] = []  # dtypes of PyTorch's attention that runs: its inside may be made of wide products
@@ -110,11 +126,11 @@ class Contract:
 
     def finish(self) -> None:
         """Reports the products outside `compute` that do not belong to a router."""
-        for number, (call, word) in self._pending.items():
+        for number, (call, word, cause) in self._pending.items():
             if number in self._routers:
                 self.seen.dtypes["router"][word] += 1
             else:
-                self._product_outside(call, word)
+                self._product_outside(call, word, cause=cause)
         self._pending.clear()
 
     # ---- what runs
@@ -151,6 +167,12 @@ class Contract:
 
     def _judge(self, call: Call) -> None:
         op = call.op
+        if (wrapper := next((type(t) for t in call.inputs if is_wrapper(t)), None)) is not None:
+            self.seen.unobserved.setdefault(
+                f"operator {op.plain} on {wrapper.__name__} in {call.where}", "the class computes with other tensors than its dtype says"
+            )
+            self.seen.unseen_thing(self.role, f"operators on {wrapper.__name__}")
+            return
         if "torch._dynamo" in sys.modules and call.by.compiled:
             self.seen.unobserved.setdefault(
                 f"compiled region in {call.module or 'no module'}",
@@ -168,7 +190,7 @@ class Contract:
             if op.kind == PRODUCT:
                 made = self._product(call, dtype, made)
             elif op.kind == CAST:
-                self._cast_table(call, made)
+                self._cast(call, made)
             elif op.kind == EXACT:
                 self._numbers(call)
             else:
@@ -187,7 +209,7 @@ class Contract:
 
     # ---- rules
     def _opaque(self, call: Call, dtype: str | None) -> None:
-        if not call.op.trusted:
+        if not call.op.has_contract(self.precision.base):
             self.seen.unobserved.setdefault(f"operator {call.op.foreign} in {call.where}", "its arithmetic is inside its own kernel")
             self.seen.unseen_thing(self.role, f"inside {call.op.foreign}")
         elif dtype is not None:
@@ -195,11 +217,13 @@ class Contract:
             self.seen.unseen_thing(self.role, f"inside {call.op.foreign}, an operator with a contract")
 
     def _fp64(self, call: Call, dtype: str) -> None:
-        """A single number that a cast leaves in fp64 is harmless; a table is not."""
+        """A single number that a cast leaves in fp64 is harmless; a table is not. Isotype adds up an evaluation in fp64."""
         if dtype != "fp64" and not any(t.dtype in (torch.float64, torch.complex128) for t in call.outputs):
             return
         sizes = max(t.numel() for t in [*call.inputs, *call.outputs])
         if (sizes > 1 or (dtype == "fp64" and call.op.kind not in (EXACT, CAST))) and not self._in_a_position_table(call):
+            if call.by.kind == OURS:
+                return
             call.report(call.role, f"{call.op.foreign or call.op.plain} in fp64", observed="fp64", cause="fp64 is no role's dtype")
 
     def _in_a_position_table(self, call: Call) -> bool:
@@ -248,20 +272,19 @@ class Contract:
         elif region == FORWARD:
             number = len(self._pending)
             self._wide_forward = True
-            self._pending[number] = call, dtype
+            self._pending[number] = call, dtype, _why(call, dtype)
             return replace(made, products=made.products | {number})
         else:
             self._product_outside(call, dtype)
         return made
 
     def _product_outside(
-        self, call: Call, word: str, *, declared: str = "", rule: str = "",
-        cause: str = "its operands have that dtype, and no autocast narrowed them", fix: str = FIX,
+        self, call: Call, word: str, *, declared: str = "", rule: str = "", cause: str = "", fix: str = "",
     ) -> None:  # fmt: skip
         declared, symbol = declared or self.compute, f"{call.op.foreign or call.op.plain} in {call.where}"
         self.seen.report(
             self.role, f"{symbol} multiplies in {word}, declared {declared}", symbol=symbol, observed=word, declared=declared, rule=rule,
-            cause=cause, fix=fix, file=call.by.file, line=call.by.line,
+            cause=cause or _why(call, word), fix=fix, file=call.by.file, line=call.by.line,
         )  # fmt: skip
 
     def _arithmetic(self, call: Call, dtype: str, made: Lineage) -> Lineage:
@@ -270,6 +293,8 @@ class Contract:
         norm = self.step.inside(is_norm) if region == FORWARD else None
         if norm is not None and op.plain in NORM_SUMS and dtype not in norm.sums:
             norm.sums[dtype] = call.by
+        if op.plain in DIVISIONS and region in (FORWARD, LOSS):
+            self._denominator(call, made)
         if not narrow and dtype == self.compute:
             return made
         kind = call.by.kind
@@ -277,6 +302,8 @@ class Contract:
             return made
         if made.activation and itemsize(dtype) < itemsize(precision.loss) and self._of_the_loss(call):
             self._narrower(call, "loss", dtype, precision.loss)
+        if region == LOSS and narrow:
+            self._count(call, dtype, made)
         if region == FORWARD:
             if made.activation and norm is None and dtype != self.compute:
                 self.seen.arithmetic[f"{op.plain} in {call.module}", dtype] += 1
@@ -286,14 +313,41 @@ class Contract:
             made = replace(made, added=made.added + (op.plain in ADDITIONS))
             if op.kind == SUM or made.added > _TERMS:
                 self._narrower(call, "grads", dtype, precision.grads)
+        elif region == UPDATE and narrow and call.by.file.endswith(_MUON):
+            self.seen.dtypes["update_iteration"][dtype] += 1
         elif region in (GRADIENTS, UPDATE) and op.kind == SUM and itemsize(dtype) < itemsize(precision.grads):
             if call.inputs[0].numel() > 1:
                 self._narrower(call, "grads", dtype, precision.grads)
+        elif region == GRADIENTS and kind == USER and op.plain in DIVISIONS and itemsize(dtype) < itemsize(precision.grads):
+            if call.outputs[0].numel() == 1:
+                self._narrower(call, "grads", dtype, precision.grads)  # the norm by which gradients are clipped
         elif region == UPDATE and narrow and op.plain in ADDITIONS and dtype not in (precision.trainable, precision.optimizer):
             self._narrower(call, "optimizer", dtype, precision.optimizer)
         if region in (BACKWARD, GRADIENTS) and op.plain in ADDITIONS:
             self._narrow_accumulation(call, dtype)
         return made
+
+    def _count(self, call: Call, dtype: str, made: Lineage) -> None:
+        """A sum of whole numbers, as of a mask, that its dtype does not hold."""
+        if call.op.kind == SUM and call.by.kind == USER and not (made.activation or made.from_ & WEIGHT) and _inexact(call):
+            self._narrower(call, "loss", dtype, self.precision.loss)
+
+    def _denominator(self, call: Call, made: Lineage) -> None:
+        """A number by which the loss is divided: one of few bits may be a count that was rounded."""
+        divisor = call.args[1] if len(call.args) > 1 else None
+        if not isinstance(divisor, Tensor) or divisor.numel() != 1 or not made.activation or not self._foreign(LOSS, divisor.dtype):
+            return
+        own, values, word = self.lineages.of(divisor), readable(divisor.detach()), name(divisor.dtype)
+        in_a_layer = call.region == FORWARD and (call.outputs[0].numel() != 1 or self.step.in_a_part())
+        if in_a_layer or values is None or (own is not None and own.activation):
+            return
+        value = float(values)
+        if value.is_integer() and abs(value) <= 1 / eps(word):
+            return
+        call.report(
+            "loss", f"the loss is divided by a number of {word}", observed=word, rule=_SUMMED,
+            cause="a count or a sum of weights is kept in that dtype, which may have rounded it",
+        )  # fmt: skip
 
     def _of_the_loss(self, call: Call) -> bool:
         """Whether this computes the loss: after forward, or in the forward of a model that is given labels.
@@ -381,22 +435,30 @@ class Contract:
             call.role, f"numbers of {what} are rounded to {word}", observed=word, rule=_NUMBERS, cause="they are made in that dtype"
         )
 
-    def _cast_table(self, call: Call, made: Lineage) -> None:
-        """Positions and tables that a cast rounds: whole numbers beyond what the dtype counts (bf16: 256), and any in a dtype that no role
-        has there."""
+    def _cast(self, call: Call, made: Lineage) -> None:
+        """Positions, tables, counts and norms of gradients that a cast rounds."""
         target, source = (call.args[0], call.args[1]) if call.op.plain == "copy" and len(call.args) > 1 else (call.outputs[0], call.args[0])
-        if not isinstance(source, Tensor) or source.dtype == torch.bool or not 1 < source.numel() <= _SMALL or source.is_complex():
+        if not isinstance(source, Tensor) or source.dtype == torch.bool or not 0 < source.numel() <= _SMALL or source.is_complex():
             return
         word = float_word(target.dtype)
-        if word is None or itemsize(word) >= 4 or source.itemsize <= target.itemsize or made.activation or made.from_ & WEIGHT:
+        if word is None or itemsize(word) >= 4 or source.itemsize <= target.itemsize or call.by.of_a_library:
             return
-        values = readable(source.detach())
-        if call.by.of_a_library or values is None or call.region != FORWARD:
-            return
+        if source.numel() == 1 and call.region == GRADIENTS and itemsize(word) < itemsize(self.precision.grads):
+            call.report("grads", f"a norm of gradients is rounded to {word}", observed=word, cause="it is cast")
+        elif not (made.activation or made.from_ & WEIGHT) and (values := readable(source.detach())) is not None:
+            self._cast_numbers(call, values, target, word)
+
+    def _cast_numbers(self, call: Call, values: Tensor, target: Tensor, word: str) -> None:
+        """Whole numbers beyond what the dtype counts (bf16: 256); of tables any number, in a dtype that no role has there."""
         values = values[values.isfinite() & (values.abs() < _BOUND * 100)]
         whole = not values.is_floating_point() or bool((values == values.round()).all())
-        if (whole or word != self.compute) and not torch.equal(values.to(target.dtype).to(values.dtype), values):
+        # a single number is a count: of tokens, of rows
+        judged = whole and (not values.is_floating_point() or call.region == LOSS)
+        if values.numel() > 1:
+            judged = call.region == FORWARD and (whole or word != self.compute)
+        if judged and call.region in (FORWARD, LOSS) and not torch.equal(values.to(target.dtype).to(values.dtype), values):
             what = f"whole numbers up to {float(values.abs().max()):.0f} are" if whole else "a table is"
+            what = what if values.numel() > 1 else "a count is"
             call.report(call.role, f"{what} rounded to {word}", observed=word, rule=TABLES, cause="it has fewer bits than they need")
 
 
@@ -460,6 +522,17 @@ class Call:
             role, f"{message} ({self.where}{place})", symbol=self.where, observed=observed, declared=declared or self._declared, rule=rule,
             cause=cause, file=self.by.file, line=self.by.line,
         )  # fmt: skip
+
+
+def _why(call: Call, word: str) -> str:
+    """Why a product's operands have that dtype: to ask while it runs."""
+    device = call.outputs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return "its operands have that dtype, and no autocast is on there"
+    asked = float_word(torch.get_autocast_dtype(device))
+    if asked == word:
+        return f"an autocast to {word} is on there"
+    return f"its operands have that dtype, and the autocast to {asked} that is on there does not cast them for this operator"
 
 
 def _inexact(call: Call) -> bool:

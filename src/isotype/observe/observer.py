@@ -29,7 +29,7 @@ from ..precision.vision import is_of_vision
 from .contract import Contract
 from .record import CHANGED, TABLES, UNSEEN, Observation
 from .tape import Running, Step, observing
-from .values import floating_tensors, readable
+from .values import floating_tensors, is_wrapper, readable
 
 _AT_ONCE = 128
 
@@ -150,7 +150,10 @@ class Observer:
 
     def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:
         p = self.precision
-        if is_quantised(parameter):
+        if is_wrapper(parameter):
+            role = "trainable" if parameter.requires_grad else "base"
+            observation.unseen_thing(role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors")
+        elif is_quantised(parameter):
             observation.note("base", full, quantised_word(parameter), p.base)
         elif parameter.is_floating_point():
             of_vision = p.vision and is_of_vision(inner_model(self.model), full)
@@ -202,7 +205,7 @@ class Observer:
         for role, tensor, dtype in tensors:
             observation.note(role, tensor, dtype, getattr(self.precision, role))
 
-    def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
+    def look_at_files(self, observation: Observation, folder: Path, declared: str, *, allowed: tuple[str, ...] = ()) -> None:
         """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
         from safetensors import safe_open
 
@@ -210,7 +213,7 @@ class Observer:
             with safe_open(path, framework="pt") as file:
                 for full in file.keys():  # noqa: SIM118  # not a mapping
                     if dtype := _IN_FILES.get(file.get_slice(full).get_dtype()):
-                        observation.note("save", f"{full} in {path.name}", dtype, declared)
+                        observation.note("save", f"{full} in {path.name}", dtype, declared, allowed=allowed)
                     else:
                         observation.unseen_thing("save", "integers: packed weights or ids")
 

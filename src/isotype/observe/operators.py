@@ -109,6 +109,7 @@ _ROUNDS = names(
     """
 )
 ADDITIONS = names("add sub addcmul addcdiv lerp _foreach_add _foreach_sub _foreach_addcmul _foreach_addcdiv _foreach_lerp")
+DIVISIONS = names("div true_divide reciprocal")
 RAMPS = names("arange range linspace logspace")
 CHOICES = names("topk argmax sort argsort max")
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created here
@@ -123,8 +124,10 @@ _KINDS = {
     )
     for name in members
 }  # fmt: skip
-# whose kernels another package holds to a contract: bitsandbytes' 4-bit products are declared by `base: nf4`
-_TRUSTED = ("isotype", "bitsandbytes")
+# Isotype's own operators, which have contracts with tests of their own: filled where they are defined
+CONTRACTED: set[str] = set()
+# namespace of a quantisation library -> the kinds of `base` for which its operators are right
+QUANTISING = {"bitsandbytes": ("nf4", "fp4", "int8")}
 _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")
 
 
@@ -133,7 +136,7 @@ class Operator:
 
     name        of the schema, `add_`; `plain` without the underscore and `_copy`
     kind        its effect
-    foreign     its full name where it is not PyTorch's; `trusted` where its package holds it to a contract
+    foreign     its full name where it is not PyTorch's
     writes      of each argument, whether it is written
     multiplies  a product or the backward of one; `product` only the former
     reaches     its result may be far larger than what it is given
@@ -144,7 +147,7 @@ class Operator:
 
     __slots__ = (
         "after", "before", "cast", "factory", "foreign", "func", "kind", "lift", "multiplies", "name", "plain", "product", "reaches",
-        "trusted", "view", "writes",
+        "view", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -156,7 +159,6 @@ class Operator:
             plain = plain.removesuffix("_copy")
         self.func, self.plain = func, plain
         self.foreign = None if space in _ATEN else full
-        self.trusted = space in _TRUSTED
         self.kind = OPAQUE if self.foreign else _KINDS.get(plain, ARITHMETIC)
         self.writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments) if schema else ()
         # a question about sizes, strides or layout
@@ -172,6 +174,11 @@ class Operator:
         self.factory = self.lift or (schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments))
         self.before: Any = None
         self.after: Any = None
+
+    def has_contract(self, base: str) -> bool:
+        """Whether a foreign operator is Isotype's own, or that of a quantisation library which the declared `base` asks for."""
+        full = self.foreign or ""
+        return full in CONTRACTED or base in QUANTISING.get(full.partition("::")[0], ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.func(*args, **kwargs)

@@ -26,6 +26,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # libraries whose models and layers are what plain practice means here; models of the Hub lie in a folder of transformers' cache
 _PRACTICE = tuple(mark + name + os.sep for mark in _PACKAGES for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
+_GENERATED = ("<frozen ", "<eval_with_key>", "<__array_function__", "<attrs ", "<decorator-gen", "<built-in>")
 _TOOLS = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # compute an adapter's own products where `lora_branch` is fp32
 _BRANCH = ("add_branch_fp32", "branch_gradients_fp32")
@@ -46,7 +47,8 @@ def _room(file: str) -> str:
         return OURS
     if any(mark in file for mark in _PACKAGES):
         return PRACTICE if any(part in file for part in _PRACTICE) else USER
-    return _PYTHON if file.startswith(("<", _STDLIB)) else USER
+    # code that is typed (`<stdin>`, `<string>`, a notebook's cell) is the user's
+    return _PYTHON if file.startswith((*_GENERATED, _STDLIB)) else USER
 
 
 class Caller(NamedTuple):

@@ -21,6 +21,7 @@ UNSEEN = {
 UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 _FP16_ZEROS = "values that fp16 rounds to zero"
 ROUNDED_TO_ZERO = "they are not counted: a product is rounded inside its kernel, and a zero does not tell what it was"
+FIND = "find the cast: isotype doctor trace shows it"
 FIX = "find the cast (isotype doctor trace shows it), or declare what you meant in the precision section"
 TABLES = "buffers and tables are fp32, whatever precision.compute is"
 # role -> what gives such a thing another dtype; parameters of any other role had the declared one at first
@@ -95,7 +96,7 @@ class Observation:
         self.total[role] += 1
 
     def report(
-        self, role: str, message: str, *, symbol: str, observed: str, declared: str = "", rule: str = "", cause: str = "", fix: str = FIX,
+        self, role: str, message: str, *, symbol: str, observed: str, declared: str = "", rule: str = "", cause: str = "", fix: str = "",
         file: str | None = None, line: int | None = None,
     ) -> None:  # fmt: skip
         """Adds a violation, unless one with the same message exists.
@@ -103,6 +104,7 @@ class Observation:
         declared  the role's dtype
         rule      what is broken instead, where that is not the dtype of a role
         cause     by default what gives things of this role another dtype
+        fix       by default to find the cast, and to declare the dtype where a role may have it
         """
         if (role, message) in self._said:
             return
@@ -116,9 +118,28 @@ class Observation:
                 declared=rule or f"precision.{role}: {declared}",
                 observed=observed,
                 cause=cause or _CAUSES.get(role, CHANGED),
-                fix=fix,
+                fix=fix or (FIND if rule or observed == "fp64" else FIX),
             )
         )
+
+
+LONGEST, EVALUATION, GENERATION = "a step on the longest rows", "an evaluation batch", "a generation"  # what a preflight rehearses
+
+
+def not_watched(record: Mapping[str, Any]) -> list[str]:
+    """What no observation of the run looked at, in words."""
+    steps, places = ", ".join(map(str, record.get("observed_at", []))) or "none", record.get("places", {})
+    watched = record.get("watched", [])
+    said = [
+        f"what is computed in other steps than these: {steps}; between all steps, a sample of weights, states and buffers is compared",
+        "in that comparison: elements outside the sample, and all but 16 tensors of each kind in a step",
+        *(f"any {what.partition(' ')[2]}" for what in (LONGEST, EVALUATION) if what not in watched),
+        *(["evaluations, but for one batch before step 1"] if EVALUATION in watched else []),
+        "generations, but for the first" if GENERATION in watched or "generate" in record.get("total", {}) else "any generation",
+        "values that leave PyTorch (NumPy, lists), and tensors kept beside parameters, buffers and the optimizer's states",
+    ]
+    foreign = sorted({place.split()[1] for place in places if place.startswith("operator ")})
+    return said + ([f"the inside of operators of other packages: {', '.join(foreign)}"] if foreign else [])
 
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
@@ -139,22 +160,30 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
         "arithmetic": new["arithmetic"] if stepped else before.get("arithmetic", []),
         "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
         "places": {**before.get("places", {}), **new["unobserved"]},
+        "watched": before.get("watched", []),
     }
 
 
 def as_written(
-    record: Mapping[str, Any], task_roles: Iterable[str] = (), *, compute: str, more: Mapping[str, str] | None = None
+    record: Mapping[str, Any],
+    task_roles: Iterable[str] = (),
+    *,
+    compute: str,
+    more: Mapping[str, str] | None = None,
+    beside: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason.
 
     compute  the declared dtype of products; of fp16 the record says what is not counted
     more     reasons of further roles, for those that were not observed
+    beside   what else is not watched
     """
     reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(more or {})
     roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
     zeros = {_FP16_ZEROS: ROUNDED_TO_ZERO} if compute == "fp16" else {}
     counted = {key: value for key, value in record.items() if key != "places"}
-    return {**counted, "unobserved": {**roles, **zeros, **record.get("places", {})}}
+    unobserved = {**roles, **zeros, **record.get("places", {})}
+    return {**counted, "unobserved": unobserved, "not watched": [*not_watched(record), *beside]}
 
 
 def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -167,5 +196,6 @@ def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
         "promotions": list(said["promotions"]),
         "arithmetic": list(said.get("arithmetic", [])),
         "observed_at": [int(at) for at in said["observed_at"] if int(at) <= step],
+        "watched": [str(what) for what in said.get("watched", [])],
         "places": {str(place): str(why) for place, why in said.get("unobserved", {}).items() if place not in (*UNSEEN, *TASK_ROLES)},
     }

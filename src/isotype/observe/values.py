@@ -58,6 +58,16 @@ def stored(tensor: Tensor) -> Tensor | None:
     return None if tensor.is_mkldnn else tensor.values()
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether its class computes itself, with other tensors than its dtype says, as those of quantisation libraries do. PyTorch's own
+    (sharded tensors, rows of several lengths) and Isotype's have the dtype that they say."""
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return False
+    own = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+    return own and not kind.__module__.startswith(("torch.", "isotype."))
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """Its values as a dense tensor, to look at them. None for the meta device, rows of several lengths and oneDNN's layout."""
     values = stored(tensor)

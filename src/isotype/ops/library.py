@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ..observe.operators import CONTRACTED
+
 _OPS = torch.library.Library("isotype", "FRAGMENT")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,6 +21,7 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     """
     name = schema[: schema.index("(")]
     _OPS.define(schema)
+    CONTRACTED.add(f"isotype::{name}")
     torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
 
     def register(f: F) -> F:

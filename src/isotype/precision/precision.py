@@ -24,6 +24,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "loss_scaling": ("none", "dynamic"),
 }
 ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+EIGHT_BIT = ("adamw8bit", "adamw8bit-paged", "lion8bit")
+"""Optimizers (`train.optimizer`) whose states are int8."""
 
 
 # every role of every preset is written out, so that a preset can be read as a row of a table

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
-from .precision import ABOUT, PRESETS, ROLES, TASK_ROLES, Precision
+from .precision import ABOUT, EIGHT_BIT, PRESETS, ROLES, TASK_ROLES, Precision
 from .rules import Facts, Setting, check
 
 Settings = Mapping[str, str]
@@ -221,7 +221,7 @@ class _Settled:
             raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
         follows_checkpoint = checkpoint is not None and asked == "auto" and "base" not in given
         precision = PRESETS[preset].but(**({"base": checkpoint[0]} if checkpoint and follows_checkpoint else {}), **given)
-        eight_bits = optimizer == "adamw8bit" and "optimizer" not in given
+        eight_bits = optimizer in EIGHT_BIT and "optimizer" not in given
         if eight_bits:
             precision = precision.but(optimizer="int8")
         if "compute" in given and "generate" not in given:
@@ -246,7 +246,9 @@ class _Settled:
                 follows = task_roles[role]
                 reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
             elif role == "optimizer" and eight_bits:
-                reasons[role] = f"adamw8bit keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
+                reasons[role] = (
+                    f"{optimizer} keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
+                )
             else:
                 reasons[role] = why
             by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"

@@ -92,6 +92,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
         "promotions": rows_of(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
         "places": [{"place": str(place), "why": str(why)} for place, why in unobserved.items() if place not in ROLES],
+        "not_watched": [str(what) for what in list_of(record.precision.get("not watched"))],
         "observed_at": [plain(float(s)) for s in list_of(record.precision.get("observed_at")) if isinstance(s, int)],
     }
 

@@ -106,6 +106,10 @@ class PrecisionRecord:
             self.folder.write_json(PRECISION_FILE, {**declared, **written})
         seen.raise_if_violated()
 
+    def watched(self, what: Iterable[str]) -> None:
+        """What was watched beside steps and files: for `not watched`."""
+        self._observed["watched"] = list(what)
+
     def restore(self, step: int) -> str | None:
         """Reads the observations of an earlier part of this run, up to `step`. Returns how they were lost, if they were."""
         self._observed = {}

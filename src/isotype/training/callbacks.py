@@ -17,14 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
-from ..precision.parts import local_part
-from .step import spread
+from ..observe.continuity import BUFFER, STATE, Continuity
 from .task import modes_restored, process_settings_restored, random_state_restored
 
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """A user's own loss in place of the task's: the summed losses of a micro-batch."""
-# what PyTorch does not count as a write (`p.data`, NumPy) is found in a sample: a few tensors, some elements of each
-_SAMPLED_PARAMETERS, _SAMPLED_ELEMENTS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -98,20 +95,23 @@ def call_back(callbacks: Sequence[Callback], name: str, moment: Moment, optimize
 
 
 class Snapshot:
-    """Of a model's parameters and an optimizer's states. `changed` names the first tensor that was written or exchanged since."""
+    """Of a model's parameters and buffers and an optimizer's states. `changed` names the first tensor that was written or exchanged since;
+    a buffer, which a generation may write, only where it was rounded."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self._versions, self._values = _versions(model, optimizer), _values(model, optimizer)
+        self._versions, self._sample = _versions(model, optimizer), Continuity(model, optimizer)
+        self._sample.take("the call")
 
     def changed(self) -> str | None:
-        """A parameter, whether it is trained, or a state of the optimizer; None where nothing changed."""
+        """A parameter, whether it is trained, a state of the optimizer, or a rounded buffer; None where nothing changed."""
         before, now = self._versions, _versions(self.model, self.optimizer)
         found = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
-        if found is None:
-            after = _values(self.model, self.optimizer)
-            found = next((key for key in self._values if self._values[key] != after[key]), None)
-        return found
+        if found is not None:
+            return found
+        # what PyTorch does not count as a write: `p.data`, NumPy
+        written = (one for one in self._sample.differences() if one.kind != BUFFER or one.narrower)
+        return next((f"the optimizer's {one.tensor}" if one.kind == STATE else one.tensor for one in written), None)
 
 
 def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:
@@ -124,37 +124,6 @@ def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
             if isinstance(state, Tensor):
                 found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (id(state), state._version)
     return found
-
-
-def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
-    """The bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them alone."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found: dict[str, Tensor] = {}
-    for name, p in spread(trained, _SAMPLED_PARAMETERS):
-        found[name] = _elements(p)
-        for key, state in optimizer.state.get(p, {}).items():
-            if isinstance(state, Tensor):
-                found[f"the optimizer's {key} of {name}"] = _elements(state)
-    return _on_the_host(found)
-
-
-def _on_the_host(elements: dict[str, Tensor]) -> dict[str, bytes]:
-    """Read in one transfer from each device: the host waits for a GPU once, not once a tensor."""
-    read: dict[str, bytes] = {}
-    for device in {t.device for t in elements.values()}:
-        here = {name: t for name, t in elements.items() if t.device == device}
-        together = torch.cat(list(here.values())).cpu().numpy().tobytes()
-        start = 0
-        for name, t in here.items():
-            read[name] = together[start : start + t.numel()]
-            start += t.numel()
-    return read
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """uint8[...]: their bytes."""
-    flat = local_part(tensor).detach().flatten()
-    return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].clone().view(torch.uint8)
 
 
 def objective_name(objective: Objective | None) -> str | None:

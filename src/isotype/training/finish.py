@@ -17,11 +17,12 @@ from ..dtypes import eps, to_torch
 from ..errors import RunError
 from ..model.export import Digests, digests, refuse_difference
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import restore_model, rows_here
+from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..wording import counted
 from .console import RunConsole, duration
 from .ema import FOLDER_SUFFIX
 from .loop import Loop
+from .optimizer import SCHEDULE_FREE, averages_in_place
 from .setup import Prepared
 from .task import Evaluation, Task, same_draws
 
@@ -56,7 +57,8 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     taken = _take_best(loop, world) if config.train.patience else progress.step
     adapter, sharding = config.adapter.kind != "none", prepared.sharding
     kind = "adapter" if adapter else "model"
-    saved = [_save(loop, loop.folder.path / kind, world)]
+    with averages_in_place(loop.stepper.optimizer):
+        saved = [_save(loop, loop.folder.path / kind, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
             saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world))
@@ -115,8 +117,11 @@ def _take_best(loop: Loop, world: World) -> int:
         if reason is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        tensors = loop.store.load(best, rows_here(loop.model)).tensors
+        checkpoint = loop.store.load(best, rows_here(loop.model))
+        tensors, state = checkpoint.tensors, checkpoint.state
         restore_model(loop.model, tensors)
+        if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
+            restore_optimizer(loop.model, loop.stepper.optimizer, tensors, state["optimizer"])
         if loop.ema is not None:
             loop.ema.restore(tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")

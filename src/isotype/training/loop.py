@@ -28,6 +28,7 @@ from ..errors import IsotypeError, RunError, UsageError
 from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..observe import Observation, Observer, is_observed
+from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import (
@@ -47,7 +48,7 @@ from .console import RunConsole
 from .ema import Averaged, Ema
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
-from .optimizer import adopt_states
+from .optimizer import adopt_states, averages_in_place, group_numbers
 from .schedule import Milestones, Pace, learning_rate, sample_seconds
 from .step import LossScale, Stepper, peak_memory
 from .task import Batch, Feed, Sample, Task, batches_of_rank
@@ -90,6 +91,9 @@ class Loop:
         self._said_no_samples = False
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
+        averages = self.ema.averages if self.ema is not None else None
+        self.carried = self.stepper.carried = Continuity(self.model, self.stepper.optimizer, averages)
+        self.stepper.judge_difference = self._judge_difference
 
     @property
     def ended_early(self) -> bool:
@@ -100,6 +104,7 @@ class Loop:
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
+        self.carried.take(f"the load of step {self.progress.step}" if self.progress.step else "the preparation of the run")
         if self.progress.step == 0:
             with self._errors_told():
                 self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
@@ -155,6 +160,7 @@ class Loop:
         batches = list(self.task.before_step(self.model, batches, self.world, dtype=self.resolved.precision.loss))
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
+        self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
@@ -162,6 +168,7 @@ class Loop:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
+        self.carried.take(f"the update of step {step}")
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.batching.rows * self.batching.total
@@ -206,8 +213,15 @@ class Loop:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
         self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
+        of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
         self.precision_record.add(seen)
         return result, sum(seen.promotions.values())
+
+    def _judge_difference(self, step: int) -> None:
+        """Raises DtypeError DT003 where weights, states or averages are not what the last update left, or a buffer was rounded since."""
+        seen = Observation(step)
+        differing(seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True)
+        self.precision_record.add(seen)
 
     def observe_saved(self, folder: Path, declared: str) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
@@ -236,13 +250,13 @@ class Loop:
         best = stop = False
         if evaluating and self.task.eval_rows:
             self.world.at(self.progress.step, "an evaluation")
-            with self.pace.pause("evaluation"):
+            with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
                 best, stop = self._evaluate()
         # a sharded model's forward is one of all processes
         sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
         if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
             self.world.at(self.progress.step, "samples")
-            with self.pace.pause("samples"):
+            with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
                 self._sample()
             self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
@@ -353,6 +367,8 @@ class Loop:
             "stream": self.stream.state(),
             **random_json,
             "optimizer": plain,
+            "optimizer_is": self.config.train.optimizer,
+            "optimizer_groups": group_numbers(self.stepper.optimizer),
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": self.resolved.text,
         }
@@ -386,7 +402,7 @@ class Loop:
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
         target, together = self.folder.adapters / f"step_{self.progress.step}", self.stepper.sharding is not None
-        with self.pace.pause("checkpoint"):
+        with self.pace.pause("checkpoint"), averages_in_place(self.stepper.optimizer):
             if together:
                 self.write_result(target, self.world)
             else:
@@ -425,8 +441,12 @@ class Loop:
         if self.ema is not None:
             self.ema.restore(checkpoint.tensors)
         try:
-            restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
-            if not adopt_states(self.stepper.optimizer):
+            eight_bits = any(name.endswith(".state1") for name in checkpoint.tensors)
+            # older checkpoints do not name it: there were two
+            if state.get("optimizer_is", "adamw8bit" if eight_bits else "adamw") == self.config.train.optimizer:
+                restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+                adopt_states(self.stepper.optimizer, state.get("optimizer_groups", []))
+            else:
                 self.console.say("resume    the checkpoint has the states of another optimizer (train.optimizer): they begin anew")
             processes = restore_random_state_of_rank(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
@@ -442,6 +462,7 @@ class Loop:
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
         lost = self.precision_record.restore(self.progress.step)
+        self._judge_loaded(checkpoint)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
@@ -452,11 +473,32 @@ class Loop:
                 self.console.say(f"warning   {self.metrics.file} lacks the lines of {_steps(last + 1, checkpoint.step)}")
         return processes
 
+    def _judge_loaded(self, checkpoint: Checkpoint) -> None:
+        """Compares the loaded weights, states and averages with the file's, their dtypes included. Raises DtypeError DT003.
+
+        Of another precision, which a resume may ask for, the file's numbers may be others.
+        """
+        self.carried.take("the load")
+        if checkpoint.state.get("precision") != self.resolved.text:
+            return
+        seen = Observation(checkpoint.step)
+        held = self.carried.differences_from(lambda key: checkpoint.tensors.get(tensor_of(key)))
+        differing(seen, held, "the save", "the load", strict=True)
+        if checkpoint.step > 1:
+            of_few_bits(seen, self.carried.loaded_with_few_bits(), f"after the load of step {checkpoint.step}")
+        self.precision_record.add(seen)
+
     def with_last_good(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)
+
+
+def tensor_of(key: Key) -> str:
+    """The name in a checkpoint of what `Continuity` keeps under this key."""
+    kind, *rest = key
+    return ".".join(({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest))
 
 
 def _steps(first: int, last: int) -> str:

@@ -1,24 +1,43 @@
-"""AdamW for every declared combination of weight, gradient and state dtype, with stochastic rounding; 8-bit AdamW from bitsandbytes.
+"""The optimizer of a run: AdamW for every declared combination of dtypes, and those of other libraries for fp32 weights.
 
-If all dtypes are fp32, it is torch's fused AdamW; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
+If all dtypes are fp32, AdamW is torch's fused one; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
+Muon and Adafactor are torch's, Lion and the 8-bit ones bitsandbytes', the others their authors' packages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import TrainSection
+from ..config.schema import RunConfig, TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..ops.adamw import AdamwNumbers, adamw_
 from ..precision.parts import first_element, local_part
-from ..precision.precision import Precision
+from ..precision.precision import EIGHT_BIT, Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
+Matrices = Callable[[Tensor], Sequence[Tensor]]
+"""Views of a tensor's matrices, of which a stack of experts has one each."""
+MUON, SCHEDULE_FREE, PRODIGY = "muon", "schedule-free", "prodigy"
+# optimizer -> (package, class, extra of isotype)
+_ELSEWHERE = {
+    "adamw8bit": ("bitsandbytes", "optim.AdamW8bit", "quant"),
+    "adamw8bit-paged": ("bitsandbytes", "optim.PagedAdamW8bit", "quant"),
+    "lion": ("bitsandbytes", "optim.Lion", "quant"),
+    "lion8bit": ("bitsandbytes", "optim.Lion8bit", "quant"),
+    SCHEDULE_FREE: ("schedulefree", "AdamWScheduleFree", "optimizers"),
+    PRODIGY: ("prodigyopt", "Prodigy", "optimizers"),
+}
+_NOT_READ = {"lion": ("epsilon",), "lion8bit": ("epsilon",), "adafactor": ("beta1", "beta2", "epsilon")}
+_BLOCK_8BIT, _SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -73,53 +92,205 @@ class MixedAdamW(torch.optim.Optimizer):
         )  # fmt: skip
 
 
+class Muon(MixedAdamW):
+    """torch's Muon (Jordan et al. 2024) for the matrices of a model, with AdamW for the rest.
+
+    matrices  parameter -> its matrices: each expert of a stack is orthogonalised alone
+    The rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al. 2025, "Muon is scalable for LLM training").
+    """
+
+    MOMENTUM = 0.95
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, matrices: Mapping[nn.Parameter, Matrices], **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._matrices = matrices
+
+    def _update(self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], index: int) -> None:
+        from torch.optim import _muon
+
+        split = self._matrices.get(p)
+        if split is None:
+            super()._update(p, gradient, group, index)
+            return
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p, dtype=self.state_dtype))
+        _muon.muon(
+            list(split(p.detach())), list(split(gradient)), list(split(buffer)), lr=group["lr"], weight_decay=group["weight_decay"],
+            momentum=self.MOMENTUM, nesterov=True, ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+            ns_steps=_muon.DEFAULT_NS_STEPS, eps=_muon.EPS, adjust_lr_fn="match_rms_adamw", has_complex=False,
+        )  # fmt: skip
+
+
+def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
+    """The trained matrices of a model, stacks of experts among them, without embeddings and head."""
+    apart: set[nn.Module] = set()
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found = getattr(model, name)()
+        except (AttributeError, NotImplementedError):  # a denoiser has neither
+            continue
+        apart |= set(found.modules()) if found is not None else set()
+    apart |= {part for m in model.modules() if isinstance(m, nn.Embedding) for part in m.modules()}
+    found_matrices: dict[nn.Parameter, Matrices] = {}
+
+    def visit(module: nn.Module, experts: int) -> None:
+        if module in apart or isinstance(module, nn.modules.conv._ConvNd):
+            return
+        for name, p in module.named_parameters(recurse=False):
+            if p.requires_grad and p.ndim in (2, 3) and "embedding" not in name:
+                found_matrices[p] = torch.unbind if p.ndim == 3 else _one
+        for name, child in module.named_children():
+            if name in ("lora_A", "lora_B") and experts > 1:
+                split = functools.partial(_experts_of_a if name == "lora_A" else _experts_of_b, experts)
+                found_matrices.update((p, split) for p in child.parameters() if p.requires_grad)
+            elif not name.startswith("lora_embedding"):
+                visit(child, int(getattr(child, "num_experts", 1) or 1) if hasattr(child, "lora_A") else 1)
+
+    visit(model, 1)
+    return found_matrices
+
+
+def _one(matrix: Tensor) -> Sequence[Tensor]:
+    return (matrix,)
+
+
+def _experts_of_a(experts: int, a: Tensor) -> Sequence[Tensor]:
+    """a [(E R) in], as PEFT stacks it."""
+    return a.view(experts, -1, a.shape[1]).unbind(0)
+
+
+def _experts_of_b(experts: int, b: Tensor) -> Sequence[Tensor]:
+    """b [out (R E)]."""
+    return b.view(b.shape[0], -1, experts).unbind(2)
+
+
+def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_type: str) -> None:
+    """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting would do nothing."""
+    train, name = config.train, config.train.optimizer
+    package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
+    if package and find_spec(package) is None:
+        raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'")
+    for key in _NOT_READ.get(name, ()):
+        if sources.get(f"train.{key}", "default") != "default":
+            raise UsageError(f"train.{key} has no effect with train.optimizer: {name}", fix=f"remove train.{key}")
+    wrong = {
+        "adamw8bit-paged on a CPU, where nothing is paged": (name == "adamw8bit-paged" and device_type == "cpu", "adamw8bit"),
+        f"{SCHEDULE_FREE} with train.schedule: {train.schedule}, which its average replaces": (
+            name == SCHEDULE_FREE and train.schedule != "constant", f"{SCHEDULE_FREE} and train.schedule: constant"
+        ),
+        f"{SCHEDULE_FREE} with train.ema: it averages the weights itself": (
+            name == SCHEDULE_FREE and train.ema is not None, f"{SCHEDULE_FREE} without train.ema"
+        ),
+        f"{SCHEDULE_FREE} with train.beta1: 0, which leaves nothing to average": (
+            name == SCHEDULE_FREE and train.beta1 == 0, f"{SCHEDULE_FREE} and train.beta1: 0.9"
+        ),
+        f"{PRODIGY} with train.learning_rate: {train.learning_rate:g}: it finds the rate itself": (
+            name == PRODIGY and train.learning_rate != 1.0, f"{PRODIGY} and train.learning_rate: 1"
+        ),
+    }  # fmt: skip
+    for what, (is_so, instead) in wrong.items():
+        if is_so:
+            raise UsageError(f"train.optimizer: {what}", fix=f"train.optimizer: {instead}")
+
+
 def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient) -> torch.optim.Optimizer:
-    """The optimizer of a run; weight decay on matrices only. Raises UsageError when bitsandbytes is missing."""
+    """The optimizer of a run; weight decay on matrices only. Raises UsageError when its package is missing, or Muon has no matrix."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    betas = (train.beta1, train.beta2)
-    if train.optimizer == "adamw8bit":
+    name, rate, betas, eps = train.optimizer, train.learning_rate, (train.beta1, train.beta2), train.epsilon
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=rate, foreach=False)
+    if name in _ELSEWHERE:
+        package, path, extra = _ELSEWHERE[name]
         try:
-            import bitsandbytes
+            made: Any = functools.reduce(getattr, path.split("."), import_module(package))
         except ImportError:
-            raise UsageError("train.optimizer: adamw8bit needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
-        return bitsandbytes.optim.AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon)
+            raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'") from None
+        # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
+        own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
+        elsewhere: torch.optim.Optimizer = made(groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own)
+        if name == SCHEDULE_FREE:
+            elsewhere.train()  # type: ignore[attr-defined]  # its own method
+        return elsewhere
     # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel has its operands and results
-    if precision.trainable == precision.grads == precision.optimizer == "fp32" and not any(p.is_meta for p in trainable):
-        return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
-    return MixedAdamW(
-        groups,
-        lr=train.learning_rate,
-        betas=betas,
-        eps=train.epsilon,
-        gradient=gradient,
-        state=precision.optimizer,
-        rounding=precision.rounding,
-        seed=train.seed,
-    )
+    fp32 = precision.trainable == precision.grads == precision.optimizer == "fp32"
+    if name == "adamw" and fp32 and not any(p.is_meta for p in trainable):
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+    settings: dict[str, Any] = {
+        "lr": rate, "betas": betas, "eps": eps, "gradient": gradient, "state": precision.optimizer, "rounding": precision.rounding,
+        "seed": train.seed,
+    }  # fmt: skip
+    if name == MUON:
+        matrices = matrices_of(model)
+        if not matrices:
+            raise UsageError("train.optimizer: muon: no matrix is trained but embeddings and head", fix="train.optimizer: adamw")
+        return Muon(groups, matrices=matrices, **settings)
+    return MixedAdamW(groups, **settings)
 
 
-def adopt_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of step count.
+def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+    """The optimizer's states of a model's trained weights, without step counts."""
+    matrices = matrices_of(model) if train.optimizer == MUON else {}
+    moment = to_torch(precision.optimizer).itemsize
 
-    A resume may change both with consent. States of 8 bits and the others are not each other's: then all are forgotten, and it is False.
+    def of(p: nn.Parameter) -> int:
+        elements, moments = p.numel(), {MUON: 1 if p in matrices else 2, "lion": 1, "lion8bit": 1, PRODIGY: 4}.get(train.optimizer, 2)
+        if train.optimizer in EIGHT_BIT:
+            each = 4 * elements if elements < _SMALLEST_8BIT else elements + 4 * -(-elements // _BLOCK_8BIT)
+            return moments * each
+        if train.optimizer == "adafactor" and p.ndim > 1:
+            return moment * (elements // p.shape[-1] + elements // p.shape[-2])
+        return moments * moment * elements if train.optimizer != "adafactor" else moment * elements
+
+    return sum(of(p) for p in model.parameters() if p.requires_grad)
+
+
+@contextmanager
+def averages_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The model has the averages of a schedule-free optimizer within this block; another optimizer leaves it as it is.
+
+    `train()` of such an optimizer restores the weights to rounding; a copy restores their bits.
     """
-    eight_bit = not isinstance(optimizer, (MixedAdamW, torch.optim.AdamW))
-    states = [(parameter, state) for parameter, state in optimizer.state.items() if state]
-    if any(eight_bit == ("exp_avg" in state) for _, state in states):
-        optimizer.state.clear()
-        return False
-    if eight_bit:
-        return True
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    with torch.no_grad():
+        trained = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        optimizer.eval()
+        try:
+            yield
+        finally:
+            for p, value in trained:
+                p.copy_(value)
+            for group in optimizer.param_groups:
+                group["train_mode"] = True
+
+
+def group_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """What an optimizer counts of each of its groups, for a checkpoint: Prodigy's rate, the weights of schedule-free averages."""
+    counted = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
+    return [{key: group[key] for key in counted if key in group} for group in optimizer.param_groups]
+
+
+def adopt_states(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, float]]) -> None:
+    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of step count, its paged memory. A resume
+    may change the first two with consent.
+
+    numbers  `group_numbers` of the checkpoint
+    """
+    for group, values in zip(optimizer.param_groups, numbers, strict=False):
+        group.update(values)
     dtype = optimizer.state_dtype if isinstance(optimizer, MixedAdamW) else torch.float32
-    for parameter, state in states:
-        state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")}
-        if isinstance(optimizer, MixedAdamW):
-            state["step"] = int(state["step"])
-        elif not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
-    return True
+    for parameter, state in optimizer.state.items():
+        if isinstance(optimizer, MixedAdamW | torch.optim.AdamW):
+            state |= {key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if key in state}
+            if isinstance(optimizer, MixedAdamW):
+                state |= {"step": int(state["step"])} if "step" in state else {}
+            elif not isinstance(state["step"], Tensor):
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+        elif getattr(optimizer, "is_paged", False):
+            for key in ("state1", "state2"):
+                state[key] = optimizer.get_state_buffer(parameter, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]  # bitsandbytes'

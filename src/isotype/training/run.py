@@ -141,7 +141,7 @@ class _Run:
         world.at(0, "the preflight")
         subject = Subject(
             config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=self.resuming,
-            micro_batch=prepared.batching.rows,
+            micro_batch=prepared.batching.rows, observer=loop.observer,
         )  # fmt: skip
         with world.exchanging():
             compile_on_longest_rows(subject)
@@ -158,6 +158,7 @@ class _Run:
         with world.exchanging():
             dtype = prepared.resolved.precision.loss
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
+        loop.precision_record.watched(list(subject.seen))
         if self.resuming:
             restore(loop, console)
         names = config.run.trackers if world.first else []

@@ -28,6 +28,7 @@ from ..model.build import resolve_precision
 from ..optimize import Manifest
 from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
+from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
 from .memory.auto import WITHIN, auto_checkpointing
@@ -35,7 +36,7 @@ from .memory.device import memory_there, other_memory, return_freed_blocks, show
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, check_optimizer
 from .step import Stepper
 from .task import Outline, Task
 
@@ -107,6 +108,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
     check_compile(config)
     check_embedding(config, device_type=device.type)
     check_adapters(config)
+    check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -217,8 +219,10 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
-    if train.optimizer == "adamw8bit":
-        return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer in EIGHT_BIT:
+        return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
+    if train.optimizer != "adamw":
+        return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
     if wants_embedding_on_host(config):

@@ -7,7 +7,7 @@ import math
 import random
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,7 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
+from ..observe.continuity import Continuity
 from ..optimize import check_placed
 from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
@@ -89,6 +90,10 @@ class Stepper:
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
         self.measured: Tensor | None = None
+        # what the last update left, and what is called with the step, before its update, where that has changed since
+        self.carried: Continuity | None = None
+        self.judge_difference: Callable[[int], None] = lambda step: None
+        self._differed = False
         self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
@@ -120,7 +125,8 @@ class Stepper:
         return loss * 0.0 if isinstance(batch, Idle) else loss
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
-        """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
+        """Runs one step. Raises, before any weight changes, RunError NF001 for a non-finite loss or (without loss scaling) gradient, and
+        DtypeError DT003 where something changed the weights since the last update (`carried`)."""
         check_placed(self.model)
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
@@ -131,6 +137,8 @@ class Stepper:
         overflow = not math.isfinite(norm)
         if overflow and self.loss_scale is None:
             raise self.non_finite(batches, step=step, what="the gradient")
+        if self._differed:
+            self.judge_difference(step)
         changed = None
         if not overflow:
             norm /= scale
@@ -166,7 +174,9 @@ class Stepper:
             self.accumulator.finish_sums()
         # the one wait for the device in a step; gradients that no process has are zeros here
         measured = () if self.measured is None else self.measured.unbind()
-        own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured)
+        carried = [] if self.carried is None else self.carried.flags
+        own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured, *carried)
+        self._differed, measures = any(measures[len(measured) :]), measures[: len(measured)]
         if self.world.size == 1:
             return own, own, norm, measures
         if self.sharding is not None:

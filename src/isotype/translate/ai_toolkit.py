@@ -125,7 +125,7 @@ KEYS: dict[str, t.Handler] = {
     **t.each(t.count("train.accumulate"), "train.gradient_accumulation_steps train.gradient_accumulation"),
     "train.train_text_encoder": _refused_when_on(p.NO_TEXT_ENCODER),
     "train.gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
-    "train.optimizer": t.word("train.optimizer", {"adamw8bit": "adamw8bit", "adamw": "adamw"}, t.ONLY_ADAMW),
+    "train.optimizer": t.optimizer,
     "train.optimizer_params.weight_decay": t.number("train.weight_decay"),
     "train.lr": p.rate,
     "train.lr_scheduler": t.schedule,

@@ -68,7 +68,7 @@ KEYS: dict[str, t.Handler] = {
     "lora_layers": t.names("adapter.targets"),
     **t.each(p.DECIDES, "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"),
     # steps
-    "optimizer": t.word("train.optimizer", {"adamw": "adamw"}, t.ONLY_ADAMW),
+    "optimizer": t.optimizer,
     "use_8bit_adam": t.when_on("train.optimizer", "adamw8bit"),
     "num_train_epochs": t.where("max_train_steps", "", t.to("train.epochs", float), "max_train_steps decides"),
     # the objective

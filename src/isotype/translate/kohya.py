@@ -141,7 +141,6 @@ _NOT_OFFERED = {
     "run.adapters_every counts steps": "save_every_n_epochs",
     "run.adapters_keep counts adapters": "save_last_n_steps",
 }
-_OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "pagedadamw8bit": ("adamw8bit", "not paged"), "adamw8bitkahan": "adamw8bit"}
 _SAMPLINGS = {
     "sigmoid": "logit_normal",
     **dict.fromkeys(("shift", "flux_shift"), ("logit_normal", "the shift is diffusion.shift")),
@@ -163,7 +162,7 @@ KEYS: dict[str, t.Handler] = {
     **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
     # steps
     "unet_lr": p.rate,
-    "optimizer_type": t.word("train.optimizer", _OPTIMIZERS, t.ONLY_ADAMW),
+    "optimizer_type": t.optimizer,
     "max_train_epochs": t.to("train.epochs", float),
     # the objective
     "loss_type": t.word("diffusion.loss", _HUBER, "the squared error, the default", fate="no_effect"),

@@ -153,7 +153,7 @@ _NOT_OFFERED = {
     "data.loss_on: every answer of a conversation is learnt, or everything": "mask_history",
     "data.train: each source may have a weight": "interleave_probs",
     "fp8 is not offered; products are bf16": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
-    t.ONLY_ADAMW: "use_muon use_adam_mini",
+    t.OTHER_OPTIMIZERS: "use_adam_mini",
     "the loss is cross-entropy; a loss of your own is a function in Python": (
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
@@ -200,6 +200,7 @@ KEYS: dict[str, t.Handler] = {
     # precision
     **t.each(t.Draft.precision, "pure_bf16 quantization_bit"),
     # steps
+    "use_muon": t.when_on("train.optimizer", "muon"),
     "disable_gradient_checkpointing": t.either("train.gradient_checkpointing", "none", "layers"),
     **t.each(_saves_memory("GaLore"), "use_galore galore_*"),
     **t.each(_saves_memory("BAdam"), "use_badam badam_*"),

@@ -85,7 +85,6 @@ def _every(target: str, unit: str) -> t.Handler:
     return handler
 
 
-_OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw8bit", "adam_8bit": "adamw8bit"}
 _CHECKPOINTING = {"OFF": "none", "CPU_OFFLOADED": "layers+offload"}
 _WITHOUT = "without LOGIT_NORMAL"
 _NO_EFFECT = {
@@ -144,7 +143,7 @@ KEYS: dict[str, t.Handler] = {
     "gradient_checkpointing": t.to("train.gradient_checkpointing", lambda value: _CHECKPOINTING.get(str(value), "layers")),
     "clip_grad_norm": t.number("train.clip"),
     "seed": t.count("train.seed"),
-    "optimizer.optimizer": t.word("train.optimizer", _OPTIMIZERS, t.ONLY_ADAMW),
+    "optimizer.optimizer": t.optimizer,
     "optimizer.weight_decay": t.number("train.weight_decay"),
     "optimizer.beta1": t.number("train.beta1"),
     "optimizer.beta2": t.number("train.beta2"),

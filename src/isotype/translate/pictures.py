@@ -90,9 +90,9 @@ def largest_side(value: Any) -> int:
 
 
 def rate(draft: Draft, given: Given) -> None:
-    """A learning rate. Prodigy and its like find their own, and 1.0 is their factor: AdamW gets a rate of its own in its place."""
+    """A learning rate. DAdapt and its like find their own, and 1.0 is their factor: AdamW gets a rate of its own in its place."""
     word = next(filter(None, map(draft.said, ("optimizer", "optimizer_type", "train.optimizer", "optimizer.optimizer"))), "")
-    if word.startswith(_OWN_RATE) or float(given.value) > 0.05:
+    if t.OPTIMIZERS.get(word) != "prodigy" and (word.startswith(_OWN_RATE) or float(given.value) > 0.05):
         note = f"{given.value} is the factor of {word or 'an optimizer'} that finds its own rate; AdamW would diverge with it"
         draft.set(given, "train.learning_rate", _RATE_OF_ADAMW, note)
     else:

@@ -28,8 +28,10 @@ HUB = {  # family and flavour -> the model that SimpleTuner takes where none is 
 HARMLESS = ("CF020", "CF029")
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
-    **dict.fromkeys(("optimi-adamw", "optimi-adam", "adamw"), "adamw"),
-    **dict.fromkeys(("ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw8bit-paged"), "adamw8bit"),
+    **t.OPTIMIZERS,
+    "optimi-adam": "adamw",
+    **dict.fromkeys(("adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"), "schedule-free"),
+    "prodigy": ("prodigy", "Prodigy without SimpleTuner's averages"),
 }
 _SCHEDULES = {
     **{word: t.SCHEDULES[word] for word in ("constant", "constant_with_warmup", "linear", "cosine")},
@@ -351,7 +353,7 @@ KEYS: dict[str, t.Handler] = {
     "lr_scheduler": t.schedule_of(_SCHEDULES),
     "lr_warmup_steps": _warmup,
     "lr_end": _lr_end,
-    "optimizer": t.word("train.optimizer", _OPTIMIZERS, t.ONLY_ADAMW),
+    "optimizer": t.word("train.optimizer", _OPTIMIZERS, t.OTHER_OPTIMIZERS),
     "optimizer_beta1": t.number("train.beta1"),
     "optimizer_beta2": t.number("train.beta2"),
     "gradient_checkpointing_interval": _checkpointing_every,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.check import python_calls, shell
-from ..doctor.check.identify import identify
 from ..doctor.check.programs import is_config_env
 from ..doctor.check.python_calls import Call, Unknown, read_notebook
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
+from ..doctor.check.tools import identify
 from ..errors import UsageError
 from .picture_files import Secrets, keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree
 from .transforms import Computed, Given

@@ -14,7 +14,7 @@ OFF = (None, "", "none", "None", "null", False, "false")  # a key with one of th
 GPUS = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
 OWN_OPS = "Isotype's own ops are used by default: model.optimize"
-ONLY_ADAMW = "train.optimizer is adamw or adamw8bit; adamw is used, its learning rate may have to differ"
+OTHER_OPTIMIZERS = "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have to differ"
 REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
 
 
@@ -287,16 +287,54 @@ def finish_text(draft: Draft) -> None:
 
 
 _NOT_PAGED = "not paged: states stay on the GPU"
-_OPTIMIZERS = {
-    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw adamw_apex_fused",
-    "adamw8bit": "adamw_8bit adamw_bnb_8bit bitsandbytes.optim.adamw8bit adamw8bit torchao.optim.adamw8bit adamw_torch_8bit",
+# ours -> other tools' words
+_OPTIMIZER_WORDS = {
+    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw adamw_apex_fused optimi-adamw "
+    "bnb-adamw",
+    "adamw8bit": "adamw8bit adamw_8bit adamw_bnb_8bit bitsandbytes.optim.adamw8bit torchao.optim.adamw8bit adamw_torch_8bit "
+    "adamw8bitkahan ao-adamw8bit bnb-adamw8bit",
+    "adamw8bit-paged": "paged_adamw_8bit bitsandbytes.optim.pagedadamw8bit pagedadamw8bit bnb-adamw8bit-paged",
+    "lion": "lion lion_32bit bitsandbytes.optim.lion bnb-lion optimi-lion",
+    "lion8bit": "lion8bit lion_8bit bitsandbytes.optim.lion8bit bnb-lion8bit",
+    "schedule-free": "schedule_free_adamw adamw_schedulefree adamwschedulefree",
+    "muon": "muon torch.optim.muon",
+    "adafactor": "adafactor torch.optim.adafactor",
+    "prodigy": "prodigy",
 }
-OPTIMIZERS = {
-    **{theirs: ours for ours, names in _OPTIMIZERS.items() for theirs in names.split()},
-    **dict.fromkeys(("paged_adamw_8bit", "bitsandbytes.optim.pagedadamw8bit"), ("adamw8bit", _NOT_PAGED)),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw"), ("adamw", _NOT_PAGED)),
+OPTIMIZERS = {theirs: ours for ours, words in _OPTIMIZER_WORDS.items() for theirs in words.split()} | {
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw", "bnb-adamw-paged"), ("adamw", _NOT_PAGED)),
+    **dict.fromkeys(("paged_lion_32bit", "bnb-lion-paged"), ("lion", _NOT_PAGED)),
+    **dict.fromkeys(("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED)),
 }
-optimizer = word("train.optimizer", OPTIMIZERS, ONLY_ADAMW)
+optimizer = word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
+
+
+def settle_optimizer(draft: Draft) -> None:
+    """Leaves out or replaces what an optimizer refuses beside it, with a note for each."""
+    name, settings = draft.settings.get("train.optimizer", "adamw"), draft.settings
+    asked = draft.sources.get("train.optimizer")
+    if settings.get("precision.preset") == "bf16-pure" and name != "adamw":
+        name = settings["train.optimizer"] = "adamw"  # PR018: the others round to the nearest and take bf16 gradients
+        why = "the others cannot round bf16 weights stochastically"
+        draft.outcomes = [
+            Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", why) if asked is not None and outcome.given is asked else outcome
+            for outcome in draft.outcomes
+        ]
+    if name == "schedule-free" and settings.get("train.schedule", "constant") != "constant":
+        settings["train.schedule"] = "constant"
+        draft.notes.append("train.schedule: constant; the average of schedule-free takes the place of a schedule")
+    if name == "schedule-free" and settings.pop("train.ema", None) is not None:
+        draft.notes.append("train.ema is left out: schedule-free averages the weights itself")
+    if name == "prodigy" and settings.get("train.learning_rate", 1) != 1:
+        settings["train.learning_rate"] = 1
+        draft.notes.append("train.learning_rate: 1; prodigy finds the rate itself")
+    if name == "adafactor" and settings.pop("train.learning_rate", None) is not None:
+        draft.notes.append("train.learning_rate is left out: torch's Adafactor multiplies it by each weight's size; its own is 0.01")
+    for key in {"adafactor": ("beta1", "beta2", "epsilon"), "lion": ("epsilon",), "lion8bit": ("epsilon",)}.get(name, ()):
+        if settings.pop(f"train.{key}", None) is not None:
+            draft.notes.append(f"train.{key} is left out: {name} does not read it")
+
+
 SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
 from .source import Source, read
-from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome
+from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
 
 # name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be translated), finish (the tool's defaults)
 TOOLS: dict[str, Any] = {
@@ -92,6 +92,7 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
         if module is simpletuner:
             _stop_at_contradictions(path, findings)
         _decide(draft, record)
+    settle_optimizer(draft)
     _complete(draft, "images.train" if module in _OF_PICTURES else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
@@ -183,15 +184,6 @@ def _decide(draft: Draft, record: Record | None) -> None:
     """The preset that does what the other tool's flags do, by the record of `isotype doctor check`; accounts for each key of it."""
     chosen, note = _chosen(draft, record)
     draft.settings.update(chosen)
-    if chosen.get("precision.preset") == "bf16-pure" and draft.settings.get("train.optimizer") == "adamw8bit":
-        draft.settings["train.optimizer"] = "adamw"  # PR018: the 8-bit optimizer rounds to the nearest and takes bf16 gradients
-        asked = draft.sources["train.optimizer"]
-        draft.outcomes = [
-            Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", "the 8-bit one cannot round bf16 weights stochastically")
-            if outcome.given is asked
-            else outcome
-            for outcome in draft.outcomes
-        ]
     shown = ", ".join(f"{key}: {value}" for key, value in chosen.items()) or "precision.preset: auto"
     for given in draft.about_precision:
         if given.value in OFF:

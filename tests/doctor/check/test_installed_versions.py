@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.doctor.check.versions import NEWEST, release, spans
+from isotype.doctor.check.settings import NEWEST, release, spans
 
 # what check says -> library, file, a pattern that its source holds (with "not ", that it does not)
 CLAIMS = {

@@ -20,11 +20,6 @@ def test_json_lines_comments_and_trailing_commas():
     assert (tree.lines[("a",)], tree.lines[("a", "c")], tree.lines[("d",)]) == (3, 4, 5)
 
 
-def test_json_agrees_with_the_library():
-    data = {"a": [1, -2, 3.5, 1e-8, "t", None, False, {}], "b": {"c": {"d": [[], [{}]]}}}
-    assert read_json(json.dumps(data, indent=2)).data == data
-
-
 @pytest.mark.parametrize(("text", "line"), [('{"a" 1}', 1), ('{\n"a": 1,\n"b": }', 3), ("{\n", 2), ('{"a": 1}\nx', 2), ("[" * 300, 1)])
 def test_bad_json_names_its_line(text: str, line: int):
     with pytest.raises(Unreadable) as error:
@@ -36,12 +31,6 @@ def test_yaml_reads_plain_words_as_the_trainers_do():
     tree = read_yaml("a: no\nb: 'no'\nc: 1e-5\nd: 1.0e-5\ne: True\nbase: &x {k: 1}\nf:\n  <<: *x\n  m: on\n")
     assert tree.data == {"a": False, "b": "no", "c": "1e-5", "d": 1e-5, "e": True, "base": {"k": 1}, "f": {"k": 1, "m": True}}
     assert tree.lines[("f", "m")] == 9
-
-
-def test_bad_yaml_names_its_line():
-    with pytest.raises(Unreadable) as error:
-        read_yaml("a: 1\nb: [1\nc: 2\n")
-    assert error.value.line >= 2
 
 
 def test_toml_lines():
@@ -59,16 +48,6 @@ def test_shell_words_quotes_and_variables():
     assert script.commands == [(["run", "--flag", "--n", "1"], 7)]
 
 
-def test_simpletuners_own_reader_keeps_what_the_shell_drops():
-    text = 'export A="b"  # c\nB="${A} x"\nC=\'q\'\n'
-    assert {n: a.value for n, a in shell.read_line_by_line(text).items()} == {"A": '"b" # c', "B": "${A} x", "C": "q"}
-
-
-def test_arguments():
-    words = ["--bf16", "--lr=1e-4", "--a-b", "x", "--n", "-1", "-v"]
-    assert shell.arguments(words) == {"bf16": True, "lr": "1e-4", "a_b": "x", "n": "-1", "v": True}
-
-
 def test_python_calls_are_found_and_not_run(tmp_path: Path):
     marker = tmp_path / "ran"
     text = f"open({str(marker)!r}, 'w')\nd = torch.bfloat16\nx = make(dtype=d, n=-1, q=Config(a=True), **dict(z=1), u=f())\n"
@@ -77,21 +56,6 @@ def test_python_calls_are_found_and_not_run(tmp_path: Path):
         "dtype": "torch.bfloat16", "n": -1, "q": {"__call__": "Config", "a": True}, "z": 1, "u": {"__call__": "f"},
     }  # fmt: skip
     assert not marker.exists()
-
-
-class _Runs:
-    """Unpickling this would create a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (open, (self.path, "w"))
-
-
-class _Arguments:
-    def __init__(self, **values: object) -> None:
-        self.__dict__.update(values)
 
 
 def test_a_safetensors_header(tmp_path: Path):

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from isotype.doctor.explain.family import FAMILIES, Seen
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognise import FORMS
-from isotype.doctor.explain.situation import read
+from isotype.doctor.explain.sheets import FAMILIES
+from isotype.doctor.explain.situation import Seen, read
 
 
 @pytest.mark.parametrize("operator", sorted(FAMILIES))

@@ -117,10 +117,10 @@ BINARY = [  # kernel, code, signature, constexprs, target, and constexprs and a 
 @pytest.mark.parametrize(("name", "code", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
 def test_machine_code(name, code, types, values, target, fine, there, capfd) -> None:
     kernel = getattr(kernels, name)
-    (found,) = check(kernel, [types], values, [target], binary=True, extend=False)
+    (found,) = check(kernel, [types], values, [target], binary=True)
     assert found.code == code, found.render()
     assert found.severity > Severity.NOTE
     assert found.cause
     assert target in found.render()
-    assert not check(kernel, [types], fine, [there], binary=True, extend=False)
+    assert not check(kernel, [types], fine, [there], binary=True)
     assert capfd.readouterr().out == ""

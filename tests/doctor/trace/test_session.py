@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import resource
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-import isotype
-from isotype import pages
 from isotype.doctor.trace import trace
 from isotype.doctor.trace.origin import Origin
-from isotype.finding import Severity
 
 bf16 = torch.bfloat16
 
@@ -40,16 +34,13 @@ def train(model, steps):
     return losses
 
 
-def test_is_the_lazy_attribute():
-    assert isotype.trace is trace
-
-
 def test_exception_keeps_type_and_message_and_gains_the_explanation():
     model = net()
     model[3].to(bf16)
     with pytest.raises(RuntimeError, match="dtype") as caught, trace(model) as seen:
         model(torch.randn(2, 16))
     assert type(caught.value) is RuntimeError
+    assert torch._C._len_torch_dispatch_stack() == 0
     note = "\n".join(caught.value.__notes__)
     assert "TR001" in note
     assert "parameter 3.weight" in note
@@ -70,20 +61,6 @@ def test_a_failure_counts_the_parameters_of_the_model_that_failed():
     note = "\n".join(caught.value.__notes__)
     assert "100% of the parameters are fp32" in note, note
     assert "addmm then got it as mat1" in note, note
-
-
-def test_a_loss_that_fails_counts_the_parameters_of_the_model_that_ran():
-    teacher = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(bf16).requires_grad_(False)
-    student = net()
-
-    def distance():
-        wide = teacher(torch.randn(2, 16, dtype=bf16))
-        return torch.mm(student(torch.randn(2, 16)), wide.t())
-
-    with pytest.raises(RuntimeError) as caught, trace(student), torch.no_grad():
-        distance()
-    note = "\n".join(caught.value.__notes__)
-    assert "100% of the parameters are fp32" in note, note
 
 
 @pytest.mark.parametrize(
@@ -117,54 +94,6 @@ def test_clean_training_has_no_findings():
     assert seen.findings == []
 
 
-def test_exit_removes_all_patches_and_hooks():
-    from torch.nn.modules import module as modules
-
-    before = (
-        torch.set_default_dtype,
-        torch.compile,
-        nn.Module._apply,
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_pre_hooks),
-    )
-    with pytest.raises(ZeroDivisionError), trace():
-        1 / 0  # noqa: B018
-    after = (
-        torch.set_default_dtype,
-        torch.compile,
-        nn.Module._apply,
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_pre_hooks),
-    )
-    assert after == before
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_saved_tensors_contain_no_data_of_the_trace():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def written(thing):
-        file = io.BytesIO()
-        torch.save(thing, file)
-        file.seek(0)
-        torch.load(file)  # weights only: refuses any other class
-        return len(file.getvalue())
-
-    def kept():
-        return [model.state_dict(), list(model.parameters()), optimizer.state_dict(), copy.deepcopy(optimizer.state_dict()), output]
-
-    with trace(model):
-        output = model(torch.randn(4, 16))
-        output.sum().backward()
-        optimizer.step()
-        output = output.detach()
-        during = [written(thing) for thing in kept()]
-    after = [written(thing) for thing in kept()]
-    assert during == after
-    assert [p.__dict__ for p in model.parameters()] == [{}] * len(list(model.parameters()))
-
-
 def test_memory_does_not_grow_with_steps():
     model = net()
     average = [p.detach().clone().to(bf16) for p in model.parameters()]
@@ -185,19 +114,6 @@ def test_memory_does_not_grow_with_steps():
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start
     assert max(later) - first <= 16
     assert grown < 8192  # KiB
-
-
-def test_caught_errors_are_notes_and_keep_no_tensor_alive():
-    model = net()
-    model[3].to(bf16)
-    with trace(model) as seen:
-        for _ in range(3):
-            try:
-                model(torch.randn(2, 16))
-            except RuntimeError:
-                model[0](torch.randn(2, 16))
-    assert [(f.code, f.severity) for f in seen.findings] == [("TR022", Severity.NOTE)]
-    assert seen.failure is None
 
 
 def test_shape_errors_are_not_called_dtype_errors():
@@ -256,18 +172,3 @@ def test_checkpointing_under_autocast_is_quiet():
                 loss = checkpoint(model, x, use_reentrant=reentrant).float().sum()
             loss.backward()
         assert seen.findings == []
-
-
-def test_cross_entropy_in_bf16_and_scalar_promotions_are_quiet():
-    model = net(bf16)
-    with trace(model) as seen:
-        logits = model(torch.randn(4, 16, dtype=bf16)) * torch.tensor(0.5)
-        (F.cross_entropy(logits.float(), torch.zeros(4, dtype=torch.long)) + F.mse_loss(logits, torch.zeros(4, 4))).backward()
-    assert seen.findings == []
-
-
-@pytest.mark.parametrize("code", [*(f"TR{n:03}" for n in (0, 1, 2, 3, 10, 11, 12, 13, 14, 15, 17, 18, 20, 22, 23, 24))])
-def test_every_code_has_a_page(code):
-    text = pages.page(code)
-    assert text is not None
-    assert text.startswith(f"# {code}:")

@@ -1,12 +1,11 @@
 """A folder of tiny pipelines and pictures, made once, and a configuration of a run on them."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import written
 
 pytest.importorskip("diffusers")
 
@@ -33,13 +32,11 @@ def studio(tmp_path_factory) -> Studio:
     return Studio(tmp_path_factory.mktemp("studio"))
 
 
-@pytest.fixture
-def drawn(studio, tmp_path):
-    """`drawn("run", model=studio.flux, precision={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`.
+def draw_in(studio: Studio, place: Path) -> Any:
+    """`make("run", model=studio.flux, precision={...})` writes place/run.yaml and loads it; the run goes to place/`folder`.
 
     model  a folder, a name on the hub, or the whole section
     """
-    from isotype.config.load import load
 
     def make(folder: str = "run", *, model: Path | str | dict[str, Any] | None = None, **sections: Any) -> Any:
         config = {
@@ -49,14 +46,15 @@ def drawn(studio, tmp_path):
             "adapter": {"kind": "lora", "r": 4},
             "precision": {"preset": "fp32"},
             "train": {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "eval_every": 4},
-            "run": {"folder": str(tmp_path / folder), "report": False, "sample_steps": 2},
+            "run": {"folder": str(place / folder), "report": False, "sample_steps": 2},
         }
         if str(model).rpartition("/")[2].startswith(("sdxl", "sd1", "sd2")):
             del config["diffusion"]["max_text_length"]  # CLIP only
-        for section, values in sections.items():
-            config[section] = config.get(section, {}) | values
-        file = Path(tmp_path / f"{folder}.yaml")
-        file.write_text(json.dumps(config))  # JSON is YAML
-        return load(file, [], {})
+        return written(place, folder, config, sections)
 
     return make
+
+
+@pytest.fixture
+def drawn(studio, tmp_path):
+    return draw_in(studio, tmp_path)

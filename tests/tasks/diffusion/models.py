@@ -1,9 +1,8 @@
 """Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with captions. Random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import pytest
 import torch
 from benchmarks.diffusion_matrix import sd3 as sd3_transformer
 from benchmarks.diffusion_matrix import sdxl as sdxl_unet
@@ -32,6 +31,11 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+
+from isotype.entry.train import refuse_incomplete
+from isotype.errors import UsageError
+from isotype.tasks.choose import task_of
+from isotype.training.setup import settle
 
 SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
 SIDE = 32
@@ -142,3 +146,13 @@ def pictures(folder: Path, *, shifts: int = 3) -> Path:
                 draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
                 (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
     return folder
+
+
+def refused(loaded) -> str:
+    """The message of what a run cannot begin with."""
+    try:
+        refuse_incomplete(loaded)
+        settle(task_of(loaded.config), loaded.sources)
+    except UsageError as error:
+        return error.message
+    pytest.fail("it was not refused")

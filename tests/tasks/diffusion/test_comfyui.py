@@ -6,8 +6,6 @@ may have in a file; of each such name it takes `NAME.alpha`, the matrices under 
 no name takes is reported as not loaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -121,26 +119,3 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
     (tmp_path / "way/adapters/step_3/DONE").unlink()
     with pytest.raises(UsageError, match="never finished"):
         draw_with(tmp_path / "way/adapters/step_3", [])
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
-        ({"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
-        ({"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
-    ],
-)
-def test_adapters_that_would_not_be_written_are_refused(drawn, sections, said):
-    with pytest.raises(UsageError, match=said):
-        train(drawn(**sections))
-
-
-def test_what_is_no_adapter_is_not_exported(tmp_path):
-    language = tmp_path / "text"
-    language.mkdir()
-    (language / "resolved.yaml").write_text("")
-    with pytest.raises(UsageError, match="not a run on pictures"):
-        export(language, "comfyui", None)
-    with pytest.raises(UsageError, match="expected comfyui"):
-        export(language, "a1111", None)

@@ -1,38 +1,23 @@
 """What one does with a diffusion run, through the command line, in this process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from typer.testing import CliRunner
+import torch
 
-from isotype.cli.app import build_app
 from isotype.errors import UsageError
-from isotype.tasks.choose import train
-
-
-def ask(*arguments) -> str:
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+from isotype.inference.diffusion import merge_denoiser, random_batch
+from isotype.tasks.choose import task_of, train
+from isotype.tasks.diffusion.families import Asked
+from tests.commands import ask
+from tests.tasks.diffusion.conftest import draw_in
 
 
 @pytest.fixture(scope="module")
 def run(studio, tmp_path_factory):
-    from isotype.config.load import load
-
     folder = tmp_path_factory.mktemp("commands")
-    (folder / "run.yaml").write_text(json.dumps({
-        "model": {"name": str(studio.sd3)},
-        "images": {"train": str(studio.pictures), "eval_split": 0.2, "resolution": 32, "cache": "none"},
-        "diffusion": {"max_text_length": 8, "eval_draws": 2},
-        "adapter": {"r": 4},
-        "precision": {"preset": "fp32"},
-        "train": {"steps": 2, "batch_size": 2, "eval_every": 2},
-        "run": {"folder": str(folder / "run"), "sample_steps": 2, "samples": ["a red circle"], "sample_every": 1},
-    }))  # fmt: skip
-    assert train(load(folder / "run.yaml", [], {})) == 0
+    steps = {"steps": 2, "eval_every": 2}
+    assert train(draw_in(studio, folder)(train=steps, run={"samples": ["a red circle"], "sample_every": 1})) == 0
     return folder / "run"
 
 
@@ -65,3 +50,45 @@ def test_ls_diff_and_report_know_pictures_and_chat_refuses(run, studio):
     assert (run / "report.png").is_file()
     with pytest.raises(UsageError, match="draws pictures, and answers nothing"):
         ask("chat", run)
+
+
+# --- A diffusion run's LoRA merged into its denoiser: a pipeline's folder of its own.
+
+
+@pytest.mark.parametrize("family", ["sd3", pytest.param("sdxl", marks=pytest.mark.full)])
+def test_a_merged_pipeline_is_the_adapter_on_its_base(drawn, studio, tmp_path, family):
+    from diffusers import DiffusionPipeline
+
+    loaded = drawn(model=getattr(studio, family), train={"learning_rate": 1e-2, "eval_every": 4})
+    assert train(loaded) == 0
+    said = json.loads(ask("merge", tmp_path / "run", "--out", tmp_path / "merged", "--json"))
+    assert (said["dtype"], said["noise"] < 1e-3) == ("fp32", True)
+    assert said["rows"] == 4
+    assert said["merged_loss"] == pytest.approx(said["adapter_loss"], rel=1e-5)
+
+    task = task_of(loaded.config)
+    task.check(loaded_precision())
+    batch = random_batch(task, torch.device("cpu"))
+    noisy, _ = task.objective.mixed(batch.latents, batch.noise, batch.sigma)
+
+    def predicted(pipe):
+        with torch.no_grad():
+            denoiser = getattr(pipe, task.folder.denoiser_part).float()
+            return task.folder.family.predict(
+                denoiser, noisy, task.objective.time(batch.sigma), batch.text, Asked(downscale=task.downscale)
+            )
+
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    base = DiffusionPipeline.from_pretrained(getattr(studio, family))
+    plain = predicted(base)
+    base.load_lora_weights(tmp_path / "run/adapter")
+    torch.testing.assert_close(predicted(merged), predicted(base), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, predicted(base), rtol=1e-4, atol=1e-5), "the adapter does something"
+    with pytest.raises(UsageError, match="not empty"):
+        merge_denoiser(tmp_path / "run", tmp_path / "merged")
+
+
+def loaded_precision():
+    from isotype.precision import Precision
+
+    return Precision.preset("fp32").but(vae="fp32", text_encoder="fp32", timesteps="fp32", latents="fp32")

@@ -1,8 +1,6 @@
 """Each family: loss and LoRA gradients equal those of diffusers' own pieces in fp32 on the same draws, diffusers loads its file, and a
 picture is drawn."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

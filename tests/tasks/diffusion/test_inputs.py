@@ -1,93 +1,71 @@
 """What a diffusion run cannot begin with is one line each, before anything heavy is loaded."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from isotype.config.load import load
-from isotype.errors import UsageError
-from isotype.tasks.choose import task_of
-from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, pixels
-from isotype.training.setup import settle
-from tests.tasks.diffusion.models import draw
-from tests.tasks.diffusion.refused import refused
+from isotype.tasks.diffusion.batches import PictureStream, Row
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
+from tests.tasks.diffusion.models import draw, refused
+
+SMALLER = {
+    "_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2,
+    "attention_head_dim": 16, "num_attention_heads": 1, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": [4, 6, 6],
+}  # fmt: skip
+FRESH = {"init": "random"}
 
 
-def test_keys_of_language_runs_are_refused(drawn, tmp_path):
-    loaded = drawn(run={"sample_tokens": 4})
-    assert "run.sample_tokens: does not apply to a diffusion run" in refused(loaded)
-    assert "here it is run.sample_steps" in refused(loaded)
+@pytest.mark.parametrize(
+    ("kind", "sections", "said"),
+    [
+        ("sd3", {"run": {"sample_tokens": 4}}, "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps"),
+        ("sd3", {"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
+        ("sd3", {"images": {"resolution": 128}}, "more than this model has positions for"),
+        ("sd3", {"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
+        ("sd3", {"images": {"tag_orders": 4}}, "none contains a comma"),
+        ("sd3", {"images": {"keep_tags": 1}}, "keep_tags: has no effect without images.tag_orders"),
+        ("sd3", {"images": {"tag_dropout": 0.1}}, "tag_dropout: has no effect without images.tag_orders"),
+        ("sd3", {"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
+        ("sd3", {"diffusion": {"objective": "epsilon"}}, "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching"),
+        ("sdxl", {"diffusion": {"objective": "v"}}, "diffusion.objective: v, but scheduler_config.json declares epsilon"),
+        ("sd3", {"diffusion": {"weighting": "min_snr"}}, "diffusion.weighting: min_snr is not defined for flow matching"),
+        ("sdxl", {"diffusion": {"shift": 3.0}}, "diffusion.shift: 3.0 has no effect with epsilon"),
+        ("sdxl", {"diffusion": {"max_text_length": 8}}, "diffusion.max_text_length: 8 has no effect"),
+        ("sd3", {"diffusion": {"noise_offset": 0.1}}, "noise_offset: has no effect without epsilon or v"),
+        ("sd3", {"diffusion": {"mode_scale": 1.0}}, "mode_scale: has no effect without timesteps: mode"),
+        ("sd3", {"diffusion": {"timesteps": "uniform", "logit_std": 2.0}}, "logit_std: has no effect without timesteps: logit_normal"),
+        ("sd3", {"diffusion": {"huber_c": 0.2}}, "huber_c: has no effect without loss: huber"),
+        ("sd3", {"diffusion": {"least_noise": 0.5, "most_noise": 0.4}}, "is not below"),
+        ("sd3", {"run": {"samples": [{"prompt": "a", "sede": 1}]}}, "did you mean seed"),
+        ("sd3", {"run": {"samples": [{"size": 32}]}}, "prompt is missing"),
+        ("sd3", {"run": {"samples": [{"prompt": "a", "size": "big"}]}}, "size: 'big': expected a number"),
+        ("sd3", {"run": {"samples": [{"prompt": "a", "size": 33}]}}, "33 is not a multiple of"),
+        ("sd3", {"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
+        ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
+        ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
+        ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
+        ("flux", {"model": {"config": SMALLER}}, "model.config: has no effect without model.init: random"),
+        ("flux", {"model": FRESH | {"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}}, "but the transformer of"),
+        ("flux", {"model": FRESH | {"config": SMALLER | {"num_layer": 2}}}, "num_layer: unknown key, did you mean num_layers?"),
+        ("flux", {"model": FRESH | {"config": SMALLER | {"num_layers": "many"}}}, "model.config: FluxTransformer2DModel: "),
+        ("flux", {"model": FRESH | {"config": SMALLER, "name": None}}, "model.name: missing: the pipeline whose VAE"),
+        ("flux", {"model": FRESH | {"config": "nowhere.json"}}, "model.config: nowhere.json: "),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_what_a_run_cannot_begin_with_is_one_line(drawn, studio, kind, sections, said):
+    folder = getattr(studio, kind)
+    model = {"name": str(folder)} | sections["model"] if "model" in sections else folder
+    line = refused(drawn(**sections | {"model": model}))
+    assert all(part in line for part in said.split(", here")), line
+    assert len(line.splitlines()) == 1 or said == "PR025"
 
 
 def test_keys_of_diffusion_runs_are_refused(configured):
     assert "precision.vae: does not apply to a language run" in refused(configured(precision={"preset": "fp32", "vae": "fp32"}))
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
-        ({"images": {"resolution": 128}}, "more than this model has positions for"),
-        ({"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
-        ({"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
-    ],
-)
-def test_settings_that_cannot_be_kept(drawn, sections, said):
-    assert said in refused(drawn(**sections))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "said"),
-    [
-        ("sd3", {"objective": "epsilon"}, "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching"),
-        ("sdxl", {"objective": "v"}, "diffusion.objective: v, but scheduler_config.json declares epsilon"),
-        ("sd3", {"weighting": "min_snr"}, "diffusion.weighting: min_snr is not defined for flow matching"),
-        ("sdxl", {"shift": 3.0}, "diffusion.shift: 3.0 has no effect with epsilon"),
-        ("sdxl", {"max_text_length": 8}, "diffusion.max_text_length: 8 has no effect"),
-    ],
-)
-def test_settings_that_an_objective_does_not_have(drawn, studio, kind, settings, said):
-    assert said in refused(drawn(model=getattr(studio, kind), diffusion=settings))
-
-
-def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):
-    index = json.loads((studio.sd3 / "model_index.json").read_text())
-    folder = tmp_path / "halved"
-    folder.mkdir()
-    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
-    (folder / "transformer").symlink_to(studio.sd3 / "transformer")
-    assert "the pipeline has no vae" in refused(drawn(model=folder))
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanPipeline"}))
-    assert "WanPipeline is not trained: it makes videos" in refused(drawn(model=folder))
-
-
-def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for name in ("whole", "cut", "fake"):
-        draw("square", "green").save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text("a green square")
-    (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:60])
-    (folder / "fake.png").write_bytes(b"GIF?")
-    loaded = drawn(images={"train": str(folder), "eval_split": 0.0, "cache": str(tmp_path / "cache")})
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    with pytest.raises(UsageError) as caught:
-        task.encode(torch.device("cpu"))
-    assert "cut.png: not a whole picture" in caught.value.message
-    assert "fake.png: not a picture" in caught.value.message
-    assert "whole.png" not in caught.value.message
-    assert task.encoder.made == 5
-    again = task_of(loaded.config)
-    settle(again, loaded.sources)
-    with pytest.raises(UsageError):
-        again.encode(torch.device("cpu"))
-    assert again.encoder.found == 3
 
 
 def square(side: int) -> Window:
@@ -125,3 +103,46 @@ def test_a_folder_of_language_takes_no_pictures(configured, studio, tmp_path):
     file.write_text(json.dumps({"model": {"name": base}, "images": {"train": str(studio.pictures)}}))
     said = refused(load(file, [], {}))
     assert said == f"{file}:1 model.name: {base}: no model_index.json there: images.train needs a diffusers pipeline"
+
+
+# --- Aspect buckets and the windows that are kept of a picture.
+
+
+def test_buckets_have_about_the_squares_area():
+    assert buckets(1024, max_aspect=1.0, multiple=16) == [Size(1024, 1024)]
+    found = buckets(1024, max_aspect=2.0, multiple=16)
+    assert found[0] == Size(1024, 1024)
+    assert Size(832, 1216) in found
+    assert {Size(size.width, size.height) for size in found} == set(found)
+    for size in found:
+        assert size.height % 64 == size.width % 64 == 0
+        assert 0.9 * 1024**2 < size.area <= 1024**2
+        assert max(size.height, size.width) <= 2 * min(size.height, size.width)
+
+
+def test_a_window_is_cut_where_it_says(tmp_path):
+    wide = draw("circle", "red").resize((64, 32)).crop((0, 0, 64, 32))
+    wide.paste((0, 0, 0), (0, 0, 32, 32))
+    content = saved(wide, tmp_path)
+    assert shown_size(content) == (64, 32)
+    size = Size(16, 16)
+    assert float(pixels(content, Window(size, left=0.0)).max()) < -0.8
+    assert float(pixels(content, Window(size, left=1.0))[:, 0, 0].min()) > 0.8
+    assert pixels(content, Window(Size(16, 32))).shape == (3, 16, 32)
+    assert float(mask_pixels(content, Window(size, left=1.0))[0, 0, 0]) > 0.8
+    with pytest.raises(BadPicture, match="black all over"):
+        mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
+
+
+def rows(*sizes: int) -> list[Row]:
+    return [Row((str(i),), (), ("",), Size(8, side)) for i, side in enumerate(sizes)]
+
+
+def test_a_steps_rows_have_one_size_and_every_row_comes_once_an_epoch():
+    data = rows(*[8] * 9, *[16] * 7)
+    stream = PictureStream(data, seed=0, shuffle=True, together=4)
+    steps = [[placed.row for placed in stream.take(4)] for _ in range(4)]
+    assert [len({row.size for row in step}) for step in steps] == [1, 1, 1, 2]
+    assert sorted(row.latents for step in steps for row in step) == sorted(row.latents for row in data)
+    by_two = PictureStream(data, seed=0, shuffle=True, together=4)
+    assert [placed.row for _ in range(8) for placed in by_two.take(2)] == [row for step in steps for row in step]

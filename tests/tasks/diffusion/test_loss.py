@@ -1,25 +1,27 @@
 """The loss is the one that diffusers' example scripts compute, written here from the pipelines' own functions, on the same draws."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.diffusion_matrix import CLASSES, REFUSED, RESULT, TRAINS, latent_channels
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.training_utils import compute_snr
 
-from isotype.precision import Precision
+from isotype.precision import PRESETS, Precision
+from isotype.precision.apply import apply_precision, generating
 from isotype.tasks.choose import task_of
-from isotype.tasks.diffusion.batches import generator_of
-from isotype.tasks.diffusion.loss import fixed_levels, part_name, shift_of
-from isotype.tasks.diffusion.pixels import Size, Window, pixels
+from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
+from isotype.tasks.diffusion.families import Asked
+from isotype.tasks.diffusion.loss import shift_of
 from isotype.training.setup import settle
+from tests.tasks.diffusion.test_families import flow, squared_error
 
 
 def plain_flux(model, batch):
-    n, c, h, w = batch.latents.shape
-    sigma = batch.sigma.view(-1, 1, 1, 1)
-    noisy = (1.0 - sigma) * batch.latents + sigma * batch.noise
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
     ids = FluxPipeline._prepare_latent_image_ids(n, h // 2, w // 2, torch.device("cpu"), torch.float32)
     made = model(
         hidden_states=FluxPipeline._pack_latents(noisy, n, c, h, w), timestep=batch.sigma, guidance=None,
@@ -27,16 +29,14 @@ def plain_flux(model, batch):
         txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=ids, return_dict=False,
     )[0]  # fmt: skip
     made = FluxPipeline._unpack_latents(made, height=h * 4, width=w * 4, vae_scale_factor=4)
-    return torch.mean(((made.float() - (batch.noise - batch.latents).float()) ** 2).reshape(n, -1), 1).mean()
+    return squared_error(made, target)
 
 
 def plain_sd3(model, batch):
-    sigma = batch.sigma.view(-1, 1, 1, 1)
-    made = model(
-        hidden_states=(1.0 - sigma) * batch.latents + sigma * batch.noise, timestep=batch.sigma * 1000,
-        encoder_hidden_states=batch.text["text"], pooled_projections=batch.text["pooled"], return_dict=False,
-    )[0]  # fmt: skip
-    return torch.mean(((made.float() - (batch.noise - batch.latents).float()) ** 2).reshape(batch.rows, -1), 1).mean()
+    noisy, target = flow(batch)
+    text, pooled = batch.text["text"], batch.text["pooled"]
+    made = model(noisy, timestep=batch.sigma * 1000, encoder_hidden_states=text, pooled_projections=pooled, return_dict=False)[0]
+    return squared_error(made, target)
 
 
 def plain_pixart(model, batch):
@@ -67,28 +67,13 @@ def plain_sdxl(model, batch):
     return F.mse_loss(made.float(), batch.noise.float())
 
 
-def plain_sdxl_v(model, batch):
-    scheduler = sdxl_scheduler("v_prediction")
-    steps, made = sdxl_prediction(model, batch, scheduler)
-    return F.mse_loss(made.float(), scheduler.get_velocity(batch.latents, batch.noise, steps).float())
-
-
-def weighted(scheduler, made, target, steps, *, v):
-    snr = compute_snr(scheduler, steps)
-    weights = torch.stack([snr, 5.0 * torch.ones_like(snr)], dim=1).min(dim=1)[0] / (snr + 1 if v else snr)
-    return (F.mse_loss(made.float(), target.float(), reduction="none").mean((1, 2, 3)) * weights).mean()
-
-
-def plain_sdxl_min_snr(model, batch):
-    scheduler = sdxl_scheduler("epsilon")
-    steps, made = sdxl_prediction(model, batch, scheduler)
-    return weighted(scheduler, made, batch.noise, steps, v=False)
-
-
 def plain_sdxl_v_min_snr(model, batch):
     scheduler = sdxl_scheduler("v_prediction")
     steps, made = sdxl_prediction(model, batch, scheduler)
-    return weighted(scheduler, made, scheduler.get_velocity(batch.latents, batch.noise, steps), steps, v=True)
+    snr = compute_snr(scheduler, steps)
+    weights = torch.stack([snr, 5.0 * torch.ones_like(snr)], dim=1).min(dim=1)[0] / (snr + 1)
+    target = scheduler.get_velocity(batch.latents, batch.noise, steps)
+    return (F.mse_loss(made.float(), target.float(), reduction="none").mean((1, 2, 3)) * weights).mean()
 
 
 PLAIN = [
@@ -96,10 +81,6 @@ PLAIN = [
     ("sd3", {}, plain_sd3),
     ("pixart", {}, plain_pixart),
     ("sdxl", {}, plain_sdxl),
-    *(
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in [("sdxl_v", {}, plain_sdxl_v), ("sdxl", {"weighting": "min_snr"}, plain_sdxl_min_snr)]
-    ),
     ("sdxl_v", {"weighting": "min_snr"}, plain_sdxl_v_min_snr),
 ]
 
@@ -118,26 +99,6 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-def test_steps_of_a_schedule_are_drawn_evenly(drawn, studio):
-    task = task_of(drawn(model=studio.sdxl).config)
-    task.check(Precision.preset("fp32"))
-    drawn_steps = [task.objective.draw(generator_of("train", 0, i)) * 1000 for i in range(2000)]
-    assert {round(step) - step for step in drawn_steps} == {0.0}
-    assert min(drawn_steps) < 10
-    assert 980 < max(drawn_steps) < 1000
-    assert sum(drawn_steps) / 2000 == pytest.approx(500, rel=0.05)
-
-
-def test_latents_are_the_vaes_shifted_and_scaled(drawn):
-    loaded = drawn(images={"limit": 3, "eval_split": 0.0})
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    task.encode(torch.device("cpu"))
-    batch = task._fixed([(0, task.train_rows[0], 0.5)])
-    found = task.folder.vae(torch.float32).encode(pixels(task.gathered.train[0].content.read(), Window(Size(32, 32)))[None])
-    torch.testing.assert_close(batch.latents, (found.latent_dist.mean - 0.1) * 1.5)
-
-
 def test_a_shift_by_resolution_is_the_pipelines(drawn):
     section = drawn().config.diffusion
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
@@ -149,6 +110,58 @@ def test_a_shift_by_resolution_is_the_pipelines(drawn):
     assert ours * 0.3 / (1 + (ours - 1) * 0.3) == pytest.approx(theirs, rel=1e-9)
 
 
-def test_fixed_levels_are_spread_over_time():
-    assert fixed_levels(4) == [0.125, 0.375, 0.625, 0.875]
-    assert [part_name(level, 4) for level in fixed_levels(4)] == ["t0_250", "t250_500", "t500_750", "t750_1000"]
+# --- The embedding of the noise level has the same bits under every preset, in training and in a sample.
+
+
+LEVELS = torch.linspace(0.0013, 0.9987, 7)
+
+
+def predicted(model, *, family):
+    shapes = family.text_shapes(model.config, 4)
+    text = {name: torch.ones(7, *shape) if name == "mask" else torch.randn(7, *shape) for name, shape in shapes.items()}
+    time = LEVELS if family.objectives == ("flow_matching",) else (LEVELS * 1000).long()
+    family.predict(model, torch.randn(7, latent_channels(family, model.config), 8, 8), time, text, Asked(guidance=3.5))
+
+
+# name -> how it is made, how it is called, what it multiplies the level by where it rounds it
+MODELS = {name: (make, partial(predicted, family=family), family.time_scale) for name, (make, family) in CLASSES.items()}
+
+
+def embedded(model, call, *, sampling=False):
+    seen = []
+    for module in embeddings_of_time(model):
+        module.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    with torch.no_grad():
+        if sampling:
+            with generating(model):
+                call(model)
+        else:
+            call(model)
+    return seen
+
+
+@pytest.mark.parametrize("name", [name if name in ("SD3", "Flux") else pytest.param(name, marks=pytest.mark.full) for name in MODELS])
+def test_the_embedding_is_bit_identical_under_every_preset(name):
+    make, call, scale = MODELS[name]
+    reference = embedded(make(), call)
+    assert len(reference) >= (2 if name == "Flux" else 1), "the guidance is embedded too"
+    for preset in PRESETS:
+        model = make().requires_grad_(False)
+        if scale is not None:
+            keep_time_exact(model, scale)
+        apply_precision(model, Precision.preset(preset), device_type="cpu")
+        for sampling in (False, True):
+            found = embedded(model, call, sampling=sampling)[-len(reference) :]
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (preset, sampling)
+
+
+# --- A slice of benchmarks/diffusion_matrix.py: a cell a preset; the whole table is in benchmarks/results.
+
+
+def test_the_committed_table_has_every_cell_and_no_failure():
+    rows = [line for line in RESULT.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 2 * len(CLASSES)
+    cells = [cell.strip() for row in rows[1:] for cell in row.strip("| ").split("|")[2:]]
+    assert len(cells) == 2 * len(CLASSES) * len(PRESETS)
+    assert {cell.split()[0] for cell in cells} == {TRAINS, REFUSED}
+    assert all(len(cell.split()) == 2 for cell in cells if cell.startswith(REFUSED))

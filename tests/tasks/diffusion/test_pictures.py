@@ -1,7 +1,5 @@
 """Pictures with their captions, masks and settings, from folders and tables; what does not fit is named all at once."""
 
-from __future__ import annotations
-
 import io
 import json
 

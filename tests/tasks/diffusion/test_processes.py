@@ -1,7 +1,5 @@
 """Diffusion runs on two processes (gloo), which replicate or share the denoiser: the losses and weights of one process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,6 @@ from safetensors.torch import load_file
 
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
-from tests.long import in_full
 
 pytestmark = pytest.mark.timeout(900)
 RESULTS = ("adapter/adapter_model.safetensors", "model/diffusion_pytorch_model.safetensors")
@@ -49,25 +46,8 @@ def drift(folder):
     }
 
 
-@pytest.mark.full
-def test_bf16_weights_with_fp32_gradients_on_two_processes(drawn, tmp_path):
-    """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32: under DDP it crashed at the first accumulated backward."""
-    sections = {**FULL, "precision": {"preset": "bf16-pure"}, "train": STEPS}
-    assert train(drawn("one", **sections)) == 0
-    drawn("two", **sections)
-    status, said = run(2, command=["train", str(tmp_path / "two.yaml")])
-    assert status == 0, said
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-2)
-    observed = json.loads((tmp_path / "two/precision.json").read_text())
-    assert observed["violations"] == []
-    assert set(observed["observed"]["grads"]) == {"fp32"}
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    close = [bool((one[name].float() - two[name].float()).abs().max() <= 2e-2) for name in one]
-    assert all(close)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SHARED])
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=pytest.mark.full) for case in SHARED])
 def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, studio, tmp_path):
     """Evaluation has one pass for two processes, and the first process alone encodes."""
     family, sections, loss, weight = SHARED[case]
@@ -100,30 +80,3 @@ def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, st
     if "run" in sections:
         drawn_at_first = [Image.open(tmp_path / name / "samples/step_0_0.png") for name in ("one", "two")]
         assert max(ImageStat.Stat(ImageChops.difference(*drawn_at_first)).mean) <= 1.0  # of 255
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_pictures_of_several_shapes_on_two_processes_that_share_a_denoiser(drawn, tmp_path):
-    """Every other step has three wide pictures and a square: one process makes a pass, the other two."""
-    pictures = tmp_path / "pictures"
-    for number in range(8):
-        side = (32, 32) if number > 2 else (48, 24)
-        pictures.mkdir(exist_ok=True)
-        Image.radial_gradient("L").resize(side).convert("RGB").point(lambda v, n=number: v * (n + 5) // 16).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text("a red circle on white\n")
-    sections = {
-        "images": {"train": str(pictures), "eval_split": 0.0, "eval": str(pictures), "max_aspect": 2.0, "shuffle": False},
-        "precision": {"preset": "bf16-mixed"}, **FULL,
-        "train": STEPS | {"batch_size": 2, "accumulate": 2, "steps": 4, "eval_every": 4},
-    }  # fmt: skip
-    assert train(drawn("one", **sections)) == 0
-    drawn("two", **sections, parallel={"kind": "shard"})
-    status, said = run(2, command=["train", str(tmp_path / "two.yaml")])
-    assert status == 0, said
-    found = drift(tmp_path)
-    print(found)
-    assert found["loss"] <= 2e-5
-    assert found["weight"] <= 2e-3
-    rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
-    assert [row["compared"] for row in rows if "compared" in row] == [4] * 4

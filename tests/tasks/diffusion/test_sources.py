@@ -1,9 +1,8 @@
 """Where a denoiser comes from: a folder, the hub, or a configuration; and an adapter that a run goes on with."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +11,15 @@ from safetensors.torch import load_file
 
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_with, merge_denoiser
+from isotype.inference.diffusion import draw_with
 from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion.encode import Store
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import settle
 from tests.hub import hub
-from tests.tasks.diffusion.refused import refused
+from tests.tasks.diffusion.models import draw, refused
+from tests.tasks.diffusion.test_inputs import SMALLER
 
-SMALLER = {
-    "_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2,
-    "attention_head_dim": 16, "num_attention_heads": 1, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": [4, 6, 6],
-}  # fmt: skip
 COMMIT = "0123456789012345678901234567890123456789"
 
 
@@ -36,22 +33,6 @@ def cache(studio, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return repository / "snapshots" / COMMIT
-
-
-def test_a_pipeline_of_the_hub_trains_as_its_folder_does(drawn, studio, cache, tmp_path):
-    for run, model in (("folder", studio.flux), ("hub", "someone/flux")):
-        assert train(drawn(run, model=model, train={"steps": 2, "eval_every": 2})) == 0
-    ours, theirs = (load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("hub", "folder"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert draw_with(tmp_path / "hub", ["a red circle"])[0] == "adapter"
-
-
-def test_a_plan_of_a_pipeline_of_the_hub_needs_no_weights(drawn, cache):
-    for file in cache.rglob("*.safetensors"):
-        file.unlink()
-    made = plan(drawn(model="someone/flux"))
-    assert made.total > 50_000
-    assert made.memory.activations > 0
 
 
 def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, monkeypatch):
@@ -103,44 +84,6 @@ def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio,
     saved = json.loads((tmp_path / "whole/model/config.json").read_text())
     assert (saved["num_attention_heads"], saved["num_single_layers"]) == (1, 2)
     assert draw_with(tmp_path / "whole", ["a red circle"])[0] == "model"
-    first = load_file(tmp_path / "whole/base/diffusion_pytorch_model.safetensors")
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    task.take_base(tmp_path / "again")
-    again = load_file(tmp_path / "again/diffusion_pytorch_model.safetensors")
-    assert all(torch.equal(again[name], first[name]) for name in first), "the same seed draws the same weights"
-    other = loaded.config.model_copy(update={"train": loaded.config.train.model_copy(update={"seed": 1})})
-    task = task_of(other)
-    settle(task, loaded.sources)
-    task.take_base(tmp_path / "other")
-    another = load_file(tmp_path / "other/diffusion_pytorch_model.safetensors")
-    assert any(not torch.equal(another[name], first[name]) for name in first)
-    task.take_base(tmp_path / "again")
-    assert torch.equal(task.folder.denoiser(torch.float32).x_embedder.weight, again["x_embedder.weight"]), "what is there is kept"
-
-
-@pytest.mark.full
-def test_an_adapter_on_a_denoiser_of_fresh_weights_can_be_merged(drawn, studio, tmp_path):
-    assert train(drawn(model={"name": str(studio.sd3), "init": "random"}, train={"steps": 2, "eval_every": 2, "seed": 3})) == 0
-    merged = merge_denoiser(tmp_path / "run", tmp_path / "merged")
-    assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"init": "pretrained", "config": SMALLER}, "model.config: has no effect without model.init: random"),
-        ({"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}, "but the transformer of"),
-        ({"config": SMALLER | {"num_layer": 2}}, "model.config.num_layer: unknown key, did you mean num_layers?"),
-        ({"config": SMALLER | {"num_layers": "many"}}, "model.config: FluxTransformer2DModel: "),
-        ({"config": SMALLER, "name": None}, "model.name: missing: the pipeline whose VAE"),
-        ({"config": "nowhere.json"}, "model.config: nowhere.json: "),
-    ],
-)
-def test_configurations_that_cannot_be_trained(drawn, studio, model, said):
-    line = refused(drawn(model={"name": str(studio.flux), "init": "random"} | model))
-    assert said in line
-    assert len(line.splitlines()) == 1
 
 
 def test_a_run_goes_on_with_an_adapter(drawn, studio, tmp_path):
@@ -162,4 +105,58 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_encoded(drawn
     start = str(tmp_path / "sd3/adapter")
     said = refused(drawn("flux", model=studio.flux, adapter={"start_from": start}))
     assert said.startswith(f"adapter.start_from: {start}: an adapter of another model than this FluxTransformer2DModel")
-    assert "nowhere/adapter_model.safetensors: no such file" in refused(drawn("flux", adapter={"start_from": "nowhere"}))
+
+
+# --- What goes wrong around the data and the folders is one line, and nothing that was made is lost.
+
+
+def copied(folder: Path, to: Path, without: str) -> Path:
+    return shutil.copytree(folder, to, ignore=shutil.ignore_patterns(without))
+
+
+@pytest.mark.parametrize("part", ["vae", "scheduler", "text_encoder_2"])
+def test_a_pipeline_without_a_part_is_named(studio, tmp_path, part):
+    folder = copied(studio.flux, tmp_path / "flux", part)
+    with pytest.raises(UsageError, match=f"model.name: .*flux: the pipeline has no {part}\n"):
+        PipelineFolder.open(str(folder))
+
+
+def test_ctrl_c_while_caching_keeps_what_was_made(drawn, tmp_path, monkeypatch, capsys):
+    images = {"cache": str(tmp_path / "cache")}
+    put, count = Store.put, [0]
+
+    def stops(self, key, tensors):
+        count[0] += 1
+        if count[0] > 6:
+            raise KeyboardInterrupt
+        put(self, key, tensors)
+
+    monkeypatch.setattr(Store, "put", stops)
+    assert train(drawn(images=images)) == 130
+    assert "nothing was begun, and the same command starts again" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert found_again(drawn(images=images)) == 6
+
+
+def found_again(loaded) -> int:
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    task.encode(torch.device("cpu"))
+    return task.encoder.found
+
+
+def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i in range(20):
+        draw("square", "green", i % 3).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text("a green square")
+    (folder / "7.png").write_bytes((folder / "7.png").read_bytes()[:60])
+    images = {"train": str(folder), "eval_split": 0.0, "on_bad_row": "skip"}
+    assert train(drawn(images=images, train={"steps": 1, "eval_every": 1})) == 0
+    (row,) = (json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines())
+    assert row["place"].endswith("7.png")
+    assert json.loads((tmp_path / "run/data.json").read_text())["train_pictures"] == 19
+    (folder / "8.png").write_bytes(b"GIF?")
+    with pytest.raises(UsageError, match="at most 5% of the pictures"):
+        train(drawn("again", images=images))

@@ -1,8 +1,5 @@
 """A diffusion run from folder to verified adapter, on the one loop."""
 
-from __future__ import annotations
-
-import gc
 import io
 import json
 import os
@@ -15,15 +12,14 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from isotype.config.load import load
-from isotype.errors import RunError, UsageError
+from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with
 from isotype.inference.loaded import load_run
 from isotype.report import write_report
 from isotype.tasks.choose import plan, task_of, train
-from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 
@@ -148,25 +144,6 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_samples_change_nothing(drawn
     assert made["made"] == 0, "latents and embeddings come from the cache the second time"
 
 
-def test_encoders_are_gone_before_the_denoiser_is_loaded(drawn, studio, monkeypatch):
-    alive = []
-    own = PipelineFolder.denoiser
-
-    def looking(self, dtype):
-        gc.collect()
-        kinds = ("AutoencoderKL", "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
-        alive.extend(type(o).__name__ for o in gc.get_objects() if type(o).__name__ in kinds)
-        return own(self, dtype)
-
-    monkeypatch.setattr(PipelineFolder, "denoiser", looking)
-    loaded = drawn(model=studio.flux)
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    task.encode(torch.device("cpu"))
-    task.build_model(task.precision, torch.device("cpu"), studio.flux)
-    assert alive == []
-
-
 def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path, capsys):
     """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32, for every weight."""
     train_section = {"accumulate": 2, "steps": 3, "gradient_checkpointing": "layers", "ema": 0.9}
@@ -230,18 +207,3 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert Image.open(io.BytesIO(pictures[0].png)).size == (32, 32)
     with pytest.raises(UsageError, match="draws pictures"):
         load_run(tmp_path / "run")
-
-
-def test_a_damaged_diffusers_file_is_no_result(drawn, studio, tmp_path):
-    loaded = drawn()
-    assert train(loaded) == 0
-    file = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    tensors.pop(next(name for name in tensors if "lora_B" in name))
-    save_file(tensors, file, metadata=metadata)
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    with pytest.raises(RunError, match=r"SV001|does not agree"):
-        task.reload(tmp_path / "run/adapter", basis.resolved.precision, basis.device)

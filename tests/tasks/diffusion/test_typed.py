@@ -1,11 +1,7 @@
 """What one types for a run on pictures: captions, tags, triggers, noise levels, losses, prompts of samples."""
 
-from __future__ import annotations
-
 import io
-import math
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +13,9 @@ from isotype.config.load import load
 from isotype.config.schema import DiffusionSection, ImagesSection
 from isotype.config.write import init_yaml
 from isotype.errors import UsageError
-from isotype.report import write_report
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.captions import with_trained_captions
-from isotype.tasks.diffusion.loss import NoiseLevels, objective_of
+from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
 from isotype.tasks.diffusion.pictures import gather
 from isotype.training.setup import settle
@@ -42,19 +37,6 @@ def test_tags_are_shuffled_behind_the_kept_ones_and_some_are_left_out():
     kept = sum("smile" in form for form in dropped) / 400
     assert kept == pytest.approx(0.75, abs=0.07)
     assert all(form.startswith("1girl") for form in dropped)
-
-
-@pytest.mark.parametrize(
-    ("caption", "images", "said"),
-    [
-        ("no tags here", {"tag_orders": 4}, "none contains a comma"),
-        ("a, b", {"keep_tags": 1}, "keep_tags: has no effect without images.tag_orders"),
-        ("a, b", {"tag_dropout": 0.1}, "tag_dropout: has no effect without images.tag_orders"),
-    ],
-)
-def test_settings_of_tags_that_change_nothing_are_refused(caption, images, said):
-    with pytest.raises(UsageError, match=said):
-        captioned(caption, **images)
 
 
 def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, tmp_path):
@@ -134,22 +116,6 @@ def asked(task):
     return Asked(downscale=task.downscale)
 
 
-@pytest.mark.parametrize(
-    ("model", "diffusion", "said"),
-    [
-        ("sd3", {"noise_offset": 0.1}, "noise_offset: has no effect without epsilon or v"),
-        ("sd3", {"mode_scale": 1.0}, "mode_scale: has no effect without timesteps: mode"),
-        ("sd3", {"timesteps": "uniform", "logit_std": 2.0}, "logit_std: has no effect without timesteps: logit_normal"),
-        ("sd3", {"huber_c": 0.2}, "huber_c: has no effect without loss: huber"),
-        ("sd3", {"least_noise": 0.5, "most_noise": 0.4}, "is not below"),
-    ],
-)
-def test_settings_of_noise_that_change_nothing_are_refused(drawn, studio, model, diffusion, said):
-    loaded = drawn(model=getattr(studio, model), diffusion=diffusion)
-    with pytest.raises(UsageError, match=said):
-        settle(task_of(loaded.config), loaded.sources)
-
-
 def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_path):
     own = {"prompt": "a red circle on white", "size": 64, "seed": 7, "steps": 1}
     prompts = [own, own, {**own, "negative": "a green square", "guidance": 4}, {**own, "guidance": 4}, "a red circle on white"]
@@ -158,48 +124,6 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
     assert drawn_ones[0] == drawn_ones[1], "the seed decides"
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
-
-
-@pytest.mark.parametrize(
-    ("sample", "said"),
-    [
-        ({"prompt": "a", "sede": 1}, "did you mean seed"),
-        ({"size": 32}, "prompt is missing"),
-        ({"prompt": "a", "size": "big"}, "size: 'big': expected a number"),
-        ({"prompt": "a", "size": 33}, "33 is not a multiple of"),
-    ],
-)
-def test_a_sample_that_cannot_be_drawn_is_refused(drawn, sample, said):
-    loaded = drawn(run={"samples": [sample]})
-    with pytest.raises(UsageError, match=said):
-        settle(task_of(loaded.config), loaded.sources)
-
-
-def test_levels_by_default_are_as_before():
-    plain = NoiseLevels("logit_normal", 3.0)
-    generator = torch.Generator().manual_seed(5)
-    t = float(torch.sigmoid(torch.randn((), generator=torch.Generator().manual_seed(5), dtype=torch.float64)))
-    assert plain.draw(generator) == pytest.approx(3.0 * t / (1 + 2.0 * t), rel=1e-12)
-    assert replace(plain, most=0.5).draw(torch.Generator().manual_seed(5)) == pytest.approx(0.5 * 3.0 * t / (1 + 2.0 * t), rel=1e-12)
-    assert math.isfinite(t)
-
-
-def test_the_report_begins_with_the_pictures(drawn, tmp_path):
-    prompts = {"samples": ["a red circle on white"], "sample_every": 2}
-    assert train(drawn(run=prompts, train={"ema": 0.5})) == 0
-    page = write_report(tmp_path / "run").page.read_text()
-    places = [page.index(f'id="{section}"') for section in ("samples", "curves", "precision", "data", "use")]
-    assert places == sorted(places)
-    assert 'alt="a red circle on white, step 4"' in page
-    assert page.count('href="samples/step_') == 6, "three rounds, of the trained weights and of their average; each opens in full"
-    assert page.index("(average of the weights)") > page.index('alt="a red circle on white, step 0"')
-    assert "the squared error of the predicted velocity or noise" in page
-    assert "-ln p" not in page
-    assert "With diffusers" in page
-    assert "training pictures" in page
-    assert "No facts were written." not in page
-    assert "a green circle on white" in page
-    assert page.count("data:image/webp") > 6
 
 
 @pytest.mark.parametrize(

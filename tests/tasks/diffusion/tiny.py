@@ -1,7 +1,5 @@
 """Tiny pipelines of the families beside those in models.py; random weights. Each function saves one as a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The checks of tokens before step 1, by their codes: each finds its fault, and right rows and models get no finding."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -11,37 +9,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import IGNORED
 from isotype.errors import PreflightError, UsageError
 from isotype.finding import Severity
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import (
-    beyond_the_embeddings,
     beyond_the_positions,
     end_never_learnt,
     missing_template,
-    moved_by_padding,
     nothing_to_learn,
     packed_documents_apart,
     padding_changes_nothing,
     prompts_learnt,
-    untouched_rows,
     untrained_new_tokens,
 )
-from tests.models import tiny
 
 # --- labels
 
 
 def masked(row):
     return replace(row, labels=(IGNORED,) * len(row.labels))
-
-
-def test_plain_text_is_learnt_whole_and_rightly(subject, tmp_path):
-    (tmp_path / "book.txt").write_text("one plus two is three. " * 400)
-    one = subject(data={"train": str(tmp_path / "book.txt")})
-    assert [*nothing_to_learn(one), *prompts_learnt(one), *end_never_learnt(one)] == []
 
 
 def test_rows_that_are_all_masked(subject, with_data):
@@ -61,14 +49,6 @@ def test_answers_that_were_cut_away(subject, tmp_path):
     (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0}))
     assert finding.message.startswith("20 of 40 training rows")
     assert "long.jsonl" in str(finding.cause)
-
-
-def test_the_advice_for_empty_answers_is_not_a_larger_max_length(subject, tmp_path):
-    rows = [{"prompt": "How much is one plus two?", "completion": "" if i % 4 == 0 else "three"} for i in range(40)]
-    (tmp_path / "empty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "empty.jsonl"), "eval_split": 0.0}))
-    assert "the answer is empty" in str(finding.cause)
-    assert "max_length" not in str(finding.fix)
 
 
 def test_prompts_that_are_learnt(subject, with_data):
@@ -133,18 +113,6 @@ def grown(workshop, tmp_path):
     return {"name": str(tmp_path / "grown")}
 
 
-def test_right_rows_and_embeddings_get_no_finding(subject):
-    one = subject()
-    assert [*beyond_the_embeddings(one), *untrained_new_tokens(one), *missing_template(one)] == []
-
-
-def test_an_id_behind_the_table(subject, with_data):
-    one = subject()
-    rows = list(one.task.data.train)
-    (finding,) = beyond_the_embeddings(with_data(one, train=[replace(rows[0], input_ids=(*rows[0].input_ids[:-1], 9999)), *rows[1:]]))
-    assert "token 9999" in finding.message
-
-
 def test_a_tokenizer_that_is_too_large_names_the_page(subject, grown, workshop):
     with pytest.raises(UsageError, match="PF008"):
         subject(model={"name": str(workshop.base), "tokenizer": grown["name"]})
@@ -159,14 +127,6 @@ def test_new_tokens_under_a_frozen_embedding(subject, grown):
 @pytest.mark.parametrize("adapter", [{"kind": "none"}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
 def test_new_tokens_that_are_trained(subject, grown, adapter):
     assert list(untrained_new_tokens(subject(model=grown, adapter=adapter))) == []
-
-
-def test_rows_that_resizing_leaves():
-    weight = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    weight[3] = 0
-    weight[5] = weight.mean(0)
-    assert untouched_rows(weight, [1, 3, 5, 7]) == [3, 5]
-    assert untouched_rows(torch.ones(8, 4), [1]) == []
 
 
 def test_chats_without_a_template(subject, workshop, tmp_path):
@@ -232,13 +192,6 @@ def test_a_mask_made_without_positions_is_found(subject, monkeypatch):
     assert "a mask made without them" in found.cause
 
 
-def test_learnt_prompts_are_seen_in_packed_rows_too(subject, tmp_path):
-    template = tmp_path / "all.jinja"
-    template.write_text("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
-    one = subject(data={**PACKED, "chat_template": str(template)})
-    assert [f.code for f in prompts_learnt(one)] == ["PF006"]
-
-
 # --- padding
 
 
@@ -256,11 +209,3 @@ def test_a_model_that_reads_its_rows_from_the_end_is_found(subject):
     model.norm = torch.nn.Sequential(model.norm, FromTheEnd())
     (found,) = padding_changes_nothing(one)
     assert found.code == "PF022"
-
-
-def test_a_family_that_counts_on_padding_on_the_left():
-    sizes = {"hidden_size": 32, "dim_ff": 48, "dim_head": 8, "prompt_types": 4, "prompt_length": 8, "segment_types": 4, "vocab_size": 128}
-    row = Row(tuple(range(3, 22)), tuple(range(3, 22)), 0)
-    moved = [moved_by_padding(model.eval(), row, pad_id=0, device=torch.device("cpu")) for model in (tiny("cpmant", **sizes), tiny())]
-    assert moved[0] > 0.05
-    assert moved[1] < 1e-5

@@ -1,18 +1,15 @@
 """`train.objective: distil`, by what docs/preferences.md promises."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 
-from isotype.config.kind import refuse_inapplicable
-from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of, train
 from isotype.training.plan import plan
-from tests.tasks.language.test_preference import metrics, taste
+from tests.results import metrics
+from tests.tasks.language.test_preference import taste
 
 
 @pytest.fixture
@@ -81,8 +78,3 @@ def test_a_teacher_of_another_vocabulary_is_refused(taught, tmp_path):
     tokenizer.save_pretrained(tmp_path / "teacher")
     with pytest.raises(UsageError, match="has another vocabulary than the model: 1 entries differ"):
         train(loaded)
-    with pytest.raises(UsageError, match="distil needs a teacher"):
-        train(taught("none", distil={"teacher": None}))
-    asked = load(None, ["model.name=m", "distil.beta=0.5"], {})
-    with pytest.raises(UsageError, match=r"distil\.beta: does not apply to train.objective: sft"):
-        refuse_inapplicable(asked.config, asked.sources)

@@ -1,8 +1,5 @@
 """Packed rows are learnt as if each document stood alone: on every attention back end that runs on a CPU, with the same loss."""
 
-from __future__ import annotations
-
-import importlib.util
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -10,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import Row
 from isotype.data.tokens import joined
 from isotype.optimize import optimize
 from isotype.optimize.attention import FEW
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import Batch, collate, takes_one_row
-from isotype.tasks.language.checks import leakage
 from isotype.tasks.language.objective import batch_loss_sum
 from tests.models import FAMILIES, lora, rows, tiny
 
@@ -131,20 +127,3 @@ def test_one_row_for_varlen() -> None:
     assert not takes_one_row(model)
     model.config._attn_implementation = "flash_attention_2"
     assert takes_one_row(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None, reason="needs a GPU and flash-attn")
-def test_no_document_sees_another_under_flash() -> None:
-    model = tiny("llama", hidden_size=64).to("cuda", torch.bfloat16)
-    model.set_attn_implementation("flash_attention_2")
-    assert leakage(model, rows(4), pad_id=0, device=torch.device("cuda")) == 0.0
-
-
-def test_positions_begin_anew_in_each_document_and_padding_is_one() -> None:
-    batch = collate([joined([Row((5, 6), (5, 6), 0), Row((7, 8, 9), (IGNORED, 8, 9), 1)]), Row((4,) * 7, (4,) * 7, 0)], pad_id=0)
-    assert batch.attention_mask is None
-    assert batch.position_ids is not None
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
-    assert batch.labels.tolist() == [[IGNORED, 6, IGNORED, 8, 9, *[IGNORED] * 3], [IGNORED, *[4] * 6, IGNORED]]
-    assert (batch.tokens, batch.supervised) == (12, 9)

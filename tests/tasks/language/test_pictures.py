@@ -1,19 +1,13 @@
 """Rows with pictures: the loss and the gradients of the released class, what is learnt, bad pictures, and a whole run."""
 
-from __future__ import annotations
-
 import base64
 import json
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.schema import AdapterSection, DataSection, ModelSection
 from isotype.data.load import load_data
 from isotype.errors import UsageError
@@ -22,23 +16,13 @@ from isotype.model.load import load_tokenizer
 from isotype.model.processor import pictures_of
 from isotype.tasks.language.batches import collate, with_and_without_pictures
 from isotype.tasks.language.objective import batch_loss_sum
+from tests.commands import ask
+from tests.results import same_tensors
+from tests.training.interrupted import cut_back
 from tests.vlms import FAMILIES, saved_with_processor
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 FAST = ("gemma3", "qwen2_5_vl", "mllama")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """family -> the folder of a tiny model with its processor, saved when it is first asked for."""
-    made = {}
-
-    def folder(family):
-        if family not in made:
-            made[family] = saved_with_processor(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return folder
 
 
 @pytest.fixture
@@ -70,19 +54,19 @@ def read(folder, file, **section):
 
 
 @pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES])
-def test_loss_and_gradients_are_those_of_the_released_class(family, folders, seen, tmp_path):
+def test_loss_and_gradients_are_those_of_the_released_class(family, vlm, seen, tmp_path):
     """In fp32, of rows with one picture and two: as the processor and the class compute them, with labels on the answers."""
     from transformers import AutoModelForImageTextToText
 
     file = seen(turns(asked(0)), turns(asked(1, 2), "both are blue."), turns("what colour?"))
-    data, tokenizer = read(folders(family), file)
+    data, tokenizer = read(vlm(family), file)
     with_pictures, without = with_and_without_pictures(list(data.train))
     assert (len(with_pictures), len(without)) == (2, 1)
     batch = collate(with_pictures, pad_id=tokenizer.pad_token_id, pictures=data.pictures)
 
     models = []
     for _ in range(2):
-        base = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+        base = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32)
         models.append(attach_adapter(base, AdapterSection(r=2), seed=0, pictures=True))
         for name, parameter in models[-1].named_parameters():
             if ".lora_B." in name:
@@ -107,8 +91,8 @@ def test_loss_and_gradients_are_those_of_the_released_class(family, folders, see
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_answers_are_learnt_and_never_places_of_pictures(loss_on, folders, seen):
-    data, tokenizer = read(folders("gemma3"), seen(turns(asked(0))), loss_on=loss_on)
+def test_answers_are_learnt_and_never_places_of_pictures(loss_on, vlm, seen):
+    data, tokenizer = read(vlm("gemma3"), seen(turns(asked(0))), loss_on=loss_on)
     (row,) = data.train
     learnt = tokenizer.decode([label for label in row.labels if label != -100])
     assert ("what colour" in learnt) == (loss_on == "all")
@@ -125,13 +109,13 @@ def png(i, tmp_path):
     "form",
     ["parts and images", "text and images", "llava", "sharegpt", "bytes in JSON", "parquet", "prompt_completion", "rows in memory"],
 )
-def test_every_form_gives_the_same_row(form, folders, seen, tmp_path):
+def test_every_form_gives_the_same_row(form, vlm, seen, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from isotype.data.in_memory import as_source
 
-    (wanted,) = read(folders("qwen2_5_vl"), seen(turns(asked(1))))[0].train
+    (wanted,) = read(vlm("qwen2_5_vl"), seen(turns(asked(1))))[0].train
     answer = {"role": "assistant", "content": "it is red."}
     parts = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what colour is it?"}]}
     text = {"role": "user", "content": "what colour is it?"}
@@ -152,7 +136,7 @@ def test_every_form_gives_the_same_row(form, folders, seen, tmp_path):
         pq.write_table(pa.Table.from_pylist([rows[form]]), file)
     else:
         file = as_source([rows[form]]) if form == "rows in memory" else seen(rows[form])
-    data, _ = read(folders("qwen2_5_vl"), file)
+    data, _ = read(vlm("qwen2_5_vl"), file)
     (row,) = data.train
     assert (row.input_ids, row.labels) == (wanted.input_ids, wanted.labels)
     assert np.array_equal(np.asarray(data.pictures.image(row.pictures[0])), np.asarray(Image.open(tmp_path / "1.png")))
@@ -180,7 +164,7 @@ def save(tmp_path, name, image, **options):
         ({"prompt": "what?", "completion": "red", "images": ["0.png"]}, "pictures in a row of this format"),
     ],
 )  # fmt: skip
-def test_a_row_whose_pictures_cannot_be_used_is_named(row, said, folders, seen, tmp_path):
+def test_a_row_whose_pictures_cannot_be_used_is_named(row, said, vlm, seen, tmp_path):
     sound = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "no"}], "image": "0.png"}
     if "prompt" in row:
         sound = {"prompt": "what?", "completion": "red"}
@@ -189,14 +173,14 @@ def test_a_row_whose_pictures_cannot_be_used_is_named(row, said, folders, seen, 
     save(tmp_path, "large.png", Image.new("1", (10000, 10000)))
     save(tmp_path, "thin.png", Image.new("RGB", (1, 900)))
     with pytest.raises(UsageError) as refused:
-        read(folders("qwen2_5_vl"), file)
+        read(vlm("qwen2_5_vl"), file)
     assert "rows.jsonl:2" in str(refused.value)
     assert said in str(refused.value)
-    skipped, _ = read(folders("qwen2_5_vl"), file, on_bad_row="skip")
+    skipped, _ = read(vlm("qwen2_5_vl"), file, on_bad_row="skip")
     assert (len(skipped.train), len(skipped.bad_rows)) == (1, 1)
 
 
-def test_pictures_are_seen_as_a_viewer_shows_them(folders, seen, tmp_path):
+def test_pictures_are_seen_as_a_viewer_shows_them(vlm, seen, tmp_path):
     """CMYK as RGB, alpha on white, turned as its EXIF says."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -204,27 +188,21 @@ def test_pictures_are_seen_as_a_viewer_shows_them(folders, seen, tmp_path):
     save(tmp_path, "cmyk.jpg", Image.new("CMYK", (40, 40), (0, 255, 255, 0)))
     save(tmp_path, "clear.png", Image.new("RGBA", (40, 40), (9, 9, 9, 0)))
     names = ("turned.jpg", "cmyk.jpg", "clear.png")
-    data, _ = read(folders("qwen2_5_vl"), seen(*(turns([{"type": "image", "path": name}]) for name in names)))
+    data, _ = read(vlm("qwen2_5_vl"), seen(*(turns([{"type": "image", "path": name}]) for name in names)))
     turned, cmyk, clear = (data.pictures.image(row.pictures[0]) for row in data.train)
     assert turned.size == (40, 80)
     assert cmyk.getpixel((5, 5))[0] > 200 > 60 > max(cmyk.getpixel((5, 5))[1:])
     assert clear.getpixel((5, 5)) == (255, 255, 255)
 
 
-def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(folders, seen):
+def test_a_row_is_not_cut_inside_a_picture_and_fewer_pixels_make_it_shorter(vlm, seen):
     file = seen(turns(asked(5, 5)))
-    (row,) = read(folders("qwen2_5_vl"), file)[0].train
+    (row,) = read(vlm("qwen2_5_vl"), file)[0].train
     with pytest.raises(UsageError, match="a row is not cut inside a picture") as refused:
-        read(folders("qwen2_5_vl"), file, max_length=12)
+        read(vlm("qwen2_5_vl"), file, max_length=12)
     assert f"{len(row.input_ids)} tokens" in str(refused.value)
-    (smaller,) = read(folders("qwen2_5_vl"), file, max_pixels=28 * 28 * 2)[0].train
+    (smaller,) = read(vlm("qwen2_5_vl"), file, max_pixels=28 * 28 * 2)[0].train
     assert len(smaller.input_ids) < len(row.input_ids)
-
-
-def test_plan_says_how_many_rows_have_pictures_and_how_long_they_are(folders, seen):
-    said = ask("plan", "--model", folders("qwen2_5_vl"), "--data", many(seen), "data.eval_split=0", "precision.preset=bf16-lora")
-    assert "9 training rows with pictures; rows have" in said
-    assert "the memory plan counts no vision tower" in said
 
 
 def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
@@ -233,7 +211,7 @@ def test_pictures_with_a_model_of_text_alone_are_refused(workshop, seen):
         read(workshop.base, seen({"conversations": marked, "image": "0.png"}))
 
 
-def test_a_processor_that_is_missing_or_of_another_model_is_refused(folders, seen, tmp_path):
+def test_a_processor_that_is_missing_or_of_another_model_is_refused(vlm, seen, tmp_path):
     file = seen(turns(asked(0)))
     bare = saved_with_processor("gemma3", tmp_path / "bare")
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -247,23 +225,17 @@ def test_a_processor_that_is_missing_or_of_another_model_is_refused(folders, see
         read(other, file)
 
 
-def test_a_cached_row_is_made_again_when_its_picture_changes(folders, seen, tmp_path):
+def test_a_cached_row_is_made_again_when_its_picture_changes(vlm, seen, tmp_path):
     file = seen(turns(asked(0)))
-    (first,) = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))[0].train
-    data, _ = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
+    (first,) = read(vlm("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))[0].train
+    data, _ = read(vlm("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
     assert "from " in data.facts["train"]["files"][0]["cache"]
     save(tmp_path, "0.png", Image.new("RGB", (84, 84)))
     with pytest.raises(UsageError, match="changed, or is gone"):
         data.pictures.image(first.pictures[0])
-    data, _ = read(folders("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
+    data, _ = read(vlm("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
     assert data.train[0].input_ids != first.input_ids
     assert data.facts["pictures"]["rows"] == 1
-
-
-def ask(*arguments, text=None):
-    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def many(seen, count=12):
@@ -275,13 +247,12 @@ def many(seen, count=12):
 SETTINGS = ("train.batch_size=3", "train.accumulate=1", "data.eval_split=0.2", "run.sample_tokens=4", "run.sample_every=2", "train.seed=1")
 
 
-def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
+def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
     """Pixels reach the tower in the role's dtype, seen by the observer; a resumed run ends in the same bytes as an undisturbed one."""
-    base, run = folders("gemma3"), tmp_path / "run"
+    base, run = vlm("gemma3"), tmp_path / "run"
     file = many(seen)
-    ask(
-        "train", "--model", base, "--data", file, "--out", run, "precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS
-    )
+    settings = ("precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS)
+    ask("train", "--model", base, "--data", file, "--out", run, *settings)
     precision = json.loads((run / "precision.json").read_text())
     assert precision["declared"]["vision"]["value"] == "bf16"
     assert set(precision["observed"]["vision"]) == {"bf16"}
@@ -294,24 +265,10 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
     assert "&lt;image_soft_token&gt; x 4" in report
 
     half = tmp_path / "half"
-    ask(
-        "train",
-        "--model",
-        base,
-        "--data",
-        file,
-        "--out",
-        half,
-        "precision.preset=bf16-lora",
-        "train.steps=4",
-        "run.save_every=2",
-        *SETTINGS,
-    )
-    for gone in ("adapter", "checkpoints/step_4"):
-        shutil.rmtree(half / gone)
+    ask("train", "--model", base, "--data", file, "--out", half, *settings)
+    cut_back(half, 4)
     ask("train", "--resume", half)
-    one, other = ((f / "adapter" / "adapter_model.safetensors").read_bytes() for f in (run, half))
-    assert one == other
+    same_tensors(run, half)
 
     said = json.loads(ask("chat", run, "--image", tmp_path / "0.png", "--tokens", 3, "--json", text="what colour?\n").splitlines()[-1])
     assert said["prompt"] == "what colour?"
@@ -329,7 +286,7 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(folders, seen, tmp_path):
         ("qwen2_5_vl", {"vision": "full"}, {"tower": "modules_to_save"}),
     ],
 )
-def test_tower_and_projector_are_trained_as_asked(family, section, trained, folders, seen, tmp_path):
+def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm, seen, tmp_path):
     """Each trained tensor gets a gradient, and the saved adapter gives the same loss on a fresh model."""
     from transformers import AutoModelForImageTextToText
 
@@ -337,9 +294,9 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, fold
     from isotype.precision import PRESETS
     from isotype.precision.vision import LANGUAGE, vision_parts
 
-    data, tokenizer = read(folders(family), seen(turns(asked(0)), turns(asked(1, 2))))
+    data, tokenizer = read(vlm(family), seen(turns(asked(0)), turns(asked(1, 2))))
     batch = collate(list(data.train), pad_id=tokenizer.pad_token_id, pictures=data.pictures)
-    base = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32)
     model = attach_adapter(base, AdapterSection(r=2, **section), seed=0, pictures=True)
     parts = vision_parts(model.get_base_model())
     found = {}
@@ -356,36 +313,6 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, fold
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.01)
     save_adapter(model, tmp_path / "adapter", PRESETS["fp32"])
-    fresh = AutoModelForImageTextToText.from_pretrained(folders(family), dtype=torch.float32)
+    fresh = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32)
     again = load_adapter(fresh, tmp_path / "adapter")
     assert batch_loss_sum(again, batch).item() == pytest.approx(batch_loss_sum(model, batch).item(), rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_two_processes_compute_the_run_of_one(folders, seen, tmp_path):
-    """Where one of them has no picture in its batch, the tower's adapter gets its gradient from the other alone."""
-    from safetensors.torch import load_file
-
-    from tests.distributed.processes import ended, environment
-    from tests.warm import interpreter
-
-    file = seen(*(turns(asked(i % 6) if i % 2 else "what colour?", f"it is {[*COLOURS][i % 3]}.") for i in range(8)))
-    losses, weights = [], []
-    for count in (1, 2):
-        run = tmp_path / f"run{count}"
-        command = [
-            interpreter(), "-m", "isotype", "train", "--model", folders("gemma3"), "--data", file, "--out", run, "--processes", count,
-            "precision.preset=fp32", "train.steps=3", "train.batch_size=1", "train.accumulate=2", "data.shuffle=false", "data.eval_split=0",
-            "adapter.vision=lora", "run.sample_every=0", "run.report=false", "data.cache=none",
-        ]  # fmt: skip
-        status, said = ended(
-            subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-        assert status == 0, said
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([row["loss"] for row in rows if "loss" in row])
-        weights.append(load_file(run / "adapter" / "adapter_model.safetensors"))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-4
-    assert any("vision_tower" in name for name in weights[0])

@@ -1,12 +1,9 @@
 """`train.objective: dpo` and its like, by what docs/preferences.md promises."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
 from isotype.data.pairs import drawn_partners, with_answer_of
@@ -34,8 +30,8 @@ from isotype.tasks.language.preference.losses import Answers, judged
 from isotype.tasks.language.preference.objective import Preference
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
-from tests.training.test_run import _DIES_AT_STEP_4 as DIES_AT_STEP_4
-from tests.warm import interpreter
+from tests.results import metrics, same_result
+from tests.training.interrupted import killed_at_step_4
 
 
 def taste(count: int, seed: int = 0) -> list[dict]:
@@ -64,10 +60,6 @@ def paired(configured, tmp_path):
     return make
 
 
-def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -90,10 +82,6 @@ def test_a_taste_is_learnt_and_the_first_step_is_exact(paired, tmp_path, capsys)
     PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
 
 
-def adapter(folder) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
 def resumed(folder, *changes: str) -> int:
     return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
 
@@ -104,12 +92,9 @@ def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
     every_second = {"save_every": 2, "sample_every": 0, "samples": []}
     assert train(paired(objective, rows=rows, folder="whole", run=every_second)) == 0
     paired(objective, rows=rows, folder="cut", run=every_second)
-    killed = subprocess.run([interpreter(), "-c", DIES_AT_STEP_4, str(tmp_path / "cut.yaml")], env=environment(), check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed_at_step_4(tmp_path / "cut.yaml")
     assert resumed(tmp_path / "cut") == 0
-    whole, cut = adapter(tmp_path / "whole"), adapter(tmp_path / "cut")
-    assert whole.keys() == cut.keys()
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    same_result(tmp_path / "whole", tmp_path / "cut")
     if objective == "reward":
         return
     kept = tmp_path / "cut" / "reference.safetensors"
@@ -155,26 +140,32 @@ def test_conversations_share_the_turns_they_begin_with():
 
 
 PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
+LABELLED = {"prompt": "a?", "completion": "b", "label": True}
 
 
 @pytest.mark.parametrize(
-    ("rows", "sections", "said", "fix"),
+    ("objective", "rows", "sections", "said", "fix"),
     [
-        ([PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
-        ([PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
-        ([PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
-        ([{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
-        ([{"chosen": "b", "rejected": "c"}], {}, "pairs.jsonl:1: no key 'prompt'", ""),
-        ([{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
-        ([PAIR], {"train": {"objective": "sft"}}, "preference pairs", "train.objective=dpo"),
-        ([PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
-        ([PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
-        ([PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
+        ("dpo", [PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
+        ("dpo", [PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
+        ("dpo", [PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
+        ("dpo", [{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
+        ("dpo", [{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
+        ("sft", [PAIR], {}, "preference pairs", "train.objective=dpo"),
+        ("dpo", [PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
+        ("dpo", [PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
+        ("dpo", [PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
+        ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], {}, "every training answer is labelled true", "rows of the other label"),
+        ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], {}, 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
+        ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], {}, "every training row has the same prompt", "two prompts"),
+        ("kto", [PAIR], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
+        ("dpo", [LABELLED], {}, "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
+        ("sft", [LABELLED], {}, "the row has a label that is true or false", "train.objective=kto"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(paired, rows, sections, said, fix):
+def test_bad_input_is_refused_in_one_line(paired, objective, rows, sections, said, fix):
     with pytest.raises(UsageError) as refused:
-        train(paired(rows=rows, **sections))
+        train(paired(objective, rows=rows, **sections))
     assert said in refused.value.message
     assert fix in (refused.value.fix or "")
 
@@ -187,16 +178,6 @@ def test_a_model_with_dropout_is_refused_beside_a_reference():
         with pytest.raises(UsageError, match=r"a model with dropout \(0: 0.1\)"):
             Preference(RunConfig(train=TrainSection(objective="dpo"))).check_model(model)
         Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
-
-
-def test_settings_of_another_objective_are_refused():
-    loaded = load(None, ["model.name=m", "train.objective=dpo", "preference.simpo_gamma=1.0"], {})
-    with pytest.raises(UsageError, match=r"preference\.simpo_gamma: does not apply to train.objective: dpo, but to simpo"):
-        refuse_inapplicable(loaded.config, loaded.sources)
-    with pytest.raises(UsageError, match=r"preference\.beta: expected"):
-        load(None, ["preference.beta=0"], {})
-    with pytest.raises(UsageError, match=r"train\.objective: expected one of sft dpo"):
-        load(None, ["train.objective=ppo"], {})
 
 
 def test_the_reference_of_another_model_is_refused(paired, tmp_path):
@@ -330,27 +311,6 @@ def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_p
         load_run(tmp_path / "run")
     with pytest.raises(UsageError, match=r"run\.samples has no effect"):
         train(paired("reward", folder="samples", run={"samples": ["a?"]}))
-
-
-LABELLED = {"prompt": "a?", "completion": "b", "label": True}
-
-
-@pytest.mark.parametrize(
-    ("objective", "rows", "said", "fix"),
-    [
-        ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], "every training answer is labelled true", "rows of the other label"),
-        ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
-        ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], "every training row has the same prompt", "two prompts"),
-        ("kto", [PAIR], "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
-        ("dpo", [LABELLED], "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
-        ("sft", [LABELLED], "the row has a label that is true or false", "train.objective=kto"),
-    ],
-)  # fmt: skip
-def test_labels_that_cannot_be_learnt_are_refused(paired, objective, rows, said, fix):
-    with pytest.raises(UsageError) as refused:
-        train(paired(objective, rows=rows))
-    assert said in refused.value.message
-    assert fix in (refused.value.fix or "")
 
 
 @pytest.mark.full

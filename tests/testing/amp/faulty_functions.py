@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from right_functions import RMSNorm, drawn, labels
+from right_functions import GradientAtForwardDtype, RMSNorm, drawn, labels
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
@@ -120,13 +120,8 @@ class RoundsBeforeSubtracting(Function):
         return p * d.to(p.dtype), None
 
 
-class SumsChunksInLowPrecision(Function):
+class SumsChunksInLowPrecision(GradientAtForwardDtype):
     """The weight's gradient is accumulated over chunks of eight rows, in the weight's dtype."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
 
     @staticmethod
     def backward(ctx, d):
@@ -154,12 +149,7 @@ class WritesIntoTheGradient(RMSNorm):
         return d.copy_(dx), dw, None
 
 
-class ViewsTheGradient(Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
+class ViewsTheGradient(GradientAtForwardDtype):
     @staticmethod
     def backward(ctx, d):
         x, w = ctx.saved_tensors
@@ -195,13 +185,8 @@ class OverwritesLogits(Function):
         return g * d.to(g.dtype), None
 
 
-class ForgetsTheWeight(Function):
+class ForgetsTheWeight(GradientAtForwardDtype):
     """No gradient for the weight when the input is frozen."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
 
     @staticmethod
     def backward(ctx, d):  # HERE
@@ -209,9 +194,6 @@ class ForgetsTheWeight(Function):
         if not ctx.needs_input_grad[0]:
             return None, None
         return d @ w, d.t() @ x
-
-
-_buffers: dict[tuple, torch.Tensor] = {}
 
 
 class DequantisesToBf16(nn.Module):
@@ -223,13 +205,8 @@ class DequantisesToBf16(nn.Module):
         return x @ (self.codes.to(torch.bfloat16) * 0.1).t()  # HERE
 
 
-class MixedProductInBackward(Function):
+class MixedProductInBackward(GradientAtForwardDtype):
     """Raises only once activations come from an autocast operator while the weight stays in fp32."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
 
     @staticmethod
     def backward(ctx, d):

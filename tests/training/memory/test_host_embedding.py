@@ -4,14 +4,12 @@ No CPU can show that a GPU reads pinned memory (`tests/training/test_on_a_gpu.py
 PyTorch's own, as there.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from tests.results import same_result
 from tests.training.interrupted import interrupted_after
-from tests.training.test_run import same_result
 from transformers import AutoConfig
 
 from isotype.config.kind import check_embedding
@@ -38,6 +36,11 @@ def outlined(*settings, device_type="cuda", **family):
     return config, outline(AutoConfig.for_model(**{**FAMILY, **family}), config, PRESETS["bf16-lora"], device_type=device_type)
 
 
+def built_for_a_gpu(*settings, **family):
+    check_embedding(load(None, list(settings)).config, device_type="cuda")
+    outlined(*settings, **family)
+
+
 def planned(*settings, device_type="cuda"):
     config, made = outlined(*settings, device_type=device_type)
     largest = step_outline(config, PRESETS["bf16-lora"], length=128, eval_rows=1, eval_length=64, sample_length=32, device_type=device_type)
@@ -62,39 +65,16 @@ def test_a_plan_counts_the_bytes_of_the_device_alone():
     [
         ([], {"tie_word_embeddings": True}, "the head has the same weight"),
         (["adapter.modules_to_save=[embed_tokens]"], {}, "the adapter trains the input embedding"),
-        (["adapter.targets=[embed_tokens]"], {}, "the adapter trains the input embedding"),
+        (["adapter.kind=none"], {}, "which trains the embedding"),
+        (["model.add_tokens=[<x>]"], {}, "which trains the embedding"),
+        (["parallel.kind=shard"], {}, "a part of every weight"),
     ],
 )
-def test_models_with_another_use_for_it_are_refused_in_one_line(settings, family, why):
+def test_what_it_cannot_wait_there_with_is_refused_in_one_line(settings, family, why):
     with pytest.raises(UsageError, match=why) as refused:
-        outlined("model.embedding=host", *settings, **family)
+        built_for_a_gpu("model.embedding=host", *settings, **family)
     assert "\n" not in refused.value.message
     assert refused.value.fix == "model.embedding: device"
-    outlined(*settings, **family)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        (["adapter.kind=none"], "which trains the embedding"),
-        (["model.add_tokens=[<x>]"], "which trains the embedding"),
-        (["parallel.kind=shard"], "a part of every weight"),
-        (["parallel.kind=hybrid"], "a part of every weight"),
-    ],
-)
-def test_settings_with_which_it_cannot_wait_there_are_refused_in_one_line(settings, why):
-    config = load(None, ["model.embedding=host", *settings]).config
-    with pytest.raises(UsageError, match=why) as refused:
-        check_embedding(config, device_type="cuda")
-    assert "\n" not in refused.value.message
-    assert refused.value.fix == "model.embedding: device"
-    check_embedding(load(None, settings).config, device_type="cuda")
-    check_embedding(load(None, ["model.embedding=host"]).config, device_type="cuda")
-
-
-def test_on_a_cpu_it_is_refused_before_anything_is_loaded(configured):
-    with pytest.raises(UsageError, match=r"^model\.embedding: host moves .* on a CPU it is there already"):
-        train(configured(model={"embedding": "host"}))
 
 
 @pytest.fixture

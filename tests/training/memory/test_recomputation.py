@@ -1,20 +1,26 @@
 """Which layers recompute: by configuration, with the numbers of a run without it, and out of generation's way."""
 
-from __future__ import annotations
-
 import copy
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.models import lora, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
-import isotype
+from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
+from isotype.ops import cpp as ops_cpp
+from isotype.ops.attention import cpu, op
+from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable, chosen
+from isotype.tasks.choose import train
+from isotype.training.memory.auto import WITHIN, auto_checkpointing
+from isotype.training.memory.plan import MemoryPlan
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, as_configured, checkpointable, chosen
 
 
 def train_section(*settings):
@@ -28,32 +34,6 @@ def train_section(*settings):
 def test_layers_are_chosen_as_written(text, expected):
     train = train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
     assert chosen(train.checkpointed_layers, 5) == expected
-
-
-@pytest.mark.parametrize(("text", "message"), [("6", "has 5 layers"), ("[5]", "0 to 4"), ("[]", "has 5 layers")])
-def test_layers_that_the_model_lacks_are_refused(text, message):
-    train = train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
-    with pytest.raises(UsageError, match=message):
-        chosen(train.checkpointed_layers, 5)
-
-
-@pytest.mark.parametrize("text", ["every 0", "sometimes", "-1"])
-def test_invalid_layers_are_refused_with_the_expected_form(text):
-    with pytest.raises(UsageError, match=r"train\.checkpointed_layers: expected all or a whole number .* 'every 2'"):
-        train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["train.gradient_checkpointing=layers+offload"], "on a CPU they are there already"),
-        (["train.gradient_checkpointing=none", "train.checkpointed_layers=2"], "has no effect"),
-        (["train.checkpointed_layers=every 2"], "has no effect with train.gradient_checkpointing: auto"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, message):
-    with pytest.raises(UsageError, match=message):
-        check_settings(train_section(*settings), device_type="cpu")
 
 
 def step(model, ids):
@@ -87,33 +67,6 @@ def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, preset
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-class Fills(TorchDispatchMode):
-    """Counts the operators that write one value into a whole tensor."""
-
-    FILLS = tuple(f"aten::{name}" for name in ("zero", "new_zero", "one", "new_one", "full", "new_full", "fill", "scalar_tensor"))
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name().startswith(self.FILLS)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("keep_attention", [False, True], ids=["", "attention kept"])
-def test_recomputed_lora_layers_fill_no_memory(keep_attention, ids):
-    """Each fill is a launch on a GPU: what a recompute leaves out is not written."""
-    model = lora(tiny(num_hidden_layers=3)).train()
-    apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
-    isotype.optimize(model, PRESETS["bf16-lora"])
-    apply_checkpointing(model, Checkpointing("layers", (0, 1, 2), 3, keep_attention=keep_attention))
-    step(model, ids)  # the first step makes what later ones share
-    with Fills() as fills:
-        step(model, ids)
-    assert fills.count == 1, "the gradient of the loss, which autograd begins with"
-
-
 def test_generation_in_training_mode_keeps_its_cache(ids):
     model = lora(tiny(num_hidden_layers=3))
     apply_precision(model, PRESETS["fp32"], device_type="cpu")
@@ -122,13 +75,128 @@ def test_generation_in_training_mode_keeps_its_cache(ids):
     assert torch.equal(model.generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False), expected)
 
 
-def test_recomputation_can_be_switched_off_again(ids):
-    model = tiny()
-    apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
-    apply_checkpointing(model, Checkpointing("none"))
-    assert not any(layer.gradient_checkpointing for layer in checkpointable(model))
-
-
 def test_a_model_without_such_layers_is_refused():
     with pytest.raises(UsageError, match="marks no layers"):
         as_configured(torch.nn.Linear(2, 2), train_section("train.gradient_checkpointing=layers"))
+
+
+# --- What `auto` becomes: nothing where the step fits, else as few layers as will do, then host memory.
+
+
+LAYERS, MiB = 16, 1 << 20
+NOTHING = MemoryPlan(frozen=0, trained=0, gradients=0, optimizer=0)
+
+
+def simulated(checkpointing):
+    """100 MiB, 5 less for each layer that recomputes, and 15 less with offload: but the last two layers save nothing."""
+    saved = 5 * min(len(checkpointing.layers), LAYERS - 2) + (15 if checkpointing.kind == "layers+offload" else 0)
+    return replace(NOTHING, peak=(100 - saved) * MiB)
+
+
+@pytest.mark.parametrize(
+    ("has", "device_type", "kind", "layers"),
+    [(100, "cpu", "none", 0), (99, "cpu", "layers", 1), (75, "cuda", "layers", 5), (40, "cuda", "layers", 12), (30, "cuda", "layers", 14),
+     (29, "cuda", "layers+offload", 16), (29, "cpu", "layers", 16), (1, "cuda", "layers+offload", 16)],
+)  # fmt: skip
+def test_auto_recomputes_as_few_layers_as_needed(has, device_type, kind, layers):
+    found, plan = auto_checkpointing(simulated, layers=LAYERS, has=round(has * MiB / (1 - WITHIN)) + 1, besides=0, device_type=device_type)
+    assert found.kind == kind
+    # the estimate may ask for more than the fewest, never for too few
+    assert layers <= len(found.layers) <= layers + 2
+    assert plan == simulated(found)
+    assert found.reason.startswith("auto: ")
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A machine on which this process's own memory and half of the tiny model's step just fit."""
+    from isotype.environment.hardware import detect
+    from isotype.training import plan, setup
+    from isotype.training.step import peak_memory
+
+    def some(device):
+        import torch
+
+        return replace(detect("cpu"), memory=peak_memory(torch.device("cpu")) + 2 * MiB)
+
+    monkeypatch.setattr(plan, "detect", some)
+    monkeypatch.setattr(setup, "detect", some)
+
+
+def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, little_memory, capsys):
+    loaded = configured(train={"batch_size": 16})
+    planned = CliRunner().invoke(build_app(), ["plan", str(tmp_path / "run.yaml"), "--json"])
+    assert json.loads(planned.stdout)["checkpointing"]["train.gradient_checkpointing"] == "layers"
+    assert train(loaded, skips={"PF011": "a machine that only pretends"}) == 0
+    resolved = (tmp_path / "run" / "resolved.yaml").read_text()
+    assert "gradient_checkpointing: layers" in resolved
+    assert "# auto: without it the step takes" in resolved
+    assert "layers: all of 2 (auto: without it the step takes" in capsys.readouterr().out
+    assert train(loaded, resume=tmp_path / "run", skips={"PF011": "a machine that only pretends"}) == 0
+
+
+def keeping(checkpointing):
+    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5; with offload all of them need 18, or 19 with attention."""
+    if checkpointing.kind == "layers+offload":
+        return replace(NOTHING, peak=(19 if checkpointing.keep_attention else 18) * MiB)
+    saved = 4 if checkpointing.keep_attention else 5
+    return replace(NOTHING, peak=(100 - saved * len(checkpointing.layers)) * MiB)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "layers", "kept"),
+    [(100, "none", 0, False), (97, "layers", 1, True), (70, "layers", 6, False), (19, "layers+offload", 16, True),
+     (18, "layers+offload", 16, False)],
+)  # fmt: skip
+def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(target, kind, layers, kept):
+    found, plan = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB)
+    assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
+    assert plan.peak == keeping(found).peak <= target * MiB
+
+
+# --- `train.keep_attention`: attention whose results were kept does not run again in backward, and no gradient changes.
+
+
+BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def model_of(family, dtype=torch.float32, **options):
+    model = lora(tiny(family, **options)).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    if dtype != torch.float32:
+        model.to(dtype)
+    model.base_model.model.get_input_embeddings().weight.requires_grad_()
+    optimize(model)
+    return model
+
+
+def gradients(model, length=40, kind="none", **options):
+    model.zero_grad()
+    apply_checkpointing(model, Checkpointing(kind, (0, 1) if kind != "none" else (), 2, **options))
+    ids = torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often attention's kernel ran."""
+    seen, real = [], cpu.attention_forward
+    monkeypatch.setattr(op.cpu, "attention_forward", lambda *args: seen.append(1) or real(*args))
+    return seen
+
+
+@pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("kind", "keep"), [("layers", False), ("layers", True), ("layers+offload", True)])
+def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
+    model = model_of("llama", torch.bfloat16, **BF16)
+    want = gradients(model)
+    counted.clear()
+    got = gradients(model, kind=kind, keep_attention=keep)
+    # two layers; without keeping, each once more in backward
+    assert len(counted) == (2 if keep else 4)
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(got[1][n], g) for n, g in want[1].items())

@@ -1,22 +1,20 @@
 """The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a record."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from tests.models import FAMILIES, SIZES
-from tests.training.test_run import same_result
+from tests.results import same_result
 from typer.testing import CliRunner
 
 from isotype import pages
 from isotype.cli.app import build_app
-from isotype.errors import PreflightError
+from isotype.errors import PreflightError, UsageError
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
 from isotype.training import run
 from isotype.training.preflight.check import CHECKS, PHASES, Outcome, preflight
-from isotype.training.preflight.codes import CODES
+from isotype.training.preflight.codes import CODES, parse_skips
 
 WIDER: dict[str, dict] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -120,3 +118,30 @@ def test_on_the_command_line(configured, tmp_path):
     assert "no effect with --dry-run" in str(result.exception)
     result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--skip", "PF003", "--why", "a test"])
     assert result.exit_code == 0, result.output
+
+
+# --- `--skip` wants a known code and a reason.
+
+
+def test_a_reason_may_stand_with_its_code_or_apart():
+    assert parse_skips(["PF004=shared disk", "pf011"], "measured before") == {"PF004": "shared disk", "PF011": "measured before"}
+    assert parse_skips(["PF004=a=b"]) == {"PF004": "a=b"}
+    assert parse_skips([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "why", "said"),
+    [
+        (["PF004"], None, "a reason is needed"),
+        (["PF004="], "x", "a reason is needed"),
+        (["PF004"], "  ", "a reason is needed"),
+        (["PF04=x"], None, "did you mean PF0"),
+        (["nonsense=x"], None, "one of: PF001"),
+        (["PF004=x", "PF004=y"], None, "given twice"),
+        (["PF004=x"], "y", "--why has no effect"),
+        (["PF008=x"], None, "cannot be skipped"),
+    ],
+)
+def test_anything_else_is_a_usage_error(given, why, said):
+    with pytest.raises(UsageError, match=said):
+        parse_skips(given, why)

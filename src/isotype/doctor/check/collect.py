@@ -15,13 +15,12 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .identify import identify
 from .programs import from_environment, from_python, from_script
 from .python_calls import read_notebook
 from .rules.autocast_regions import autocast_around_backward
-from .settings import Document, truth
+from .settings import Document, is_version_file, read_versions, truth
 from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
-from .versions import is_version_file, read_versions
+from .tools import identify
 
 SKIPPED_FOLDERS = {
     ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .settings import Facts, Record, Setting, dtype_of, truth
-from .versions import release
+from .settings import Facts, Record, Setting, dtype_of, release, truth
 
 MODEL_DTYPE = (
     "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import python_calls, shell
-from .identify import identify
 from .settings import Document, Setting, dtype_of
+from .tools import identify
 
 # Variables that SimpleTuner maps to arguments, of those that precision rests on.
 MAPPED = {

@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from ...finding import Finding, Place, Severity
-from . import sheets  # noqa: F401  the families register themselves
-from .family import FAMILIES, Cause, Explained, Seen
 from .log import LONGEST_PASSAGE, Incident, incidents
-from .recognise import half_words, recognise, symptom
-from .situation import read, said_in
+from .recognise import half_words, recognise
+from .sheets import FAMILIES, Cause, Explained
+from .situation import Seen, Situation, read, said_in
 
 REPORT = 400  # lines: a text as long as this at most is one report, and what it says in words belongs to its error
 MOST_DISTINCT = 200  # different errors kept of one log
@@ -67,7 +66,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             found.pop(next(iter(found)))
         found[key] = (finding, count + 1)
     if not found:
-        told = symptom(short, read((), said)) if last_incident is None or last_incident.exception is None else None
+        told = _symptom(short, read((), said)) if last_incident is None or last_incident.exception is None else None
         return [_finding(told, Incident(short, [], 1), source) if told else _not_dtype(last_incident, source)]
     traced = {key[:2] for key in found if key[2]}
     ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]  # a logger's line beside its traceback
@@ -81,6 +80,14 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
         findings.append(replace(finding, details=details))
     return findings[::-1]
+
+
+def _symptom(text: str, situation: Situation) -> Seen | None:
+    """A report without an error that names half precision and describes what its family knows; None where no cause fits."""
+    if not half_words(text) and not re.search(r"autocast\(", text):
+        return None
+    seen = Seen(text=text, operator="symptom", situation=situation)
+    return seen if any(cause.score > 1 for cause in FAMILIES["symptom"][1](seen).causes) else None
 
 
 def _said(incident: Incident) -> str:

@@ -187,14 +187,13 @@ class Frame:
 
 @dataclass(slots=True)
 class Incident:
-    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it;
+    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log;
     chained: raised on account of the one before."""
 
     text: str
     frames: list[Frame]
     line: int
     exception: str | None = None
-    ranks: int = 1
     chained: bool = False
 
 

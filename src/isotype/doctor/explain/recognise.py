@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ...dtypes import parse
-from .family import FAMILIES, Seen
-from .situation import Situation, failing_call
+from .situation import Seen, Situation, failing_call
 
 _TABLE = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
@@ -216,14 +215,6 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
             situation=situation,
         )
     return _unknown_refusal(text, situation)
-
-
-def symptom(text: str, situation: Situation) -> Seen | None:
-    """A report without an error that names half precision and describes what its family knows; None where no cause fits."""
-    if not half_words(text) and not re.search(r"autocast\(", text):
-        return None
-    seen = Seen(text=text, operator="symptom", situation=situation)
-    return seen if any(cause.score > 1 for cause in FAMILIES["symptom"][1](seen).causes) else None
 
 
 def half_words(text: str) -> list[str]:

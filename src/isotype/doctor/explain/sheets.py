@@ -1,7 +1,7 @@
 """The families of errors: sheets (`families/*.txt`, read by `doctor.sheets`), and their pages.
 
 A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
-`why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes that several families share, their scores moved so.
+`why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes of `shared.txt`, their scores moved so.
 Two terms are tests of their own: `left > right`, a wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
 """
 
@@ -9,22 +9,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...dtypes import torch_word
+from ...dtypes import is_float, itemsize, torch_word
 from ...finding import Severity
 from ...pages import docstring_page
 from ..sheets import Entry, sections
 from ..sheets import Facts as Known
-from .family import FAMILIES, Cause, Explained, Seen, custom_backward, family, is_floating, outside_autocast, wider
 from .recognise import dtype_word
-from .situation import failing_call
+from .situation import Seen, failing_call
 
-_SHARED: dict[str, Callable[[Seen, float], Iterator[Cause]]] = {
-    "outside autocast": outside_autocast,
-    "custom backward": lambda seen, _: custom_backward(seen),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """name: in a few words; score: higher is likelier; because: the evidence seen, empty when it is only the usual cause."""
+
+    name: str
+    score: float
+    why: str
+    fix: str
+    because: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    message: str
+    causes: list[Cause]
+    severity: Severity = Severity.ERROR
+
+    def ranked(self) -> list[Cause]:
+        return sorted(self.causes, key=lambda c: -c.score)
+
+
+FAMILIES: dict[str, tuple[str, Callable[[Seen], Explained]]] = {}  # operator -> (code, function, whose docstring is the page)
+_SHARED: dict[str, list[Entry]] = {}  # causes that several families take in
+
+
+def wider(left: str, right: str) -> bool:
+    try:
+        return itemsize(left) > itemsize(right)
+    except ValueError:
+        return False
+
+
+def is_floating(word: str) -> bool:
+    try:
+        return is_float(word)
+    except ValueError:
+        return False
+
+
 _READINGS: dict[str, Callable[[str], Any]] = {
     " as dtype": dtype_word,
     " as dtypes": lambda words: ", ".join(dtype_word(word) for word in words.split(",") if word.strip()),
@@ -104,18 +140,13 @@ class Facts(Known):
         return None
 
 
-def _explain(entries: list[Entry], seen: Seen) -> Explained:
-    facts, head = Facts(seen), entries[0]
-    head.make(facts)
-    causes: list[Cause] = []
-    for entry in entries[1:]:
+def _causes(entries: list[Entry], facts: Facts, moved: float = 0.0) -> Iterator[Cause]:
+    for entry in entries:
         if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
-            causes += _SHARED[shared[1]](seen, float(shared[2] or 0)) if facts.holds(shared[3]) else ()
+            yield from _causes(_SHARED[shared[1]], facts, float(shared[2] or 0)) if facts.holds(shared[3]) else ()
         elif score := entry.rank(facts):
             why, fix, because = (entry.first(name, facts) for name in ("why", "fix", "seen"))
-            causes.append(Cause(name=facts.say(entry.title), score=float(score), why=why, fix=fix, because=because))
-    severity = Severity.parse(head.first("severity", facts) or "error")
-    return Explained(message=head.first("message", facts), causes=causes, severity=severity)
+            yield Cause(name=facts.say(entry.title), score=float(score) + moved, why=why, fix=fix, because=because)
 
 
 def register(path: Path) -> None:
@@ -123,10 +154,16 @@ def register(path: Path) -> None:
     for section in sections(path, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
 
         def explained(seen: Seen, entries: list[Entry] = section.entries) -> Explained:
-            return _explain(entries, seen)
+            facts, head = Facts(seen), entries[0]
+            head.make(facts)
+            causes = list(_causes(entries[1:], facts))
+            severity = Severity.parse(head.first("severity", facts) or "error")
+            return Explained(message=head.first("message", facts), causes=causes, severity=severity)
 
         explained.__doc__ = section.page
-        family(section.code, *section.name.split("; "))(explained)
+        for operator in section.name.split("; "):
+            assert operator not in FAMILIES, operator
+            FAMILIES[operator] = (section.code, explained)
 
 
 _NOT_DTYPE = """# EX000: not a dtype error
@@ -148,5 +185,10 @@ def page(code: str) -> str | None:
     return next((docstring_page(code, function) for known, function in FAMILIES.values() if known == code), None)
 
 
-for _sheet in sorted((Path(__file__).parent / "families").glob("*.txt")):
-    register(_sheet)
+_FAMILIES = Path(__file__).parent / "families"
+_SHARED.update(
+    (section.name, section.entries[1:]) for section in sections(_FAMILIES / "shared.txt", ranks="[\\d.]+", fields="why|fix|seen")
+)
+for _sheet in sorted(_FAMILIES.glob("*.txt")):
+    if _sheet.name != "shared.txt":
+        register(_sheet)

@@ -1,5 +1,5 @@
 """What a traceback says besides its message: whose frame failed, what the program was doing (generate, backward, callback, ...), and which
-function was called with which tensors on the user's own line.
+function was called with which tensors on the user's own line. `Seen` adds the message's operator and dtypes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...dtypes import torch_word
 from .log import Frame
 
 _LIBRARY = re.compile(
@@ -245,3 +246,37 @@ def _of(node: ast.AST, frame: Frame) -> Call | None:
 def _source(node: ast.AST) -> str:
     text = ast.unparse(node)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What an incident showed.
+
+    operator  what refused: `matrix product`, `convolution`, ...
+    dtypes    role -> dtype word, in the order of the text (`left`, `right`; `expected`, `got`; `query`, `key`, `value`; ...)
+    words     other facts of the text: a variable, an operator's internal name
+    """
+
+    text: str
+    operator: str
+    dtypes: dict[str, str] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    situation: Situation = field(default_factory=Situation)
+
+    def dtype(self, role: str, otherwise: str = "another dtype") -> str:
+        return self.dtypes.get(role, otherwise)
+
+    @property
+    def half(self) -> str:
+        """The 16-bit float that takes part, bf16 when none was named."""
+        return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
+
+    @property
+    def torch_half(self) -> str:
+        return f"torch.{torch_word(self.half)}"
+
+    @property
+    def autocast(self) -> str:
+        """The call that switches autocast on, for the device that the text names, or CUDA."""
+        device = next((kind for kind in ("cpu", "mps") if kind in self.situation.said), "cuda")
+        return f'torch.autocast("{device}", dtype={self.torch_half})'

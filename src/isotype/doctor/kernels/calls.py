@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...finding import Finding
-from .check import Result, check_combinations
+from .check import Report, check_combinations
 from .signature import DEFAULT, OPTION_NAMES, Combination, Reach, parse_target, require_triton
 
 MOST_CONFIGURATIONS = 8  # of one autotuned kernel: the first configurations differ as much as the last
@@ -292,38 +291,6 @@ def several(inputs: Any) -> list[Any]:
     return [(inputs,)] if isinstance(inputs, torch.Tensor) else [inputs]
 
 
-@dataclass
-class Report:
-    """What was checked: findings, which kernels, how many compilations, and what a reader should know about the rest.
-
-    launches  of a wrapper; refused: label -> why the wrapper itself refuses that combination
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    compiled: int = 0
-    failed: int = 0
-    usages: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    launches: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def add(self, name: str, result: Result) -> None:
-        self.findings += [f for f in result.findings if f not in self.findings]
-        self.kernels += [name] * (name not in self.kernels)
-        self.compiled += result.compiled
-        self.failed += result.failed
-        self.usages += result.usages
-
-    def add_wrapper(self, other: Report) -> None:
-        self.findings += [f for f in other.findings if f not in self.findings]
-        self.kernels += [k for k in other.kernels if k not in self.kernels]
-        self.compiled += other.compiled
-        self.failed += other.failed
-        self.usages += other.usages
-        self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in other.refused.items()] + other.remarks
-
-
 def check_wrapper(
     function: Callable[..., Any], inputs: Any, targets: Sequence[str | int] = (DEFAULT,), *, backward: bool = True, binary: bool = False
 ) -> Report:
@@ -333,13 +300,7 @@ def check_wrapper(
 
 
 def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = False) -> Report:
-    result = Report(launches=calls.launches, refused=calls.refused, remarks=calls.remarks)
+    result = Report(launches=calls.launches, refused=calls.refused, remarks=list(calls.remarks))
     for reached in calls.reached.values():
-        one = check_combinations(reached.function, reached.combinations, targets, binary=binary, extend=not _only_own(reached))
-        result.add(reached.function.__name__, one)
+        result.add(check_combinations(reached.function, reached.combinations, targets, binary=binary))
     return result
-
-
-def _only_own(reached: Reached) -> bool:
-    """Triton's and torch's own kernels are compiled as launched, and not put in question further."""
-    return str(reached.function.__module__).split(".")[0] in ("triton", "torch")

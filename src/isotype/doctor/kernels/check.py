@@ -1,15 +1,23 @@
-"""`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings. Needs no GPU."""
+"""`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings. Needs no GPU.
+
+With `binary` kernels are compiled to machine code as well: registers, spills and shared memory (KN010 to KN012).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, listed
-from .compiled import static_faults
-from .failures import diagnose
+from .failures import diagnose, low_precision_sums
 from .observe import Observation, observe
 from .provenance import Fault
 from .signature import (
@@ -17,15 +25,16 @@ from .signature import (
     Combination,
     Reach,
     distinct,
-    float_pointer_matrix,
+    is_float_pointer,
     parse_target,
     place_of,
     require_triton,
-    scalar_variations,
+    shared_bytes,
+    target_name,
 )
 
 Signatures = Mapping[str, Mapping[str, str]] | Sequence[Mapping[str, str]]
-_SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING, Reach.LATENT: Severity.NOTE}
+_SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING}
 
 
 @dataclass
@@ -41,14 +50,29 @@ class Seen:
 
 
 @dataclass
-class Result:
-    """What checking one kernel showed."""
+class Report:
+    """What was checked: findings, which kernels, how many compilations, and what a reader should know about the rest.
 
-    findings: list[Finding]
-    compiled: int  # combinations tried, over all targets
-    failed: int
-    observations: list[Observation] = field(default_factory=list)
-    usages: list[str] = field(default_factory=list)  # with `binary`: a line for each program made
+    usages    with `binary`: a line for each program made
+    launches  of a wrapper; refused: label -> why the wrapper itself refuses that combination
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    compiled: int = 0
+    failed: int = 0
+    usages: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    launches: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: Report) -> None:
+        self.findings += [f for f in other.findings if f not in self.findings]
+        self.kernels += [k for k in other.kernels if k not in self.kernels]
+        self.compiled += other.compiled
+        self.failed += other.failed
+        self.usages += other.usages
+        self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in other.refused.items()] + other.remarks
 
 
 def check(
@@ -58,7 +82,6 @@ def check(
     targets: Sequence[str | int] = (DEFAULT,),
     *,
     binary: bool = False,
-    extend: bool = True,
 ) -> list[Finding]:
     """Compiles `kernel` for its dtype matrix and says what fails, worst first in `findings`' severities.
 
@@ -67,10 +90,9 @@ def check(
     constexprs  values of the `tl.constexpr` parameters; guessed where left out (a finding's details say what was used)
     targets     "sm_80", "sm_90", "sm_100", "gfx942"
     binary      also to machine code: registers, spills and shared memory (seconds a target)
-    extend      also vary one pointer, one integer, one scalar at a time; what fails only there is a note
     Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing or unknown
     """
-    return check_kernel(kernel, signatures, constexprs, targets, binary=binary, extend=extend).findings
+    return check_kernel(kernel, signatures, constexprs, targets, binary=binary).findings
 
 
 def check_kernel(
@@ -80,9 +102,8 @@ def check_kernel(
     targets: Sequence[str | int] = (DEFAULT,),
     *,
     binary: bool = False,
-    extend: bool = True,
-) -> Result:
-    """`check` with counts and observations."""
+) -> Report:
+    """`check` with counts."""
     from .infer import inferred_combinations
     from .signature import unwrap
 
@@ -95,7 +116,7 @@ def check_kernel(
         values = whole.with_defaults(constexprs or {})
         config = whole.configs[0]
         bases = [replace(given(whole.function, label, types, values), options=config.options) for label, types in named.items()]
-    return check_combinations(whole.function, bases, targets, binary=binary, extend=extend)
+    return check_combinations(whole.function, bases, targets, binary=binary)
 
 
 def given(function: Any, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]) -> Combination:
@@ -117,47 +138,20 @@ def given(function: Any, label: str, types: Mapping[str, str], constexprs: Mappi
     return Combination(label, full, values)
 
 
-def extended(function: Any, bases: Sequence[Combination]) -> list[Combination]:
-    """The author's combinations, then one pointer, one integer and one scalar different at a time."""
-    names = list(function.arg_names)
-    may = {p.name for p in function.params if not p.do_not_specialize and not p.is_constexpr}
-    combinations = list(bases)
-    # one base each of the shapes of signature seen is enough: faults of one dtype do not depend on another launch's constexprs
-    for base in _representatives(bases):
-        combinations += float_pointer_matrix(base, reach_alike=Reach.LATENT)
-    for base in _representatives(bases)[:1]:
-        alike = next((c for c in combinations if c.label == "bf16"), base)
-        combinations += scalar_variations(replace(alike, label="bf16" if alike is not base else base.label), names, may_specialize=may)
-    return distinct(combinations)
-
-
-def _representatives(bases: Sequence[Combination]) -> list[Combination]:
-    """Bases that differ in which parameters are pointers (an optional tensor given or None), not only in dtypes."""
-    kinds: dict[tuple, Combination] = {}
-    for base in bases:
-        kinds.setdefault(tuple(str(word)[:1] == "*" for word in base.types.values()), base)
-    return list(kinds.values())[:4]
-
-
 def check_combinations(
-    function: Any, bases: Sequence[Combination], targets: Sequence[str | int] = (DEFAULT,), *, binary: bool = False, extend: bool = True
-) -> Result:
-    """Every combination for the first target; those a caller can produce for the others too."""
+    function: Any, bases: Sequence[Combination], targets: Sequence[str | int] = (DEFAULT,), *, binary: bool = False
+) -> Report:
+    """Every combination for every target."""
     parsed = [parse_target(t) for t in targets]
     if not parsed:
         raise UsageError("no target architecture: name at least one, such as sm_90")
-    combinations = extended(function, bases) if extend else distinct(list(bases))
-    observations = [observe(function, c, parsed[0]) for c in combinations]
-    for target in parsed[1:]:
-        observations += [observe(function, c, target) for c in combinations if c.reach > Reach.LATENT]
-    findings = as_findings(function, observations)
-    usages: list[str] = []
+    combinations = distinct(bases)
+    observations = [observe(function, c, target) for target in parsed for c in combinations]
+    findings, usages = as_findings(function, observations), list[str]()
     if binary:
-        from .compiled import binary_findings
-
-        more, usages = binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
+        more, usages = binary_findings(function, [o for o in observations if not o.failed], parsed)
         findings += more
-    return Result(findings, len(observations), sum(o.failed for o in observations), observations, usages)
+    return Report(findings, [function.__name__], len(observations), sum(o.failed for o in observations), usages)
 
 
 def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
@@ -172,66 +166,57 @@ def as_findings(function: Any, observations: Sequence[Observation]) -> list[Find
     return [_finding(function, one, observations) for one in seen.values() if not _is_ours(one, observations)]
 
 
-def _faults(function: Any, observation: Observation) -> Iterable[Fault]:
+def _faults(function: Any, observation: Observation) -> list[Fault]:
     if observation.failed:
         return [diagnose(function.__name__, *place_of(function), observation)]
-    if observation.combination.reach == Reach.LATENT:
-        return []
-    return static_faults(function.__name__, observation)
+    return low_precision_sums(function.__name__, observation)
 
 
 def _is_ours(one: Seen, observations: Sequence[Observation]) -> bool:
     """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a combination that no caller gave."""
-    return one.fault.severity is None and not one.fault.is_dtype and one.reach <= Reach.INFERRED and _some_compile(observations)
+    some_compile = any(not o.failed for o in observations)
+    return one.fault.severity is None and not one.fault.is_dtype and one.reach == Reach.INFERRED and some_compile
 
 
-def _some_compile(observations: Sequence[Observation]) -> bool:
-    return any(not o.failed for o in observations)
-
-
-def _severity(one: Seen, observations: Sequence[Observation]) -> Severity:
+def _severity(function: Any, one: Seen, observations: Sequence[Observation]) -> Severity:
     if one.fault.severity is not None:
-        return one.fault.severity if one.reach > Reach.LATENT else Severity.NOTE
+        return one.fault.severity
     if one.reach == Reach.INFERRED:
-        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less likely
-        inferred = [o for o in observations if o.combination.reach == Reach.INFERRED]
-        if not one.fault.is_dtype or all(o.failed for o in inferred):
+        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less likely. Running sums and maxima of
+        # rows are fp32 buffers by design (trl.kernels keeps them across launches)
+        if not one.fault.is_dtype or one.fault.statistic or all(o.failed for o in observations):
             return Severity.NOTE
-        if one.fault.statistic:  # running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them across launches)
-            return Severity.NOTE
-        if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(observations):
+        if one.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, one):
             return Severity.NOTE
     return _SEVERITY[one.reach]
 
 
-def _one_pointer_in_fp32_compiles(observations: Sequence[Observation]) -> bool:
+def _one_pointer_in_fp32_compiles(function: Any, one: Seen) -> bool:
     """Whether one pointer in fp32 beside the others in bf16 cures it.
 
     Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are fp32 by design in many libraries
     (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose dA is), so that "all alike" is our guess and not a caller's choice.
     """
-    mixed = [o for o in observations if o.combination.label.startswith("bf16, ") and o.combination.label.endswith(" fp32")]
-    return any(not o.failed for o in mixed)
+    seen = one.observations[0]
+    types = {name: "*bf16" if is_float_pointer(word) else word for name, word in seen.combination.types.items()}
+    mixed = (replace(seen.combination, types={**types, name: "*fp32"}) for name, word in types.items() if word == "*bf16")
+    return any(not observe(function, each, parse_target(seen.target)).failed for each in mixed)
 
 
 def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> Finding:
     fault, failing = one.fault, one.observations
     failing = [o for o in failing if o.combination.reach == one.reach] + [o for o in failing if o.combination.reach != one.reach]
     labels = list(dict.fromkeys(o.combination.label for o in failing))
-    peers = [o for o in observations if not o.failed and o.combination.reach >= min(one.reach, Reach.INFERRED)]
-    passing = [x for x in dict.fromkeys(o.combination.label for o in peers) if x not in labels]
-    verb = "fails for" if failing[0].failed else "seen with"
+    passing = [x for x in dict.fromkeys(o.combination.label for o in observations if not o.failed) if x not in labels]
     details = [("kernel", fault.kernel), ("variable", fault.variable), ("dtypes", " and ".join(fault.dtypes)), *fault.facts]
-    reachable = list(dict.fromkeys(o.combination.label for o in failing if o.combination.reach > Reach.LATENT)) or labels
-    varied = f" (and {len(labels) - len(reachable)} variations)" if len(labels) > len(reachable) else ""
-    details += [(verb, listed(reachable) + varied), ("compiles for", listed(passing) if failing[0].failed else "")]
+    details += [("fails for", listed(labels)), ("compiles for", listed(passing))] if failing[0].failed else [("seen with", listed(labels))]
     details += [("signature", failing[0].combination.written), ("targets", ", ".join(dict.fromkeys(o.target for o in failing)))]
     details += [("reach", one.reach.words)]
     if failing[0].failed:
         details.append(("triton", failing[0].message))
     return Finding(
         code=fault.code,
-        severity=_severity(one, observations),
+        severity=_severity(function, one, observations),
         message=fault.message,
         place=Place(file=fault.file, line=fault.line, symbol=fault.kernel),
         cause=fault.cause,
@@ -240,3 +225,109 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
         fix=fault.fix,
         details=tuple((label, value) for label, value in details if value),
     )
+
+
+MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The resources of one compiled program. None where the tool that reports them is not installed."""
+
+    registers: int | None
+    spills: int | None
+    shared_bytes: int
+
+    @property
+    def written(self) -> str:
+        known = [("registers", self.registers), ("spilled values", self.spills)]
+        return ", ".join([f"{n} {label}" for label, n in known if n is not None] + [f"{self.shared_bytes:,} bytes of shared memory"])
+
+
+def binary_findings(function: Any, observations: Sequence[Observation], targets: Sequence[Any]) -> tuple[list[Finding], list[str]]:
+    """One signature a dtype and target: the first combination of each. Returns findings, and a line of usage for each program made."""
+    findings: list[Finding] = []
+    usages: list[str] = []
+    for target in targets:
+        chosen: dict[tuple[str, ...], Observation] = {}
+        for one in observations:
+            if one.target == target_name(target):
+                words = tuple(sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")}))
+                chosen.setdefault(words, one)
+        for one in chosen.values():
+            found, usage = _compiled(function, one, target)
+            findings += found
+            if usage:
+                usages.append(f"{function.__name__} {target_name(target)} {one.combination.label}: {usage.written}")
+    return findings, usages
+
+
+def _compiled(function: Any, observation: Observation, target: Any) -> tuple[list[Finding], Usage | None]:
+    combination, where = observation.combination, target_name(target)
+    given = combination.reach == Reach.GIVEN
+    details = {"kernel": function.__name__, "signature": combination.written, "target": where, "reach": combination.reach.words}
+
+    def found(code: str, severity: Severity, message: str, cause: str, fix: str) -> list[Finding]:
+        file, line = place_of(function)
+        place = Place(file=file, line=line, symbol=function.__name__)
+        message = f"{function.__name__} {message}"
+        return [Finding(code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details.items()))]
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints a whole PTX file when ptxas refuses it
+            usage = machine_code(function, combination, target)
+    except Exception as error:
+        text = " ".join(str(error).split())[:400] or type(error).__name__
+        cause = f"the front end accepts {combination.label}; a later stage for {where} does not: {type(error).__name__}: {text}"
+        fix = (
+            "try other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, take another path there"
+        )
+        severity = Severity.ERROR if given else Severity.WARNING
+        return found("KN010", severity, f"does not compile to machine code for {where}", cause, fix), None
+    details["usage"] = usage.written
+    allowed = shared_bytes(target)
+    if usage.shared_bytes > allowed:
+        cause = f"one block needs {usage.shared_bytes:,} bytes of shared memory, {where} allows {allowed:,}: OutOfResources"
+        severity = Severity.ERROR if given else Severity.NOTE
+        return found("KN011", severity, f"needs more shared memory than {where} has", cause, "smaller blocks or fewer num_stages"), usage
+    if usage.spills:
+        cause = f"{usage.spills} values a thread do not fit in {usage.registers} registers and go to memory and back"
+        severity = Severity.WARNING if usage.spills > MANY_SPILLS and given else Severity.NOTE
+        fix = "smaller blocks, more warps, or narrow fp32 values earlier"
+        return found("KN012", severity, f"spills registers on {where}", cause, fix), usage
+    return [], usage
+
+
+def machine_code(function: Any, combination: Any, target: Any) -> Usage:
+    """Compiles all the way and reads what the program takes; Triton's own cache makes a second time quick."""
+    import triton
+    from triton.compiler import ASTSource
+
+    source = ASTSource(function, dict(combination.types), dict(combination.constexprs), dict(combination.attributes))
+    compiled = triton.compile(source, target=target, options=dict(combination.options))
+    shared = int(getattr(compiled.metadata, "shared", 0))
+    if target.backend == "cuda":
+        registers, spills = _nvidia_usage(compiled.asm.get("cubin"))
+    else:
+        registers, spills = _amd_usage(str(compiled.asm.get("amdgcn", "")))
+    return Usage(registers, spills, shared)
+
+
+def _nvidia_usage(cubin: bytes | None) -> tuple[int | None, int | None]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if cubin is None or not tool.is_file():
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    # Triton's kernels keep nothing on the stack but what did not fit in registers
+    return (int(registers[1]) if registers else None), (int(stack[1]) // 4 if stack else None)
+
+
+def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
+    registers, spills = re.search(r"\.vgpr_count:\s*(\d+)", assembly), re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+    return (int(registers[1]) if registers else None), (int(spills[1]) if spills else None)

@@ -1,16 +1,18 @@
 """A failed compilation as a fault: which variable, which two dtypes, why, and what to change.
 
 Each function recognises one kind of refusal in Triton's message: mathematics (KN004), `tl.dot` (KN003), stores (KN007). One name with two
-dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression.
+dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression. Of what
+compiles, sums in low precision are a fault (KN020).
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...dtypes import torch_word
+from ...finding import Severity
 from .observe import Frame, Observation
 from .provenance import (
     LOW,
@@ -328,3 +330,61 @@ def _unrecognised(scene: Scene) -> Fault:
         facts=facts,
         is_dtype=False,
     )
+
+
+def low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
+    """KN020 of one combination that compiled: its typed tree tells that `acc` is bf16, rather than a guess."""
+    frames = [frame for frame in observation.frames if not frame.in_triton and frame.tree is not None]
+    return [
+        Fault("KN020", frame.file, frame.line(node), kernel, name, message, cause, fix, dtypes=(dtype, "fp32"), severity=Severity.WARNING)
+        for frame in frames
+        for node, name, dtype, message, cause, fix in _sums(frame)
+    ]
+
+
+def _sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
+    """node, variable, dtype, message, cause and fix of each sum that is kept in bf16 or fp16."""
+    for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
+        for statement in [n for part in loop.body for n in ast.walk(part)]:
+            name = _accumulated(statement)
+            if name is None or not _lives_across(frame, name, loop):
+                continue
+            dtype = next((b.dtype for b in reversed(frame.bindings) if b.node is statement and b.name == name), None)
+            if dtype is not None and dtype in LOW:
+                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds"
+                fix = f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added, and cast once at the store"
+                yield statement, name, dtype, f"{name} accumulates in {dtype}", cause, fix
+    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")]:
+        argument = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
+        dtype = frame.dtypes.get(call)
+        if argument is None or dtype is None or dtype not in LOW or frame.dtypes.get(argument) not in LOW:
+            continue
+        cause = f"`{source_text(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
+        name = variable_of(argument)
+        fix = f"widen first: {name}.to(tl.float32), and cast the result"
+        yield call, name, dtype, f"{call_name(call)} of {name} is computed in {dtype}", cause, fix
+
+
+def _accumulated(statement: ast.AST) -> str | None:
+    """The name that a statement adds to: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name) and isinstance(statement.op, (ast.Add, ast.Sub)):
+        return statement.target.id
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        name, value = statement.targets[0].id, statement.value
+        if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+            operands = (value.left, value.right)
+            if any(isinstance(side, ast.Name) and side.id == name for side in operands):
+                return name
+        if call_name(value) in ("dot", "fma"):
+            assert isinstance(value, ast.Call)
+            if any(isinstance(a, ast.Name) and a.id == name for a in [*value.args[2:], *(k.value for k in value.keywords)]):
+                return name
+    return None
+
+
+def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
+    """Whether the name holds a value from before the loop, and is not started anew in it."""
+    inside = set(ast.walk(loop))
+    anew = any(isinstance(n, ast.Assign) and assigns(n, name) and name not in names_in(n.value) for n in inside)
+    before = any(b.name == name and b.node not in inside and assigns(b.node, name) for b in frame.bindings)
+    return before and not anew

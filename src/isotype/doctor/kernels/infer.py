@@ -11,11 +11,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import parse
-from .signature import Combination, Reach, Unwrapped, distinct, float_pointer_matrix, place_of
+from .signature import Combination, Reach, Unwrapped, distinct, is_float_pointer, place_of
 
 _POINTER_WORD = {
     "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
@@ -323,18 +323,17 @@ def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any], sourc
     function = whole.function
     use = parameter_use(function)
     sites = written_launches(function, source)
+    fixed = {n for site in sites for n in site.dtypes}
     found: list[Combination] = []
     for flags in (True, False):
         values = _constexprs(whole, use, constexprs, sites, flags)
         types = {p.name: _type(p, use, sites, values) for p in function.params}
         values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
-        base = Combination("inferred", types, values, {}, dict(whole.configs[0].options), Reach.INFERRED)
-        fixed = {n for site in sites for n in site.dtypes}
-        free = [n for n in types if n not in fixed]
-        for one in float_pointer_matrix(base, reach_alike=Reach.INFERRED, free=free):
-            if one.reach == Reach.INFERRED:
-                label = one.label if flags or not _flags(values) else f"{one.label}, flags off"
-                found.append(replace(one, label=label))
+        free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
+        for word in ("fp32", "bf16", "fp16"):
+            label = word if flags or not _flags(values) else f"{word}, flags off"
+            alike = {**types, **dict.fromkeys(free, f"*{word}")}
+            found.append(Combination(label, alike, values, {}, dict(whole.configs[0].options), Reach.INFERRED))
     return distinct(found)
 
 

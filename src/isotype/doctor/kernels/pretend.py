@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .signature import limits
+from .signature import shared_bytes
 
 _CUDA = torch.device("cuda:0")
 _FRESH = {
@@ -111,7 +111,7 @@ def _properties(target: Any) -> SimpleNamespace:
         max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=limits(target).shared_bytes,
+        shared_memory_per_block_optin=shared_bytes(target),
         L2_cache_size=50 << 20,
         gcnArchName=str(target.arch),
     )
@@ -124,7 +124,7 @@ class _Driver:
         self.target = target
         shape = _properties(target)
         found = {
-            "max_shared_mem": limits(target).shared_bytes,
+            "max_shared_mem": shared_bytes(target),
             "max_num_regs": shape.regs_per_multiprocessor,
             "multiprocessor_count": shape.multi_processor_count,
             "warpSize": target.warp_size,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,8 @@ DEFAULT = "sm_90"
 SUPPORTED = ((3, 4), (3, 9))  # first and last minor version of Triton that was read and tried
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one program (block) may use. Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA guide."""
-
-    shared_bytes: int
-    registers: int  # a thread
-
-
-# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share
+# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share. Source: CUDA C++ programming guide, table of
+# compute capabilities; AMD CDNA3 ISA guide
 _SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _LDS_KIB = {"gfx950": 160}
 
@@ -57,10 +50,9 @@ def target_name(target: GPUTarget) -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
-def limits(target: GPUTarget) -> Limits:
-    if target.backend == "cuda":
-        return Limits(shared_bytes=_SHARED_KIB.get(int(target.arch), 99) * 1024, registers=255)
-    return Limits(shared_bytes=_LDS_KIB.get(str(target.arch), 64) * 1024, registers=512)
+def shared_bytes(target: GPUTarget) -> int:
+    """Shared memory that one program (block) may use."""
+    return 1024 * (_SHARED_KIB.get(int(target.arch), 99) if target.backend == "cuda" else _LDS_KIB.get(str(target.arch), 64))
 
 
 def require_triton() -> str:
@@ -149,14 +141,12 @@ def place_of(function: Any) -> tuple[str, int]:
     return function.fn.__code__.co_filename, first + below
 
 
-FLOAT_POINTERS = ("*fp32", "*bf16", "*fp16")
 _FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Reach(IntEnum):
     """How a combination came about; ordered by how much a failure of it matters."""
 
-    LATENT = 0  # an extension of ours: nothing shows that a caller produces it
     INFERRED = 1  # plausible from the kernel's source or its launch sites alone
     MIXED = 2  # a caller's call with one tensor in another dtype reached the launch
     GIVEN = 3  # in the author's matrix, or a launch that was recorded
@@ -167,7 +157,6 @@ class Reach(IntEnum):
 
 
 _REACH_WORDS = {
-    Reach.LATENT: "latent: nothing shown produces this combination",
     Reach.INFERRED: "plausible: inferred from the source, no call was seen",
     Reach.MIXED: "reachable: a call with one tensor in another dtype launches it",
     Reach.GIVEN: "reachable: in the given matrix or a recorded launch",
@@ -213,11 +202,7 @@ def is_float_pointer(word: Any) -> bool:
     return isinstance(word, str) and word.startswith("*") and word.removeprefix("*").removeprefix("k") in _FLOATS
 
 
-def is_integer(word: Any) -> bool:
-    return word in ("i32", "i64", "u32", "u64", "i16", "i8")
-
-
-def distinct(combinations: Iterator[Combination] | list[Combination]) -> list[Combination]:
+def distinct(combinations: Sequence[Combination]) -> list[Combination]:
     """Without repetitions; of equal ones the most reachable stays, in its first place."""
     kept: dict[str, Combination] = {}
     for one in combinations:
@@ -225,45 +210,3 @@ def distinct(combinations: Iterator[Combination] | list[Combination]) -> list[Co
         if known is None or one.reach > known.reach:
             kept[one.key] = one
     return list(kept.values())
-
-
-def float_pointer_matrix(base: Combination, *, reach_alike: Reach, free: list[str] | None = None) -> Iterator[Combination]:
-    """First all float pointers in one dtype, then each one alone in another: 3 + 2n compilations instead of 3 to the power n.
-
-    free   the pointers whose dtype a caller decides; the others keep the base's
-    """
-    pointers = [n for n in (free if free is not None else base.types) if is_float_pointer(base.types.get(n))]
-    for word in FLOAT_POINTERS:
-        yield replace(base, label=word.removeprefix("*"), types={**base.types, **dict.fromkeys(pointers, word)}, reach=reach_alike)
-    if len(pointers) < 2:
-        return
-    for odd_one in pointers:
-        for word in FLOAT_POINTERS:
-            if word != "*bf16":
-                types = {**base.types, **dict.fromkeys(pointers, "*bf16"), odd_one: word}
-                yield replace(base, label=f"bf16, {odd_one} {word.removeprefix('*')}", types=types, reach=Reach.LATENT)
-
-
-def scalar_variations(base: Combination, names: list[str], *, may_specialize: set[str]) -> Iterator[Combination]:
-    """One integer at a time as 1 (specialised away), 0, 16 (both divisible by 16) and odd; float scalars as fp32 and fp64.
-
-    names           parameters in order, for the attribute paths
-    may_specialize  parameters that Triton's launcher specialises (no `do_not_specialize`)
-    """
-    for name, word in base.types.items():
-        path = (names.index(name),) if name in names else None
-        if path is None:
-            continue
-        if is_integer(word):
-            others = {k: v for k, v in base.attributes.items() if k != path}
-            yield replace(base, label=f"{base.label}, {name} odd", attributes=others, reach=Reach.LATENT)
-            if name in may_specialize:
-                divisible = {**others, path: [["tt.divisibility", 16]]}
-                yield replace(base, label=f"{base.label}, {name} 16 or 0", attributes=divisible, reach=Reach.LATENT)
-                types = {**base.types, name: "constexpr"}
-                one = replace(base, label=f"{base.label}, {name} = 1", types=types, attributes=others, reach=Reach.LATENT)
-                yield replace(one, constexprs={**base.constexprs, name: 1})
-        elif word in ("fp32", "fp64"):
-            other = "fp64" if word == "fp32" else "fp32"
-            types = {**base.types, name: other}
-            yield replace(base, label=f"{base.label}, {name} {other}", types=types, reach=Reach.LATENT)

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
-from .calls import Calls, Recording, Report, check_reached, check_wrapper, several, trap_launches
-from .check import check_combinations, check_kernel, given
+from .calls import Calls, Recording, check_reached, check_wrapper, several, trap_launches
+from .check import Report, check_combinations, check_kernel, given
 from .infer import inferable
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
@@ -133,7 +133,7 @@ def _check_module(module: ModuleType, targets: Sequence[str], binary: bool, repo
     for name, kernel in kernels_in(module).items():
         tell(name)
         try:
-            report.add(name, check_kernel(kernel, targets=targets, binary=binary))
+            report.add(check_kernel(kernel, targets=targets, binary=binary))
         except UsageError:
             raise
         except Exception as error:
@@ -166,11 +166,9 @@ def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[s
     if isinstance(signatures, Mapping) and all(set(s) <= set(whole.function.arg_names) for s in signatures.values()):
         constexprs = whole.with_defaults(getattr(module, "CONSTEXPRS", {}))
         bases = [given(whole.function, label, types, constexprs) for label, types in signatures.items()]
-        report.add(whole.function.__name__, check_combinations(whole.function, bases, targets, binary=binary))
+        report.add(check_combinations(whole.function, bases, targets, binary=binary))
         return
-    report.add(
-        whole.function.__name__, check_kernel(kernel, constexprs=getattr(module, "CONSTEXPRS", None), targets=targets, binary=binary)
-    )
+    report.add(check_kernel(kernel, constexprs=getattr(module, "CONSTEXPRS", None), targets=targets, binary=binary))
 
 
 def _check_callable(
@@ -185,12 +183,11 @@ def _check_callable(
         _check_one(module, result, None, targets, binary, report)
     elif isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
         for inputs in several(result[1]):
-            answer = check_wrapper(result[0], inputs, targets, binary=binary)
-            report.add_wrapper(answer)
+            report.add(check_wrapper(result[0], inputs, targets, binary=binary))
         if not report.kernels:
             raise UsageError(f"{name}: calling what it returned launched no Triton kernel" + _first(report.remarks))
     elif calls.launches:
-        report.add_wrapper(check_reached(calls, targets, binary=binary))
+        report.add(check_reached(calls, targets, binary=binary))
     else:
         raise UsageError(f"{name}() launched no Triton kernel, and returned no kernel" + _first(list(calls.refused.values())))
 

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,19 @@ from ...finding import Finding
 from ...observe.operators import Operator
 from ...observe.origin import Site
 from ...observe.tape import Modules, Running
+from ..sheets import texts
 from .origin import Origin
 
 UNWATCHED = "or made by a step like those before it, which was not watched"
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+say = texts(Path(__file__).with_name("findings.txt"))
+
+
+def at(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
+    """A finding's detail that shows a line with its text."""
+    return ((label, f"{site}: {site.text}"),) if site is not None else ()
 
 
 def clean(path: str) -> str:

@@ -68,10 +68,6 @@ class Failures:
         finally:
             context.modules.stack = outer
 
-    def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
-        """A Triton kernel that did not compile or launch for what it got."""
-        self._explain(error, kernel, list(floating(arguments)), any_error=True)
-
     def escaped(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
         chain = _causes(error)
@@ -97,9 +93,8 @@ class Failures:
         if len(self._seen) < _CAUGHT:
             self._seen.append(finding)
 
-    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]], *, any_error: bool = False) -> None:
-        known = any_error or isinstance(error, (RuntimeError, ValueError, TypeError))
-        if not known or hasattr(error, _MARK):
+    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if not isinstance(error, (RuntimeError, ValueError, TypeError)) or hasattr(error, _MARK):
             return
         if not tensors or not (len({t.dtype for _, t in tensors}) > 1 or MENTIONS_DTYPE.search(str(error))):
             return
@@ -138,7 +133,7 @@ class Failures:
         others = [operand for operand in operands if operand is not odd]
         line = statement(site) if site is not None else ""
         if leak is not None:
-            cause, fix = leak
+            cause, fix = leak.cause, leak.fix
         elif value:
             cause = (
                 f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. "

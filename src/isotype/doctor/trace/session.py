@@ -17,6 +17,7 @@ import torch
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, worst_first
 from ...observe.origin import OBSERVERS, TORCH
+from .context import say
 from .tracer import Tracer
 
 
@@ -69,18 +70,6 @@ class trace:
         return worst_first(found)
 
 
-def program_failed(error: BaseException, file: str | None, line: int | None) -> Finding:
-    """For an exception that is no dtype error as far as can be seen."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return Finding(
-        code="TR000",
-        severity=Severity.NOTE,
-        message=f"the program raised {type(error).__name__}: {text}",
-        place=Place(file=file, line=line),
-        cause="not a dtype error as far as the trace can see",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """A script, or a function of a file."""
@@ -122,7 +111,8 @@ class Outcome:
                 (f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((*OBSERVERS, TORCH))),
                 None,
             )
-            found.append(program_failed(self.error, spot.filename if spot else None, spot.lineno if spot else None))
+            place = Place(file=spot.filename, line=spot.lineno) if spot else Place()
+            found.append(say("TR000", place, error=f"{type(self.error).__name__}: {''.join(str(self.error).splitlines()[:1])}"))
         return found
 
     @property

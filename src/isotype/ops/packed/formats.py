@@ -65,7 +65,7 @@ def scaled(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     weight_scale       any float [1], [O], [O 1] or [O/block K/block]; `weight_scale_inv` in DeepSeek's files
     weight_zero_point  int8, the shape of the scale, or absent
     """
-    values = _floats(t["weight"][rows], wide)
+    values = t["weight"][rows].to(wide)
     if "weight_zero_point" in t:
         _each(values, t["weight_zero_point"], rows, wide, of, torch.Tensor.sub_)
     return _each(values, t["weight_scale"], rows, wide, of, torch.Tensor.mul_)
@@ -87,9 +87,13 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
     half = 2 ** (of.bits - 1)
     values = (_words(t["weight_packed"][rows], of.bits, 1)[:, : of.shape[1]] - half).to(wide)
     if "weight_zero_point" in t:
-        zero = _words(t["weight_zero_point"], of.bits, 0)[rows] - half
-        _by_group(values, zero.to(wide), t.get("weight_g_idx"), of, torch.Tensor.sub_)
+        _by_group(values, packed_zeros(t, rows, of).to(wide), t.get("weight_g_idx"), of, torch.Tensor.sub_)
     return _by_group(values, t["weight_scale"][rows].to(wide), t.get("weight_g_idx"), of, torch.Tensor.mul_)
+
+
+def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
+    """int32[rows G]: the zero points of `packed_rows`, less the offset."""
+    return _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
 
 
 def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
@@ -150,19 +154,12 @@ def exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
     return powers.masked_fill_(scale == 255, torch.nan)
 
 
-def _floats(values: Tensor, wide: torch.dtype) -> Tensor:
-    """8-bit numbers in `wide`, fresh. PyTorch's cast of e4m3 takes 30 ns a number on a CPU; its bits lie where a fp32's of 2 ** -120 times
-    the value do. NaN, which loading refuses, would be 480."""
-    if values.dtype != torch.float8_e4m3fn or wide != torch.float32 or not values.is_cpu:
-        return values.to(wide)
-    signed = values.view(torch.int8).int()
-    return (((signed & 0x7F) << 20) | (signed & -0x80000000)).view(torch.float32).mul_(2.0**120)
-
-
 def _fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
-    """Numbers of 4 bits: sign, exponent, exponent, mantissa. Their bits lie where a fp32's of 2 ** -126 times the value do."""
+    """Numbers of 4 bits: sign, exponent, exponent, mantissa."""
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=wide, device=packed.device)
     both = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
-    return (((both & 7) << 22) | ((both & 8) << 28)).view(torch.float32).mul_(2.0**126).to(wide)
+    numbers: Tensor = torch.cat((magnitudes, -magnitudes))[both]
+    return numbers
 
 
 def _words(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:

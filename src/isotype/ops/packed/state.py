@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..nf4 import widen_4bit
-from . import formats
+from . import formats, kernels
 from .formats import Layout
 
 # elements of a piece
@@ -46,6 +46,8 @@ class PackedState:
         of, columns = self.layout, self.shape[1]
         name, dtype, shape = of.main
         t = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
+        if kernels.widen_rows(t, rows, of, out):
+            return out
         wide = torch.promote_types(torch.float32, out.dtype)
         decode: Callable[..., Tensor] = getattr(formats, of.format)
         most = _CPU if packed.is_cpu else _GPU

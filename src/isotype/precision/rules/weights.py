@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...dtypes import itemsize
 from ...finding import Finding, Severity
 from ..packing import WORDS as PACKED
+from ..precision import EIGHT_BIT
 from .rule import Facts, finding, rule
 
 
@@ -204,46 +205,64 @@ def updates_vanish(f: Facts) -> Iterator[Finding]:
 def states_another_dtype_than_the_optimizers(f: Facts) -> Iterator[Finding]:
     """`precision.optimizer` names a dtype in which the optimizer does not keep its states
 
-    **Why it matters.** One of the two settings would have no effect: `adamw8bit` keeps its states in 8 bits (`int8`, with a scale for each
-    block, and fp32 below 4,096 elements), and `adamw` keeps them in a floating dtype.
+    **Why it matters.** One of the two settings would have no effect: `adamw8bit`, `adamw8bit-paged` and `lion8bit` keep their states in 8
+    bits (`int8`, with a scale for each block, and fp32 below 4,096 elements), `adamw` keeps them in a floating dtype, and the others in
+    that of their weights, which is fp32.
 
-    **Example.** `train.optimizer: adamw8bit` with `precision.optimizer: bf16`; `train.optimizer: adamw` with `precision.optimizer: int8`.
+    **Example.** `train.optimizer: adamw8bit` with `precision.optimizer: bf16`; `train.optimizer: adamw` with `precision.optimizer: int8`;
+    `train.optimizer: lion` with `precision.optimizer: bf16`.
 
     **What to do.** Leave `precision.optimizer` out: it is resolved from the optimizer. Or name the other optimizer.
     """
     optimizer, states = f.value("optimizer_name"), f.value("optimizer")
-    if optimizer == "adamw8bit" and f["optimizer"].given and states != "int8":
+    if optimizer in EIGHT_BIT and f["optimizer"].given and states != "int8":
         yield finding(
-            f, ("optimizer", "optimizer_name"), f"adamw8bit keeps its states in int8: precision.optimizer: {states} has no effect",
+            f, ("optimizer", "optimizer_name"), f"{optimizer} keeps its states in int8: precision.optimizer: {states} has no effect",
             cause="bitsandbytes quantises the states block by block",
             fix="remove precision.optimizer (it becomes int8), or train.optimizer: adamw",
         )  # fmt: skip
-    elif optimizer == "adamw" and states == "int8":
+    elif optimizer not in EIGHT_BIT and states == "int8":
         yield finding(
-            f, ("optimizer", "optimizer_name"), "adamw keeps no states in int8",
-            cause="its moments are floating numbers; 8-bit states need a scale for each block",
+            f, ("optimizer", "optimizer_name"), f"{optimizer} keeps no states in int8",
+            cause="its states are floating numbers; 8-bit states need a scale for each block",
             fix="train.optimizer: adamw8bit, or precision.optimizer: fp32",
+        )  # fmt: skip
+    elif optimizer not in ("adamw", *EIGHT_BIT) and states != "fp32":
+        yield finding(
+            f, ("optimizer", "optimizer_name"), f"{optimizer} keeps its states in fp32: precision.optimizer: {states} has no effect",
+            cause="its states have the dtype of its weights",
+            fix="remove precision.optimizer, or train.optimizer: adamw",
         )  # fmt: skip
 
 
 @rule("PR018")
-def eight_bit_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
-    """`adamw8bit` on bf16 weights has neither fp32 gradients nor stochastic rounding
+def another_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
+    """An optimizer other than `adamw` on bf16 weights has neither fp32 gradients nor stochastic rounding
 
-    **Why it matters.** bitsandbytes reads each gradient in its weight's dtype and rounds the update to nearest: `grads: fp32` and
-    `rounding: stochastic` would have no effect, and most updates of bf16 weights would vanish.
+    **Why it matters.** Other libraries' optimizers read each gradient in its weight's dtype and round the update to nearest: `grads: fp32`
+    and `rounding: stochastic` would have no effect, and most updates of bf16 weights would vanish. Of those, only the 8-bit ones keep their
+    states in a dtype of their own; the others would have bf16 states too.
 
-    **Example.** `preset: bf16-pure` with `train.optimizer: adamw8bit`.
+    **Example.** `preset: bf16-pure` with `train.optimizer: adamw8bit` or `muon`.
 
     **What to do.** `train.optimizer: adamw`, or fp32 weights (`bf16-mixed`).
     """
-    if f.value("optimizer_name") == "adamw8bit" and f.value("trainable") == "bf16":
+    optimizer = f.value("optimizer_name")
+    if optimizer in EIGHT_BIT and f.value("trainable") == "bf16":
         lost = [role for role, plain in (("grads", "bf16"), ("rounding", "nearest")) if f.value(role) != plain]
         if lost:
             yield finding(
                 f, ("optimizer_name", "trainable", *lost),
-                f"adamw8bit on bf16 weights ignores {' and '.join('precision.' + role for role in lost)}",
+                f"{optimizer} on bf16 weights ignores {' and '.join('precision.' + role for role in lost)}",
                 cause="bitsandbytes takes gradients in the weight's dtype and rounds updates to nearest",
+                fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
+            )  # fmt: skip
+    elif optimizer not in ("adamw", *EIGHT_BIT):
+        narrow = [role for role in ("trainable", "grads") if f.value(role) != "fp32"]
+        if narrow:
+            yield finding(
+                f, ("optimizer_name", *narrow), f"{optimizer} needs fp32 weights and gradients",
+                cause="it takes gradients in the weight's dtype, keeps its states there and rounds updates to nearest",
                 fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
             )  # fmt: skip
 

@@ -88,6 +88,17 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             part.copy_(saved[name])
 
 
+def averaged(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of its weights; without one, as they are.
+
+    A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et al. 2024, "The road less scheduled").
+    """
+    names = [
+        name.removesuffix(".z").removeprefix("optimizer.") for name in tensors if name.startswith("optimizer.") and name.endswith(".z")
+    ]
+    return tensors | {f"model.{name}": tensors[f"model.{name}"].lerp(tensors[f"optimizer.{name}.z"], 1 - 1 / beta1) for name in names}
+
+
 def rows_here(model: nn.Module) -> Rows:
     """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors` and `optimizer_tensors`."""
     sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}

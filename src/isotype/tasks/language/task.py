@@ -149,7 +149,7 @@ class LanguageTask:
         return self.objective.largest(count)
 
     def architecture(self) -> PretrainedConfig:
-        return load_architecture(self.config.model, self.tokenizer)
+        return load_architecture(self.config.model, self.tokenizer, scored=self.config.train.objective == "reward")
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         self.device_type = device_type

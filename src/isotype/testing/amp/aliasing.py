@@ -5,10 +5,12 @@ All on one setting that runs, against the same function's own gradients; nothing
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...finding import Place, Severity
+from ...finding import Place
 from .attempt import BACKWARD, Fault, Outcome, attempt, fault, incoming_gradient, method_at_fault
 from .dtype_rules import first_line
 from .locate import failure_of
@@ -36,23 +38,9 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
         given_back = any(_overlap(tensor, out) for out in baseline.outputs)
         if given_back:
             continue  # an operator that is in place by intention returns what it wrote to
-        if not baseline.calls and tensor._version:
-            severity = Severity.NOTE  # plain in-place code: autograd raises an error where it matters
-        else:
-            severity = Severity.ERROR
+        plain = not baseline.calls and bool(tensor._version)  # in-place code: autograd raises an error where it matters
         place = method_at_fault(subject, baseline, "forward" if name in baseline.changed_by_forward else "backward")
-        faults.append(
-            fault(
-                "AC011",
-                f"{place.symbol} overwrites its caller's tensor {name}",
-                place,
-                f"{name} holds other values afterwards: whoever else uses it (a second loss, a metric, a residual) reads the "
-                "gradient or scratch written there",
-                "write into a tensor of your own (`torch.empty_like(...)`); where the memory matters, declare it with "
-                "ctx.mark_dirty and return it",
-                severity,
-            )
-        )
+        faults.append(fault("AC011", place, name=name, plain=plain))
     return faults
 
 
@@ -60,17 +48,7 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     fresh = [incoming_gradient(t, i) for i, t in enumerate(baseline.outputs) if t.requires_grad]
     if all(same(given, clean) for given, clean in zip(baseline.grad_outputs, fresh)):
         return []
-    place = method_at_fault(subject, baseline, "backward")
-    return [
-        fault(
-            "AC008",
-            f"{place.symbol} writes into the incoming gradient",
-            place,
-            "the engine hands the same gradient to every consumer of the sum it belongs to (`x + f(x)`), so the others receive "
-            "what was written there",
-            "write into a tensor of your own (`torch.empty_like(d)`), and return that",
-        )
-    ]
+    return [fault("AC008", method_at_fault(subject, baseline, "backward"))]
 
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -89,60 +67,30 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
     given = attempt(subject, sample, setting, gradient=expanded)
     if not right.ran:
         return []
-    place = method_at_fault(subject, right, "backward")
-    if given.error is not None:
-        failure = failure_of(given.error)
-        if failure is not None and failure.raised_by_hand:
-            return []
-        place = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
-        message = f"{place.symbol} raises on an expanded gradient: {first_line(given.error)}"
-    elif wrong := _differing(given, right, setting, numerics, baseline):
-        message = f"{place.symbol} gives a wrong gradient of {wrong} for an expanded incoming gradient"
-    else:
-        return []
-    return [
-        fault(
-            "AC009",
-            message,
-            place,
-            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0); code that assumes a "
-            "dense layout, or writes into it, reads or writes the wrong memory",
-            "call `d = d.contiguous()` first, use .reshape instead of .view, and pass strides to kernels",
-        )
-    ]
+    return _judged("AC009", method_at_fault(subject, right, "backward"), given, right, setting, numerics, baseline)
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     subject, sample = numerics.subject, numerics.sample
     twice = attempt(subject, sample, setting, passes=2)
-    place = method_at_fault(subject, baseline, "backward")
-    if twice.error is not None:
-        failure = failure_of(twice.error)
-        if twice.stage != BACKWARD or (failure is not None and failure.raised_by_hand):
-            return []
-        spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
-        message = f"{place.symbol} raises the second time it runs over one graph: {first_line(twice.error)}"
-        severity = Severity.WARNING
-    else:
-        doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
-        wrong = _differing(twice, doubled, setting, numerics)
-        if not wrong:
-            return []
-        spot, message = place, f"{place.symbol} gives another gradient of {wrong} the second time it runs over one graph"
-        severity = Severity.ERROR
-    return [
-        fault(
-            "AC010",
-            message,
-            spot,
-            "the first run consumed or overwrote what it had saved; with retain_graph=True, two losses over one graph, or a "
-            "gradient penalty, "
-            "the second run is wrong",
-            "leave saved tensors and incoming gradients as they are: multiply out of place (`g * d`, not `g.mul_(d)`), and "
-            "write into new tensors",
-            severity,
-        )
-    ]
+    if twice.error is not None and twice.stage != BACKWARD:
+        return []
+    doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
+    return _judged("AC010", method_at_fault(subject, baseline, "backward"), twice, doubled, setting, numerics)
+
+
+def _judged(
+    code: str, place: Place, given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None
+) -> list[Fault]:
+    """A fault where a run raises, other than by hand, or gives other gradients than it should."""
+    if given.error is None:
+        wrong = _differing(given, right, setting, numerics, usual)
+        return [fault(code, place, wrong=wrong)] if wrong else []
+    failure = failure_of(given.error)
+    if failure is not None and failure.raised_by_hand:
+        return []
+    spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
+    return [fault(code, spot, raised=first_line(given.error))]
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -159,24 +107,14 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             if failure is None or failure.raised_by_hand:
                 continue
             place = Place(file=failure.place.file, line=failure.place.line, symbol=failure.function or place.symbol)
-            message = f"{place.symbol} raises when {frozen} is frozen: {first_line(outcome.error)}"
+            words: dict[str, Any] = {"raised": first_line(outcome.error)}
         else:
             others = [n for n in trainable if n != frozen]
             wrong = [n for n in others if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
             if not wrong:
                 continue
-            missing = [n for n in wrong if outcome.grads.get(n) is None]
-            what = f"no gradient for {', '.join(missing)}" if missing else f"another gradient for {', '.join(wrong)}"
-            message = f"{place.symbol} gives {what} when {frozen} is frozen"
-        faults.append(
-            fault(
-                "AC012",
-                message,
-                place,
-                f"with {frozen}.requires_grad = False (LoRA, a frozen head) the other gradients must stay what they were",
-                "ask ctx.needs_input_grad for each input by itself, and leave what the others need independent of it",
-            )
-        )
+            words = {"missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None), "wrong": ", ".join(wrong)}
+        faults.append(fault("AC012", place, frozen=frozen, **words))
     return faults
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
-from ...finding import Finding, Place, Severity
+from ...doctor.sheets import texts
+from ...finding import Finding, Place
 from .samples import Sample, Setting
 from .subjects import Subject
 
@@ -246,12 +248,13 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 Fault = tuple[tuple[object, ...], Finding]
+say = texts(Path(__file__).with_name("findings.txt"))
 
 
-def fault(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
-    return (code, place.symbol, place.line, severity), Finding(
-        code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
-    )
+def fault(code: str, place: Place, *key: object, details: tuple[tuple[str, str], ...] = (), **words: Any) -> Fault:
+    """A finding of the sheet, and what makes it the same fault as another: its code and the key, or else its place and severity."""
+    found = say(code, place, details, **{"symbol": place.symbol} | words)
+    return (code, *(key or (place.symbol, place.line, found.severity))), found
 
 
 def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...dtypes import TensorSpec, name, parse
 from ...finding import Finding, Place, Severity
 from ...ops.contract import OpContract
-from .attempt import BACKWARD, BackwardCall, Fault, Outcome, method_place, owner_of_method, return_of
+from .attempt import BACKWARD, BackwardCall, Fault, Outcome, fault, method_place, owner_of_method, return_of
 from .locate import Failure, failure_of, shown
 from .samples import Sample, Setting, parameter_names
 from .subjects import Subject
@@ -71,7 +71,8 @@ def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severit
     place = failure.place if failure else subject.place
     owner = failure.function if failure and failure.function else place.symbol or subject.label
     stage = outcome.stage or "forward"
-    code = "AC002" if stage == BACKWARD else "AC001"
+    backward = stage == BACKWARD
+    code = "AC002" if backward else "AC001"
     operands = _described(failure, outcome) if failure else {}
     details = [("raised", first_line(outcome.error))]
     if failure and failure.source:
@@ -80,17 +81,29 @@ def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severit
         details.append(("met", ", ".join(operands.values())))
     if failure and len(failure.chain) > 1:
         details.append(("called from", "\n".join(failure.chain[-4:-1])))
-    verb = "raises in backward although forward ran" if stage == BACKWARD else "raises where plain PyTorch does not"
-    return (code, place.file, place.line), Finding(
-        code=code,
-        severity=severity,
-        message=f"{owner} {verb}: {first_line(outcome.error).split(': ', 1)[-1]}",
-        place=Place(file=place.file, line=place.line, symbol=owner),
-        cause=_cause(outcome, setting, failure, operands, owner),
-        fix=_fix(outcome, setting, failure, owner),
-        observed=setting.describe(),
+    source = failure.source if failure else ""
+    calls = outcome.calls[-1:]
+    _, finding = fault(
+        "AC001",
+        Place(file=place.file, line=place.line, symbol=owner),
         details=tuple(details),
+        severity=str(severity),
+        backward=backward,
+        owner=owner,
+        stage=stage,
+        error=first_line(outcome.error).split(": ", 1)[-1],
+        mixed=f": {', '.join(operands.values())}" if operands else "",
+        auto=_word(setting.autocast) if setting.autocast else "",
+        inside=setting.inside,
+        out=_OUT.search(source),
+        in_place=_IN_PLACE_PRODUCT.search(source),
+        scatter=_SCATTER.search(source),
+        incoming="/".join(sorted({_word(t.dtype) for call in calls for t in call.incoming})),
+        saved="/".join(sorted({_word(t.dtype) for call in calls for t in call.saved()})),
+        device=next((t.device.type for t in outcome.tensors.values()), "cuda"),
+        observed=setting.describe(),
     )
+    return (code, place.file, place.line), replace(finding, code=code)
 
 
 def _described(failure: Failure, outcome: Outcome) -> dict[str, str]:
@@ -125,73 +138,6 @@ def _word(dtype: torch.dtype) -> str:
     return name(str(dtype))
 
 
-def _cause(outcome: Outcome, setting: Setting, failure: Failure | None, operands: dict[str, str], owner: str) -> str:
-    mixed = f": {', '.join(operands.values())}" if operands else ""
-    auto = _word(setting.autocast) if setting.autocast else None
-    if failure and _OUT.search(failure.source):
-        return (
-            f"a product written with out= takes no part in autocast and needs every operand and the buffer in one dtype{mixed}; "
-            + (f"{outcome.stage} made one of them {auto} under autocast and nothing cast the others" if auto else "their dtypes differ")
-            + (" (without custom_fwd, forward runs with autocast left on)" if auto and outcome.stage != BACKWARD else "")
-        )
-    if failure and _IN_PLACE_PRODUCT.search(failure.source):
-        return f"an in-place product takes no part in autocast and needs one dtype for all{mixed}"
-    if failure and _SCATTER.search(failure.source):
-        return (
-            f"{owner} writes values of one dtype into a buffer of another, and scatter, index and slice writes by kernel do not cast{mixed}"
-        )
-    if outcome.stage == BACKWARD and auto and not setting.inside:
-        incoming = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.incoming}
-        saved = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.saved()}
-        return (
-            "forward ran under autocast, backward ran outside it (as trainers call it): the incoming gradient is "
-            f"{'/'.join(sorted(incoming)) or auto}, "
-            f"the saved tensors (the weight or master weight among them) are {'/'.join(sorted(saved)) or 'as given'}, and this "
-            "branch of backward "
-            f"multiplies them without a cast{mixed}"
-        )
-    if outcome.stage == BACKWARD:
-        return f"this branch of backward mixes the incoming gradient with tensors of another dtype (a saved tensor, a buffer){mixed}"
-    if auto:
-        return f"forward ran under autocast to {auto}, and this line meets two dtypes that autocast does not reconcile{mixed}"
-    return f"every input has one dtype here, so the other one is written into the code (a constant, a buffer, a table, a cast){mixed}"
-
-
-def _fix(outcome: Outcome, setting: Setting, failure: Failure | None, owner: str) -> str:
-    device = next((t.device.type for t in outcome.tensors.values()), "cuda")
-    if failure and (_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source)):
-        return (
-            "compute without out= or the in-place form and cast the result to the dtype of the buffer (`buffer += (a @ "
-            "b).to(buffer.dtype)`, "
-            "`dx = (d @ w).to(x.dtype)`), or cast every operand to it first; "
-            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with torch.amp.custom_bwd so that '
-            "both know which dtype it is"
-        )
-    if failure and _SCATTER.search(failure.source):
-        return (
-            "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: "
-            "`buffer.scatter_(1, index, values.to(buffer.dtype))`"
-        )
-    if outcome.stage == BACKWARD and setting.autocast:
-        return (
-            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with '
-            f'torch.amp.custom_bwd(device_type="{device}"), which '
-            "re-enters forward's autocast; or cast the saved tensors to the grad dtype (`weight.to(d.dtype)`) in every branch, "
-            "and return each gradient in its tensor's dtype"
-        )
-    if outcome.stage == BACKWARD:
-        return (
-            "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and "
-            "return each gradient in its tensor's dtype"
-        )
-    if setting.autocast:
-        return (
-            f"decide the compute dtype once at the top of {owner} and cast what it multiplies to it, with autocast off inside; "
-            f'or decorate it with torch.amp.custom_fwd(device_type="{device}", cast_inputs=...)'
-        )
-    return "derive the dtype from an input (`torch.zeros(..., dtype=x.dtype)`, `table.to(x.dtype)`) instead of writing it down"
-
-
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
     """Gradients that the engine had to cast.
 
@@ -217,35 +163,12 @@ def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected:
     argument = _argument(call.function, i)
     owner = owner_of_method(call.function, "backward")
     place = return_of(call.function, owner)
-    got, wanted = _word(returned), _word(expected)
-    if wider:
-        cause = (
-            f"{argument} is {wanted}; backward returns its gradient in {got}, and the engine casts it without a word, so "
-            ".grad.dtype looks right"
-        )
-        fix = (
-            f"return it in its tensor's dtype: `d{argument}.to({argument}.dtype)`; until then it holds twice the memory, and "
-            f"callers of backward by hand get {got}"
-        )
-    else:
-        cause = (
-            f"every tensor of this call is {'/'.join(sorted({wanted}))} and autocast is "
-            f"{_word(setting.autocast) if setting.autocast else 'off'}, "
-            f"yet the gradient of {argument} passes through {got}: rounded there, then cast back by the engine, so .grad.dtype looks right"
-        )
-        fix = (
-            f"compute and return the gradient in the tensor's own dtype: `d{argument}.to({argument}.dtype)` and no narrower cast before it"
-        )
-    return ("AC003", owner, argument, wider), Finding(
-        code="AC003",
-        severity=Severity.NOTE if wider else Severity.ERROR,
-        message=f"{owner} returns the gradient of {argument} in {got} where the tensor is {wanted}",
-        place=place,
-        declared=wanted,
-        observed=got,
-        cause=cause,
-        fix=fix,
-    )
+    words: dict[str, Any] = {
+        "got": _word(returned),
+        "wanted": _word(expected),
+        "autocast": _word(setting.autocast) if setting.autocast else "off",
+    }
+    return fault("AC003", place, owner, argument, wider, owner=owner, argument=argument, wider=wider, **words)
 
 
 def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None) -> list[Fault]:
@@ -264,35 +187,25 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
             if wider and tensor.dim() < max((sample.tensor(s).dim() for s in sample.slots), default=0):
                 continue  # every fused loss returns fp32, which is no fault
-            severity, against = Severity.WARNING if wider else Severity.ERROR, "the reference returns"
+            against = "the reference returns"
         elif (
             classes and not subject.captured_dtypes() and dtype not in inputs and torch.finfo(dtype).bits < 32 and dtype != setting.autocast
         ):
-            wanted, severity, against = max(inputs, key=lambda d: torch.finfo(d).bits), Severity.ERROR, "every input is"
+            wanted, against = max(inputs, key=lambda d: torch.finfo(d).bits), "every input is"
             wider = False
         else:
             continue
         owner = owner_of_method(classes[0], "forward") if classes else subject.label
-        faults.append(
-            (
-                ("AC004", owner, i, wider),
-                Finding(
-                    code="AC004",
-                    severity=severity,
-                    message=f"{owner} returns {which} in {_word(dtype)} where {against} {_word(wanted)}",
-                    place=Place(file=subject.place.file, line=subject.place.line, symbol=owner)
-                    if not classes
-                    else method_place(classes[0], "forward", owner),
-                    declared=_word(wanted),
-                    observed=f"{_word(dtype)} with {setting.describe()}",
-                    cause="what follows is promoted to the wider dtype, or the first matrix product that cannot mix dtypes raises"
-                    if wider
-                    else "a cast or a buffer in forward is written in a fixed dtype: precision is gone before the caller sees the result",
-                    fix=f"return `{'out'}.to(...)` in the dtype decided from the inputs and autocast, not in one that an inner "
-                    "step left over",
-                ),
-            )
-        )
+        place = subject.place
+        place = method_place(classes[0], "forward", owner) if classes else Place(file=place.file, line=place.line, symbol=owner)
+        words: dict[str, Any] = {
+            "which": which,
+            "got": _word(dtype),
+            "against": against,
+            "wanted": _word(wanted),
+            "setting": setting.describe(),
+        }
+        faults.append(fault("AC004", place, owner, i, wider, owner=owner, wider=wider, **words))
     return faults
 
 
@@ -343,7 +256,7 @@ def _output_faults(
     faults = []
     if len(floats) != len(outcome.outputs):
         message = f"{subject.label} returns {len(outcome.outputs)} floating outputs; {len(floats)} are declared"
-        return [_fault(("count",), message, subject.place, contract.signature, f"{len(outcome.outputs)} outputs", _FIX)]
+        return [_fault(("count",), message, subject.place, contract.signature, f"{len(outcome.outputs)} outputs")]
     for i, (given, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
         observed = _word(given.dtype)
@@ -352,13 +265,11 @@ def _output_faults(
         if wanted is not None:
             message = f"{subject.label} returns {which} in {observed}; its contract says {wanted}"
             seen = f"{observed} with {setting.describe()}"
-            faults.append(
-                _fault(("output", i, observed, wanted), message, subject.place, f"{spec}, autocast {contract.autocast}", seen, _FIX)
-            )
+            faults.append(_fault(("output", i, observed, wanted), message, subject.place, f"{spec}, autocast {contract.autocast}", seen))
         shape = spec.shape_fault(tuple(given.shape), dict(sizes))
         if shape is not None:
             message = f"{subject.label} returns {which} with {shape}"
-            faults.append(_fault(("shape", i), message, subject.place, str(spec), str(list(given.shape)), _FIX))
+            faults.append(_fault(("shape", i), message, subject.place, str(spec), str(list(given.shape))))
     return faults
 
 
@@ -379,22 +290,10 @@ def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, l
             message = f"{owner} returns the gradient of {argument} in {_word(returned)}; its contract says {wanted}"
             seen = f"{_word(returned)} with {setting.describe()}"
             faults.append(
-                _fault(("grad", argument, _word(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen, _FIX)
+                _fault(("grad", argument, _word(returned)), message, return_of(call.function, owner), f"{argument}: {declared}", seen)
             )
     return faults
 
 
-_FIX = "cast once at the end to the declared dtype, or change the contract if it is the contract that is wrong"
-
-
-def _fault(key: tuple[object, ...], message: str, place: Place, declared: str, observed: str, fix: str) -> Fault:
-    return ("AC014", *key), Finding(
-        code="AC014",
-        severity=Severity.ERROR,
-        message=message,
-        place=place,
-        declared=declared,
-        observed=observed,
-        cause="callers, the tracer and the other ops rely on the declared dtypes; the engine's silent casts hide a gradient in another one",
-        fix=fix,
-    )
+def _fault(key: tuple[object, ...], message: str, place: Place, declared: str, observed: str) -> Fault:
+    return fault("AC014", place, *key, message=message, declared=declared, observed=observed)

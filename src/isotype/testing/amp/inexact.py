@@ -9,23 +9,20 @@ column to column by more than the rows' noise are a weight's rounding.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dtypes import name
-from ...finding import Finding, Place, Severity
-from .attempt import Fault, Outcome, attempt, method_at_fault
-from .locate import Culprit, locate, running_sums
+from ...finding import Place
+from .attempt import Fault, Outcome, attempt, fault, method_at_fault
+from .locate import locate, running_sums
 from .numerics import Excess, Numerics, percent
 from .samples import LOW, PARAM, Sample, Setting, lengthened
 from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
-STABLE = (
-    "rearrange it into a stable form, as PyTorch's own have (logsigmoid, log_softmax, binary_cross_entropy_with_logits, expm1, log1p), "
-    "computed in fp32"
-)
 SOME, LONG = 512, 4096  # rows tried first, and at most
 LARGEST = 8_000_000  # numbers of a lengthened sample
 ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
@@ -130,46 +127,25 @@ def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subj
         details.append(
             ("there", f"relative error {percent(culprit.before)} before this operator ({culprit.operator}), {percent(culprit.after)} after")
         )
-    what = "loses precision with the number of rows" if code == "AC007" else "is less precise than its dtypes explain"
-    return (code, place.symbol, place.line), Finding(
-        code=code,
-        severity=Severity.ERROR,
-        message=f"{place.symbol}: {excess.result} {what}",
-        place=place if place.file else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol),
-        cause=_cause(code, culprit, low),
-        fix=_fix(code, culprit) if low != "fp32" else STABLE,
-        observed=setting.describe(),
+    long = code == "AC007"
+    adds = bool(culprit and culprit.accumulates)
+    place = place if place.file else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol)
+    key, finding = fault(
+        "AC006",
+        place,
+        place.symbol,
+        culprit.place.line if culprit else place.line,
         details=tuple(details),
+        long=long,
+        result=excess.result,
+        low=low,
+        times=f" ({culprit.repeats} additions)" if culprit and culprit.repeats > 1 else "",
+        cancels=culprit is not None and adds and culprit.after > 8 * max(culprit.before, 1e-9),
+        sums=culprit is not None and adds and culprit.repeats >= 4,
+        repeats=culprit.repeats if culprit else 0,
+        setting=setting.describe(),
     )
-
-
-def _cause(code: str, culprit: Culprit | None, low: str) -> str:
-    if code == "AC007":
-        times = f" ({culprit.repeats} additions)" if culprit and culprit.repeats > 1 else ""
-        return f"a running sum is kept in {low}{times}: once it is 256 times larger than what is added (2048 in fp16), additions round away"
-    if culprit and culprit.accumulates and culprit.after > 8 * max(culprit.before, 1e-9):
-        return (
-            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and "
-            "then a nearly equal "
-            "one is subtracted from it, so that mostly the rounding error is left"
-        )
-    if culprit and culprit.accumulates and culprit.repeats >= 4:
-        return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
-    if low == "fp32":
-        return (
-            "the formula itself loses the digits, in fp32 too: a value rounds to 0 or 1, or nearly equal ones are subtracted, before a "
-            "logarithm, a quotient or a root"
-        )
-    return (
-        f"an intermediate is kept or computed in {low}: its rounding is carried into the result, "
-        "where fp32 inside and one rounding at the end would not"
-    )
-
-
-def _fix(code: str, culprit: Culprit | None) -> str:
-    if code == "AC007" or (culprit and culprit.accumulates and culprit.repeats >= 4):
-        return "accumulate in fp32 (`torch.zeros(..., dtype=torch.float32)`) and cast once at the end, or let one matrix product do the sum"
-    return "widen once to fp32, finish the arithmetic there (subtract before rounding), and narrow once, in a single store at the end"
+    return (code, *key[1:]), replace(finding, code=code)
 
 
 ROWS = 1024
@@ -252,15 +228,7 @@ def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
 
 
 def _rounded(result: str, spread: float, noise: float, dtype: torch.dtype, setting: Setting, numerics: Numerics) -> Fault:
-    subject, low = numerics.subject, name(dtype)
-    place = subject.place
-    return ("AC022", place.symbol, place.line), Finding(
-        code="AC022",
-        severity=Severity.WARNING,
-        message=f"{subject.label}: {result} carries a rounding of its weights that is the same in every row",
-        place=Place(file=place.file, line=place.line, symbol=subject.label),
-        cause=f"something made from a weight is rounded to {low} before it meets the activations (1 + weight, a folded scale): column by "
-        f"column the output is off by {spread:.1e} on average, where roundings of rows leave {noise:.1e} over {ROWS} rows",
-        fix="widen the weight before its own arithmetic and narrow once at the end: (x_fp32 * (1.0 + weight.float())).to(x.dtype)",
-        observed=setting.describe(),
-    )
+    subject = numerics.subject
+    place = Place(file=subject.place.file, line=subject.place.line, symbol=subject.label)
+    words: dict[str, Any] = {"low": name(dtype), "spread": spread, "noise": noise, "rows": ROWS, "setting": setting.describe()}
+    return fault("AC022", place, place.symbol, place.line, result=result, **words)

@@ -30,15 +30,13 @@ from ...ops.backend import using
 from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import is_quantised
-from ...precision.precision import Precision
-from ..optimizer import build_optimizer
+from ...precision.precision import EIGHT_BIT, Precision
+from ..optimizer import MUON, build_optimizer, state_bytes
 from ..quiet import without_warnings
 from ..step import Stepper
 from ..task import Outline, StepOutline
 from .outline import counted_by_runs, scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
-
-BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +119,14 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
         frozen=sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p))),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
-        optimizer=sum(optimizer_bytes(p.numel(), train, precision) for p in trained),
+        optimizer=optimizer_bytes(model, train, precision),
     )
 
 
-def optimizer_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
-    """AdamW's two moments of one tensor, and its moving average where `train.ema` asks for one."""
-    average = average_bytes(elements, train, precision)
-    if train.optimizer == "adamw8bit":
-        return average + (8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT)))
-    return average + 2 * elements * to_torch(precision.optimizer).itemsize
+def optimizer_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+    """The optimizer's states of all trained tensors, and their moving averages where `train.ema` asks for them."""
+    averages = sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad)
+    return averages + state_bytes(model, train, precision)
 
 
 def average_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
@@ -202,12 +198,15 @@ def _count(
     between  an evaluation and a sample are simulated too
     """
     device = torch.device("cpu" if device_type == "cpu" else "meta")
-    states_bytes = _held(model, train, precision).optimizer
+    states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(device.type, {**scratch(), **head_scratch()})
     with without_data(device_type), live, without_warnings():
         make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
-        plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
+        # other optimizers read numbers out of tensors: their states are known, and an update takes less than two copies of a tensor besides
+        runs = train.optimizer in ("adamw", MUON)
+        plain = train if runs else train.model_copy(update={"optimizer": "adamw"})
+        largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
@@ -226,10 +225,8 @@ def _count(
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
-        if train.optimizer == "adamw8bit":
-            states = [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
-        else:
-            states = []
+        states = [] if runs else [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
+        if not states:
             optimizer.step()
         accumulator.zero()
         live.restart_peak()
@@ -246,6 +243,8 @@ def _count(
         live.restart_peak()
         if not states:
             optimizer.step()
+        elif train.optimizer not in EIGHT_BIT:
+            torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
         update_peak, update = live.peak, live.peak - before_update
         for hook in counting:
             hook.remove()

@@ -129,9 +129,8 @@ def refusal(outcome: Outcome) -> PreflightError:
     errors = [f for f in worst_first(outcome.findings) if f.severity >= Severity.ERROR]
     codes = list(dict.fromkeys(f.code for f in errors))
     shown = "\n".join(f.render() for f in worst_first(outcome.findings))
-    return PreflightError(
-        f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f'mend it, or --skip {codes[0]}="why it does not matter here"'
-    )
+    skip = next((f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), "")
+    return PreflightError(f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f"mend it{skip}")
 
 
 def _line(finding: Finding) -> str:

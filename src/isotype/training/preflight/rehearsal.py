@@ -28,6 +28,7 @@ from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
+from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part
 from ...wording import counted
 from ..task import random_state_restored
@@ -89,14 +90,16 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
     with undone(prepared):
         prepared.model.train()
         try:
-            loss = float(stepper.accumulate([batch]))
-            norm = stepper.norm()
+            with subject.watched(LONGEST):
+                loss = float(stepper.accumulate([batch]))
+                norm = stepper.norm()
         except STEP_ERRORS as error:
             yield _failed("PF012", what, error)
             return
         if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
             yield _not_finite(subject, "the gradient" if math.isfinite(loss) else "the loss")
             return
+        yield from subject.violations(LONGEST)
         if batch.weight:
             yield from without_gradient(subject)
             yield from with_gradient_but_frozen(subject)
@@ -117,10 +120,12 @@ def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
     prepared = subject.prepared
     with undone(prepared):
         try:
-            result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
+            with subject.watched(EVALUATION):
+                result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
         except STEP_ERRORS as error:
             yield _failed("PF016", "an evaluation of the longest rows", error)
             return
+    yield from subject.violations(EVALUATION)
     if result is not None and not math.isfinite(result.loss):
         yield Finding(
             code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
@@ -139,10 +144,13 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
     with undone(prepared):
         try:
             together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
-            subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
+            with subject.watched(GENERATION, "generate"):
+                subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
         except STEP_ERRORS as error:
             failed = _failed("PF017", "a small sample", error)
             yield replace(failed, fix=f"run.sample_every: 0 trains without samples; {failed.fix}")
+            return
+    yield from subject.violations(GENERATION)
 
 
 def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:

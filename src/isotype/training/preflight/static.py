@@ -182,7 +182,7 @@ def checkpoint_bytes(subject: Subject[Any]) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
-    return sum(p.numel() * p.element_size() + optimizer_bytes(p.numel(), train, precision) for p in trained)
+    return sum(p.numel() * p.element_size() for p in trained) + optimizer_bytes(subject.prepared.model, train, precision)
 
 
 def result_bytes(subject: Subject[Any]) -> int:

@@ -5,8 +5,9 @@ The loop's own task and stepper satisfy them, and so do those of an attached tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,8 @@ from ...config.schema import RunConfig
 from ...distributed.shard import Sharding
 from ...distributed.world import ALONE, World
 from ...errors import RunError
+from ...finding import Finding, Severity
+from ...observe import Observation, Observer
 from ...optimize import Manifest
 from ...precision.accumulate import GradientAccumulator
 from ...precision.resolve import Resolved
@@ -88,6 +91,7 @@ class Subject(Generic[AnyTask]):
     """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
 
     micro_batch  rows of a forward pass; by default train.batch_size
+    observer     watches each rehearsal; `seen` has what it saw, and `violation` is how severe a violation is
     """
 
     config: RunConfig
@@ -97,6 +101,23 @@ class Subject(Generic[AnyTask]):
     folder: Path
     resuming: bool = False
     micro_batch: int | None = None
+    observer: Observer | None = None
+    violation: Severity = Severity.ERROR
+    seen: dict[str, Observation] = field(default_factory=dict)
+
+    @contextmanager
+    def watched(self, what: str, role: str = "compute") -> Iterator[None]:
+        """Judges what runs in this block. One that raises was not watched."""
+        if self.observer is None:
+            yield
+            return
+        with self.observer.watch(0, role=role) as seen:
+            yield
+        seen.violations = [replace(finding, severity=self.violation) for finding in seen.violations]
+        self.seen[what] = seen
+
+    def violations(self, what: str) -> list[Finding]:
+        return self.seen[what].violations if what in self.seen else []
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:

@@ -1,20 +1,24 @@
 """What a rule is: a function from a record to findings, naming the settings, their places and who wins; its docstring is its page.
 
-Most rules are sheets (`*.txt` beside this file, read by `doctor.sheets`). A section has no name; its head may `set` names to settings.
-An entry's title is the finding's message, its ranks are the severities, its fields: `shows` (the settings listed, with `,` between them,
-each the first of `|` that is there), `cause`, `fix`, `today`, `holds`.
+Rules are sheets (`*.txt` beside this file, read by `doctor.sheets`); those that look at every key of a file are functions (`keys.py`). The
+name of a section may hold rows of words, `half=bf16 other=fp16; half=fp16 other=bf16`: the section is asked once for each row. Its head may
+`set` names to settings. An entry's title is the finding's message, its ranks are the severities, its fields: `shows` (the settings listed,
+with `,` between them, each the first of `|` that is there), `cause`, `fix`, `today`, `holds`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ....dtypes import torch_word
+from ....environment.versions import known_fault
 from ....finding import Finding, Place, Severity
-from ....pages import docstring_page, registered
-from ...sheets import Entry, sections
+from ....pages import registered
+from ...sheets import Entry, Section, sections
 from ...sheets import Facts as Known
 from ..model_settings import (
     CHECKPOINT_DTYPE,
@@ -27,12 +31,10 @@ from ..model_settings import (
     uses_fsdp,
     zero_stage,
 )
-from ..settings import ROLES, Record, Setting, dtype_of
+from ..settings import ROLES, Record, Setting, dtype_of, truth
 
 Rule = Callable[[Record], Iterator[Finding]]
 RULES: dict[str, Rule] = {}
-ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
-
 
 rule = partial(registered, RULES)
 
@@ -64,13 +66,40 @@ def found(
     return Finding(code="", severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details))
 
 
-error, warning, note = (partial(found, severity) for severity in (ERROR, WARNING, NOTE))
+error, warning = (partial(found, severity) for severity in (Severity.ERROR, Severity.WARNING))
 
 
-def page(code: str) -> str | None:
-    return docstring_page(code, RULES[code]) if code in RULES else None
+def _evaluated_before_training(r: Record) -> Setting | None:
+    """The program's first call of evaluate or predict, where it stands above its call of train."""
+    calls = [(s.line or 0, name.partition("@")[0], s) for name, s in r.facts.all("code") if "@" in name]
+    calls.sort(key=lambda call: call[0])
+    first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
+    return first[2] if first and any(call[1] == "train" and call[0] > first[0] for call in calls) else None
 
 
+def _undivided_size(r: Record) -> Setting | None:
+    """A size of the model that an FP8 block does not divide."""
+    block = r.facts.value("checkpoint.quantization_config.weight_block_size")
+    if not isinstance(block, list) or len(block) != 2:
+        return None
+    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "vocab_size"):
+        size = r.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
+        if size is not None and isinstance(size.value, int) and size.value > int(block[0]) and size.value % int(block[0]):
+            return size
+    return None
+
+
+def _precision_plugin(r: Record) -> Setting | None:
+    given = ((name, s, f"{s.value}{name}".lower().replace("trainer.precision", "")) for name, s in r.facts.all("lightning"))
+    return next((s for name, s, text in given if "plugins" in name.split(".") and "precision" in text), None)
+
+
+def _pinned_packages(r: Record) -> str | None:
+    document = r.facts.tool("versions")
+    return " ".join(sorted(document.attributes.get("names", ()))) if document else None
+
+
+_GROUPS = "checkpoint.quantization_config.config_groups"
 _QUANTO = "precision with quanto"
 _SHARED: dict[str, Callable[[Record], Any]] = {
     "accumulates": lambda r: r.accumulates,
@@ -80,6 +109,15 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE),
     "deepspeed": lambda r: uses_deepspeed(r.facts),
     "deepspeed half": deepspeed_half,
+    "evaluated before training": _evaluated_before_training,
+    "full": lambda r: r.full,
+    "learning rate": lambda r: r.learning_rate,
+    "pinned packages": _pinned_packages,
+    "precision plugin": _precision_plugin,
+    "rounded activations": lambda r: next((s for s in r.facts.under(_GROUPS) if ".input_activations" in s.key and s.value), None),
+    "undivided size": _undivided_size,
+    "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
+    "versions file": lambda r: document.file if (document := r.facts.tool("versions")) else None,
     "device": lambda r: r.device,
     "fsdp": lambda r: uses_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
@@ -97,9 +135,19 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
 }
 _READINGS: dict[str, Callable[[Any], Any]] = {
     " as dtype": dtype_of,
-    " as key": lambda setting: setting.key,
     " as text": str,
+    " as torch": torch_word,
+    " as true": lambda value: str(value).replace("mixed", "true"),
+    " as truth": truth,
+    " as type": lambda value: type(value).__name__,
     " in lower case": lambda value: str(value).lower(),
+}
+
+
+_OF_KEYS: dict[str, Callable[[str], str | None]] = {
+    " as half": lambda key: next((half for half in ("bf16", "fp16") if half in key), None),
+    " as key": lambda key: key,
+    " as name": lambda key: key.rpartition(".")[2],
 }
 
 
@@ -111,12 +159,26 @@ class Facts(Known):
     by ROLE                the setting that decided a role
     deepspeed KEY          a setting of DeepSpeed's, wherever the tool keeps it
     has TOOL               whether a file of the tool is there
-    and the names of `_SHARED`; `NAME as dtype` and the other endings of `_READINGS` read a value so
+    known fault PACKAGE    whether the pinned version has one (`environment.versions`)
+    unknown TOOL.KEY       whether a program computes the value
+
+    and the names of `_SHARED`; `NAME as dtype` and the other endings of `_READINGS` read a value so, those of `_OF_KEYS` a setting's key.
+    `NAME < number` and `NAME >= number` are tests as well.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, words: dict[str, str]) -> None:
         super().__init__()
         self.record = record
+        self.made |= words
+
+    def holds_specially(self, term: str) -> bool | None:
+        if (parts := re.fullmatch(r"(.+) (<|>=) ([\d.e-]+)", term)) is None:
+            return None
+        try:
+            number = float(str(self.get(parts[1])))
+        except ValueError:
+            return False
+        return number < float(parts[3]) if parts[2] == "<" else number >= float(parts[3])
 
     def get(self, name: str) -> Any:
         record, facts = self.record, self.record.facts
@@ -129,7 +191,11 @@ class Facts(Known):
         for ending, read in _READINGS.items():
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
-                return None if value is None else read(value.value if isinstance(value, Setting) and ending != " as key" else value)
+                return None if value is None else read(value.value if isinstance(value, Setting) else value)
+        for ending, of_key in _OF_KEYS.items():
+            if name.endswith(ending):
+                setting = self.get(name.removesuffix(ending))
+                return of_key(setting.key) if isinstance(setting, Setting) else None
         kind, _, rest = name.partition(" ")
         match kind:
             case "on":
@@ -146,6 +212,12 @@ class Facts(Known):
                 return deepspeed_setting(facts, rest)
             case "has":
                 return facts.has(rest)
+            case "known":
+                pinned = facts.get(f"versions.{rest.removeprefix('fault ')}")
+                return pinned is not None and known_fault(rest.removeprefix("fault "), str(pinned.value))
+            case "unknown":
+                tool, _, key = rest.partition(".")
+                return any(key in d.attributes.get("unknown", ()) for d in facts.documents if d.tool == tool)
         return facts.get(*name.split(", ")) if "." in name else None
 
     def setting(self, names: str) -> Setting | None:
@@ -153,11 +225,11 @@ class Facts(Known):
         return next((value for name in names.split("|") if isinstance(value := self.get(name), Setting)), None)
 
 
-def _findings(entries: list[Entry], record: Record) -> Iterator[Finding]:
-    facts, head = Facts(record), entries[0]
+def _findings(entries: list[Entry], facts: Facts) -> Iterator[Finding]:
+    head = entries[0]
     for name, test, lookup in head.fields:
         if name.startswith("set ") and facts.made.get(name[4:]) is None and facts.holds(test):
-            facts.made[name[4:]] = facts.get(lookup)
+            facts.made[name[4:]] = facts.get(facts.say(lookup))
     head.make(facts)
     for entry in entries[1:]:
         if severity := entry.rank(facts):
@@ -168,13 +240,19 @@ def _findings(entries: list[Entry], record: Record) -> Iterator[Finding]:
 
 def register(path: Path) -> None:
     """Makes the rules of one sheet."""
+    by_code: dict[str, list[Section]] = {}
     for section in sections(path, ranks="error|warning|note", fields=r"set \w+|shows|cause|fix|today|holds"):
+        by_code.setdefault(section.code, []).append(section)
+    for code, parts in by_code.items():
 
-        def findings(record: Record, entries: list[Entry] = section.entries) -> Iterator[Finding]:
-            return _findings(entries, record)
+        def findings(record: Record, parts: list[Section] = parts) -> Iterator[Finding]:
+            for part in parts:
+                for row in part.name.split(";"):
+                    words = dict(pair.split("=") for pair in row.split())
+                    yield from _findings(part.entries, Facts(record, words))
 
-        findings.__doc__ = section.page
-        rule(section.code)(findings)
+        findings.__doc__ = parts[0].page
+        rule(code)(findings)
 
 
 for _sheet in sorted(Path(__file__).parent.glob("*.txt")):

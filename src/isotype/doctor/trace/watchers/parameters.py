@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Place, Severity, listed
+from ....finding import Finding, listed
 from ....observe.operators import FLOATS
-from ....observe.origin import TORCH, Site, callers, in_library, short, users_line
-from ..context import Context, Watcher
+from ....observe.origin import TORCH, Site, callers, in_library, place_of, users_line
+from ..context import Context, Watcher, at, say
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -232,27 +232,20 @@ class Parameters(Watcher):
 
 
 def _finding(fault: Fault) -> Finding:
-    down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
-    where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
+    down = fault.down
     caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
-    shown = listed(fault.names, 4)
-    happened = {
-        "round trip": f"they were cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
-        "values stay rounded"
-        if fault.up
-        else "",
-        "between steps": f"they were trained on in {low}: an optimizer had stepped them in {wide} before",
-        "before training": f"the model was trained in {low} afterwards: an evaluation left the model rounded",
-    }[fault.kind]
-    return Finding(
-        code="TR011",
-        severity=Severity.WARNING,
-        message=f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
-        place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
-        cause=f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
-        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
-        fix="evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...); to save, "
-        "cast what is written: {name: value.to(dtype) for name, value in model.state_dict().items()}",
-        details=(("called at", f"{down.site}: {down.site.text}"),)
-        + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
+    details = at("called at", down.site) + (at("cast by", caller) if caller != down.site else ())
+    return say(
+        "TR011",
+        place_of(down.site),
+        details,
+        kind=fault.kind,
+        count=len(fault.names),
+        shown=listed(fault.names, 4),
+        wide=dtype_name(down.before),
+        low=dtype_name(down.after),
+        where=down.site,
+        up=fault.up and fault.up.site,
+        share=100 * down.rounded,
+        name=down.name,
     )

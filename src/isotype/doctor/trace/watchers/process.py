@@ -1,7 +1,7 @@
 """What a program sets for the whole process: autocast, the default dtype, and torch.compile.
 
 How each module ran under autocast, recomputations that ran otherwise, and stale copies of weights; who set the default dtype, and whether a
-function left it changed. Compiled regions are run eagerly so that they can be seen, and launches of Triton are watched from outside."""
+function left it changed. Compiled regions are run eagerly so that they can be seen."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Place, Severity
+from ....finding import Finding
 from ....observe.operators import LOW
-from ....observe.origin import Site, callers, here, in_library, place_of, short, users_line
-from ..context import Context, Recompute, Watcher
+from ....observe.origin import Site, callers, here, in_library, place_of, users_line
+from ..context import Context, Recompute, Watcher, at, say
 from ..origin import Origin
 from ..refusals import recompute_finding
 
@@ -100,39 +100,30 @@ class DefaultDtype(Watcher):
             change.outside.append(site)
             self._never.setdefault(code, change)
 
-    def explain(self) -> tuple[str, str] | None:
-        """Cause and fix, while a leak is in force."""
+    def explain(self) -> Finding | None:
+        """The finding of a leak that is in force."""
         change = self.look()
-        return (cause_of(change), fix_of(change)) if change is not None else None
+        return _finding(change, leaked=True) if change is not None else None
 
     def findings(self) -> list[Finding]:
-        found = [_never_restored(change) for code, change in self._never.items() if code not in self._leaks]
-        for change in self._leaks.values():
-            setter = change.setter
-            found.append(
-                Finding(
-                    code="TR017",
-                    severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
-                    message=f"the default dtype was left at {dtype_name(change.after)} by {setter.function}",
-                    place=Place(file=setter.file, line=setter.line, symbol=setter.function),
-                    cause=cause_of(change),
-                    fix=fix_of(change),
-                )
-            )
-        return found
+        never = [_finding(change, leaked=False) for code, change in self._never.items() if code not in self._leaks]
+        return never + [_finding(change, leaked=True) for change in self._leaks.values()]
 
 
-def _never_restored(change: Change) -> Finding:
-    setter, word = change.setter, dtype_name(change.after)
-    return Finding(
-        code="TR017",
-        severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
-        message=f"the default dtype was set to {word} by {setter.function} and not restored",
-        place=Place(file=setter.file, line=setter.line, symbol=setter.function),
-        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; everything created since "
-        f"without dtype= is {word} too, first at {change.outside[0]}",
-        fix=f"restore it in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
-        details=tuple(("created at", f"{site}: {site.text}") for site in change.outside),
+def _finding(change: Change, *, leaked: bool) -> Finding:
+    setter = change.setter
+    return say(
+        "TR017",
+        place_of(setter),
+        tuple(("created at", f"{site}: {site.text}") for site in change.outside) if not leaked else (),
+        leaked=leaked,
+        library=in_library(setter.file),
+        setter=setter.function,
+        where=setter,
+        before=dtype_name(change.before),
+        after=dtype_name(change.after),
+        built=change.built,
+        first=change.outside[0] if change.outside else "",
     )
 
 
@@ -142,51 +133,25 @@ def restores(code: CodeType) -> bool:
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
 
 
-def cause_of(change: Change) -> str:
-    setter = change.setter
-    return (
-        f"torch.set_default_dtype({dtype_name(change.after)}) at {short(setter.file)}:{setter.line} in {setter.function} changed the "
-        "default dtype from "
-        f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the "
-        "line that does), "
-        f"so everything created since without dtype= is {dtype_name(change.after)}"
-    )
-
-
-def fix_of(change: Change) -> str:
-    return f"restore it in {change.setter.function} with try: ... finally: torch.set_default_dtype(old)"
-
-
 class Compiled(Watcher):
-    """Switches torch.compile off while tracing, with a note, and explains launches of Triton kernels that fail."""
+    """Switches torch.compile off while tracing, with a note."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._compile: Any = torch.compile
         self._stance: Any = None
         self._regions: dict[Site, None] = {}
-        self._jit: Any = None
-        self._jit_run: Any = None
 
     def start(self) -> None:
         if "torch._dynamo" in sys.modules:
             self._hold_off()
         torch.compile = self._compiling
-        self.forward_begins()
-
-    def forward_begins(self) -> None:
-        """Called at every forward, because the program may import Triton after the trace began."""
-        if self._jit is None and "triton.runtime.jit" in sys.modules:
-            self._watch_launches()
 
     def stop(self) -> None:
         torch.compile = self._compile
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
-        if self._jit is not None:
-            self._jit.run = self._jit_run
-            self._jit = None
 
     def _hold_off(self) -> None:
         if self._stance is None:
@@ -199,39 +164,8 @@ class Compiled(Watcher):
             self._regions[site] = None
         return self._compile(*args, **kwargs)
 
-    def _watch_launches(self) -> None:
-        """Kernel arguments never pass the dispatcher: what a launch gets is seen where the launch is made."""
-        from triton.runtime.jit import JITFunction
-
-        watch, inner = self, JITFunction.run
-        self._jit, self._jit_run = JITFunction, inner
-
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return inner(kernel, *args, **kwargs)
-            except Exception as error:
-                names = list(getattr(kernel, "arg_names", ()))
-                watch._context.failures.launch_failed(error, getattr(kernel, "__name__", "kernel"), [*zip(names, args), *kwargs.items()])
-                raise
-
-        JITFunction.run = run
-
     def findings(self) -> list[Finding]:
-        found = []
-        for site in self._regions:
-            found.append(
-                Finding(
-                    code="TR020",
-                    severity=Severity.NOTE,
-                    message="a torch.compile'd region was run eagerly while tracing",
-                    place=Place(file=site.file, line=site.line, symbol=site.function),
-                    cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What "
-                    "the compiler itself decides is not: "
-                    "Inductor keeps fused intermediates in fp32, and its backward runs under the autocast state of its forward",
-                    fix="no change is needed; for dtypes inside compiled code see TORCH_LOGS=output_code",
-                )
-            )
-        return found
+        return [say("TR020", place_of(site)) for site in self._regions]
 
 
 class Autocast(Watcher):
@@ -317,20 +251,10 @@ class Autocast(Watcher):
     def _stale_finding(self) -> Finding:
         names = list(self._used)
         _, updated, used = self._used[names[0]]
-        update = f" at {short(updated.file)}:{updated.line} in {updated.function}" if updated is not None else ""
-        return Finding(
-            code="TR014",
-            severity=Severity.ERROR,
-            message=f"autocast served stale copies of {len(names)} updated weights: {', '.join(names[:4])}",
-            place=place_of(updated, names[0]),
-            cause=f"inside one autocast region the weights were updated{update}, and the next forward in the same region used the "
-            "low-precision copies that autocast "
-            "had cached before the update: the model computes with old weights, and the update has no effect until the region ends",
-            observed=f"used again at {used}" if used is not None else None,
-            fix="open autocast around each forward (and loss) only, and step the optimizer outside it\n"
-            "or call torch.clear_autocast_cache() after each update, or torch.autocast(..., cache_enabled=False)",
-            details=(("updated at", f"{updated}: {updated.text}"),) if updated is not None else (),
-        )
+        update = f" at {updated}" if updated is not None else ""
+        shown = ", ".join(names[:4])
+        details = at("updated at", updated)
+        return say("TR014", place_of(updated, names[0]), details, count=len(names), shown=shown, update=update, used=used)
 
 
 def _word(dtype: torch.dtype | None) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Place, Severity
+from ....finding import Finding
 from ....observe.operators import LOW, Operator
 from ....observe.origin import place_of
-from ..context import Context, Watcher
+from ..context import Context, Watcher, at, say
 from ..operands import share_of
 from ..origin import MARK, Origin
 
@@ -112,31 +112,25 @@ def _finding(group: list[Promotion]) -> Finding:
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
     # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a router and forgot to cast back
     residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
-    extra = sum(p.extra_bytes for p in group)
-    count = sum(p.count for p in group)
     spread = list(dict.fromkeys(where for p in group for where in p.spread))
     place = decider.place()
-    return Finding(
-        code="TR010",
-        severity=Severity.NOTE if norm or residual else Severity.WARNING,
-        message=f"{origin.what} promotes {narrow} activations to {wide} because of {decider.what}",
-        place=Place(
-            file=origin.site.file if origin.site else None, line=origin.site.line if origin.site else None, symbol=origin.module or None
-        ),
-        cause=f"{decider.describe()}"
-        + (f" ({place})" if place else "")
-        + f"; {origin.what} with it promoted the {narrow} operand ({origin.place()}), and nothing cast "
-        f"it back before {spread[0]}" + (f" and {len(spread) - 1} more places" if len(spread) > 1 else "") + f". {share_of(first.census)}",
-        observed=f"{count} promotions, {size(extra)} more than in {narrow}",
-        fix=f"cast the {wide} operand to the activation's dtype where they meet, `.to(x.dtype)`, or make it in that dtype (`dtype=x.dtype`)"
-        + (
-            "; or leave it: fp32 norms under autocast are a usual arrangement"
-            if norm
-            else "; or leave it if the wide stream is meant"
-            if residual
-            else ""
-        ),
-        details=tuple(("at", f"{origin.site}: {origin.site.text}") for _ in [0] if origin.site is not None),
+    return say(
+        "TR010",
+        place_of(origin.site, origin.module),
+        at("at", origin.site),
+        op=origin.what,
+        wide=wide,
+        narrow=narrow,
+        decider=decider.what,
+        decision=decider.describe() + (f" ({place})" if place else ""),
+        place=origin.place(),
+        spread=spread[0],
+        more=len(spread) - 1,
+        share=share_of(first.census),
+        norm=norm,
+        residual=residual and not norm,
+        count=sum(p.count for p in group),
+        extra=size(sum(p.extra_bytes for p in group)),
     )
 
 
@@ -171,21 +165,16 @@ class EngineCasts(Watcher):
             cast.count += 1
 
     def findings(self) -> list[Finding]:
-        return [self._of_engine(cast) for cast in self._engine.values()]
-
-    def _of_engine(self, cast: EngineCast) -> Finding:
-        origin, before, after = cast.origin, dtype_name(cast.before), dtype_name(cast.after)
-        loses = cast.after.itemsize > cast.before.itemsize
-        site = origin.site
-        return Finding(
-            code="TR013",
-            severity=Severity.WARNING if loses else Severity.NOTE,
-            message=f"{origin.backward} returns a {before} gradient for a {after} tensor",
-            place=place_of(site, origin.module or origin.backward),
-            cause=f"the backward of this custom function returned {before}; autograd casts it to {after} without a warning"
-            + (f", so the gradient's dtype looks right though its values were rounded to {before}" if loses else ""),
-            observed=f"{cast.count} times",
-            fix=f"return each gradient in its tensor's dtype: compute it in {after} or cast it in backward, "
-            "`.to(ctx.saved_tensors[i].dtype)`",
-            details=(("forward at", f"{site}: {site.text}"),) if site is not None else (),
-        )
+        return [
+            say(
+                "TR013",
+                place_of(cast.origin.site, cast.origin.module or cast.origin.backward),
+                at("forward at", cast.origin.site),
+                node=cast.origin.backward,
+                before=dtype_name(cast.before),
+                after=dtype_name(cast.after),
+                loses=cast.after.itemsize > cast.before.itemsize,
+                count=cast.count,
+            )
+            for cast in self._engine.values()
+        ]

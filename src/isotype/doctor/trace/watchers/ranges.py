@@ -12,10 +12,10 @@ import torch
 
 from ....dtypes import eps, significant_bits, to_torch
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Place, Severity
+from ....finding import Finding
 from ....observe.operators import LOW, Operator
 from ....observe.origin import Site, here, place_of
-from ..context import After, Before, Context, Watcher, now_and_then
+from ..context import After, Before, Context, Watcher, at, now_and_then, say
 from ..origin import Origin
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy"})
@@ -160,46 +160,26 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     return False
 
 
-def _fix(decider: Origin, word: str) -> str:
-    """What to change where the low dtype was decided, then the rule."""
-    where = str(decider.site) if decider.site is not None else decider.place() or "its place"
-    match decider.kind:
-        case "buffer" | "parameter":
-            first = f"keep {decider.what} in fp32 when the model is cast to {word}"
-        case "autocast":
-            first = f"switch autocast off around {where} (`torch.autocast(..., enabled=False)`)"
-        case "cast" | "engine":
-            first = f"leave out the cast to {word} at {where}"
-        case "created":
-            first = f"make it in fp32 at {where}: `dtype=torch.float32`"
-        case _:
-            first = "hand the positions over as integers or in fp32"
-    return f"{first}; positions, frequencies and the cos/sin table belong in fp32, with autocast off, and cos and sin are cast last"
-
-
 def _finding(rounded: Rounded) -> Finding:
     word = dtype_name(rounded.dtype)
-    site = rounded.site
-    if "of cos" in rounded.what:
-        effect = (
-            f"an angle of {rounded.largest:.0f} rad is off by up to {rounded.error:.2g} rad, so the rotary table is wrong at far positions"
-        )
-    else:
-        effect = (
-            f"values up to {rounded.largest:.0f} are rounded to the nearest "
-            f"{2 ** max(0, _exponent(rounded.largest) - significant_bits(word) + 1):.0f}: neighbouring positions become equal"
-        )
-    chain = rounded.origin.explain()
     decider = rounded.origin.decider()
-    return Finding(
-        code="TR015",
-        severity=Severity.WARNING,
-        message=f"{rounded.what} are in {word}, up to {rounded.largest:.0f}",
-        place=place_of(site, rounded.module),
-        cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}"
-        + (f" ({decider.place()})" if decider.place() else ""),
-        fix=_fix(decider, word),
-        details=(("chain", "\n".join(chain)),) + ((("at", f"{site}: {site.text}"),) if site is not None else ()),
+    place = decider.place()
+    chain = (("chain", "\n".join(rounded.origin.explain())),)
+    return say(
+        "TR015",
+        place_of(rounded.site, rounded.module),
+        chain + at("at", rounded.site),
+        what=rounded.what,
+        word=word,
+        angle="of cos" in rounded.what,
+        largest=rounded.largest,
+        error=rounded.error,
+        step=2 ** max(0, _exponent(rounded.largest) - significant_bits(word) + 1),
+        exact=_EXACT[rounded.dtype],
+        kind=decider.kind,
+        decider=decider.what,
+        where=str(decider.site) if decider.site is not None else place or "its place",
+        decision=decider.describe() + (f" ({place})" if place else ""),
     )
 
 
@@ -239,19 +219,5 @@ class Overflows(Watcher):
     def findings(self) -> list[Finding]:
         if self._first is None:
             return []
-        first = self._first
-        where = f"in {first.module}" if first.inside else f"before {first.module}, in the module that calls it"
-        return [
-            Finding(
-                code="TR023",
-                severity=Severity.WARNING,
-                message=f"fp16 values become {first.word} {where}",
-                place=Place(
-                    file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=first.module
-                ),
-                cause="fp16 ends at 65504: a product or a sum beyond it is inf, and inf - inf or inf / inf is NaN"
-                + (f"; {first.module} was given values up to {first.largest:.0f}" if first.inside and first.largest else ""),
-                fix="run in bf16, which has the range of fp32, or keep this part in fp32 (cast in, compute, cast back), "
-                "or clamp to torch.finfo(x.dtype).max",
-            )
-        ]
+        found = {field: getattr(self._first, field) for field in ("module", "inside", "largest", "word")}
+        return [say("TR023", place_of(self._first.site, self._first.module), **found)]

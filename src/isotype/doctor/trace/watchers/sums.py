@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import eps
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Severity, listed
+from ....finding import Finding, listed
 from ....observe.operators import LOW, Operator
 from ....observe.origin import Site, here, place_of
-from ..context import Context, Watcher
+from ..context import Context, Watcher, at, say
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
@@ -132,22 +132,18 @@ class Sums(Watcher):
 def _of_sums(kept: list[_Sum]) -> Finding:
     worst = max(kept, key=lambda known: known.off)
     word, names = dtype_name(worst.dtype), list(dict.fromkeys(known.name for known in kept))
-    site = worst.site
-    shown = listed(names, 4)
-    what = f"gradients are accumulated in {word}" if worst.gradient else f"a sum is kept in {word}"
-    return Finding(
-        code="TR024",
-        severity=Severity.WARNING,
-        message=f"{what}: {100 * worst.off:.1f}% off after {worst.after} additions: {shown}",
-        place=place_of(site, names[0] if worst.gradient else None),
-        cause=f"every addition rounds the sum to {word}; what is below {eps(word) / 2:.1e} of it is lost, and the sum falls behind "
-        f"({'micro-batches add into .grad, which has the weights' + chr(39) + ' dtype' if worst.gradient else 'the tensor is ' + word})",
-        observed=f"against the same sum in fp32, on up to {SAMPLE} elements of each of {len(names)}",
-        fix="accumulate in fp32: fp32 trained weights under autocast, or fp32 buffers beside bf16 weights that the step reads "
-        "(Isotype: precision: {preset: bf16-pure, grads: fp32})"
-        if worst.gradient
-        else "make the accumulator with dtype=torch.float32 and add to it without casting down",
-        details=(("added at", f"{site}: {site.text}"),) if site is not None else (),
+    return say(
+        "TR024",
+        place_of(worst.site, names[0] if worst.gradient else None),
+        at("added at", worst.site),
+        word=word,
+        gradient=worst.gradient,
+        off=100 * worst.off,
+        after=worst.after,
+        shown=listed(names, 4),
+        unit=eps(word) / 2,
+        sample=SAMPLE,
+        tensors=len(names),
     )
 
 

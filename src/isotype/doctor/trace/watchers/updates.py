@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import eps, significant_bits
 from ....dtypes import name as dtype_name
-from ....finding import Finding, Severity
+from ....finding import Finding, listed
 from ....observe.operators import LOW, Operator
 from ....observe.origin import Site, here, place_of
-from ..context import After, Before, Context, Watcher, now_and_then
+from ..context import After, Before, Context, Watcher, at, now_and_then, say
 
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
@@ -232,58 +232,38 @@ class Updates(Watcher):
     def _parameters(self, lost: list[Watched], states: list[Watched]) -> Finding:
         decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
         moves = [w for w in lost if w not in decay] or decay
-        only_decay = moves is decay
-        first = moves[0]
-        word = dtype_name(first.dtype)
-        names = list(dict.fromkeys(w.name for w in moves))
-        share = sum(w.agreement for w in moves) / sum(w.meant for w in moves)
-        still = sum(w.still for w in moves) / sum(w.samples for w in moves)
-        details = [("updated at", f"{first.site}: {first.site.text}")] if first.site is not None else []
-        if decay and not only_decay:
-            details.append(("weight decay", f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"))
+        first, word, names = moves[0], dtype_name(moves[0].dtype), list(dict.fromkeys(w.name for w in moves))
+        details = at("updated at", first.site)
+        if decay and moves is not decay:
+            rounds = f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"
+            details += (("weight decay", rounds),)
         if states:
-            details.append(
-                (
-                    "states",
-                    f"{len(states)} optimizer states in {word} lose their decay as well ({', '.join(dict.fromkeys(w.op for w in states))})",
-                )
-            )
-        what = "the weight decay" if only_decay else "optimizer updates"
-        return Finding(
-            code="TR012",
-            severity=Severity.WARNING,
-            message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
-            + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
-            place=place_of(first.site, names[0]),
-            cause=f"{word} weights keep {significant_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is "
-            "lost in rounding to nearest; "
-            f"at this learning rate the optimizer moves the weights {100 * share:.1f}% of what the same update moves in fp32",
-            observed=f"{100 * still:.0f}% of the sampled elements did not change in an update, over {sum(w.samples for w in moves)} "
-            "sampled updates",
-            fix="keep fp32 parameters (fp32 master weights) and let autocast lower the compute\nor use an optimizer with stochastic "
-            "rounding or Kahan summation",
-            details=tuple(details),
+            ops = ", ".join(dict.fromkeys(w.op for w in states))
+            details += (("states", f"{len(states)} optimizer states in {word} lose their decay as well ({ops})"),)
+        samples = sum(w.samples for w in moves)
+        return say(
+            "TR012",
+            place_of(first.site, names[0]),
+            details,
+            only_decay=moves is decay,
+            shown=listed(names, 4),
+            bits=significant_bits(word),
+            samples=samples,
+            **_shares(moves),
         )
 
     def _tensors(self, lost: list[Watched]) -> Finding:
         first = lost[0]
-        word = dtype_name(first.dtype)
-        share = sum(w.agreement for w in lost) / sum(w.meant for w in lost)
-        names = list(dict.fromkeys(w.name for w in lost))
-        return Finding(
-            code="TR018",
-            severity=Severity.WARNING,
-            message=f"a running tensor kept in {word} loses its updates: {', '.join(names[:4])}",
-            place=place_of(first.site),
-            cause=f"{', '.join(dict.fromkeys(w.op for w in lost))} in place on a {word} tensor that lives across steps (an average "
-            "such as an EMA, or an accumulator): the "
-            f"update is below the rounding of {word} ({eps(word) / 2:.1e} of the value) and moves it {100 * share:.1f}% of what it "
-            "moves in fp32",
-            observed=f"{100 * sum(w.still for w in lost) / sum(w.samples for w in lost):.0f}% of the sampled elements did not change "
-            "in an update",
-            fix="keep the average or accumulator in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
-            details=(("updated at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
-        )
+        ops = ", ".join(dict.fromkeys(w.op for w in lost))
+        shown = ", ".join(list(dict.fromkeys(w.name for w in lost))[:4])
+        return say("TR018", place_of(first.site), at("updated at", first.site), ops=ops, shown=shown, **_shares(lost))
+
+
+def _shares(lost: list[Watched]) -> dict[str, Any]:
+    """dtype, its rounding, the share of the fp32 movement, and the share of elements that did not change, both in percent."""
+    word = dtype_name(lost[0].dtype)
+    share = 100 * sum(w.agreement for w in lost) / sum(w.meant for w in lost)
+    return {"word": word, "unit": eps(word) / 2, "share": share, "still": 100 * sum(w.still for w in lost) / sum(w.samples for w in lost)}
 
 
 def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""A saved PEFT adapter as pairs of matrices, for programs that read LoRA and nothing else of PEFT."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UsageError
+
+FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What an adapter adds to one linear layer: `scale * b @ a`.
+
+    module  the layer's name in the base
+    a       F[r in]
+    b       F[out r]
+    """
+
+    module: str
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def b_for(self, scale: float) -> Tensor:
+        """b for a reader that multiplies with `scale`; the same bytes where that is this pair's own."""
+        return self.b if scale == self.scale else (self.b.float() * (self.scale / scale)).to(self.b.dtype)
+
+
+def read_settings(adapter: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises UsageError."""
+    try:
+        settings = json.loads((adapter / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{adapter / SETTINGS}: {error}") from None
+    if not isinstance(settings, dict):
+        raise UsageError(f"{adapter / SETTINGS}: not a mapping")
+    return settings
+
+
+def read_pairs(adapter: Path, reader: str) -> list[Pair]:
+    """The pairs of a PEFT folder. Raises UsageError for what `reader`, named in the error, does not apply."""
+    from peft.utils.other import get_pattern_key
+    from safetensors.torch import load_file
+
+    settings = read_settings(adapter)
+    if not (adapter / FILE).is_file():
+        raise UsageError(f"{adapter}: no {FILE} there")
+    tensors = load_file(adapter / FILE)
+    refuse_more_than_pairs(adapter, settings, list(tensors), reader)
+    rank, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
+    ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+    pairs = []
+    for name in sorted(name for name in tensors if name.endswith(_A)):
+        module = name.removeprefix(_PREFIX).removesuffix(_A)
+        a, b = tensors[name], tensors[name.removesuffix(_A) + _B]
+        r = ranks.get(get_pattern_key(list(ranks), module), rank)
+        if a.shape[0] != r:
+            raise UsageError(f"{adapter / FILE}: {module} has rank {a.shape[0]}, and {SETTINGS} says {r}")
+        own = alphas.get(get_pattern_key(list(alphas), module), alpha)
+        pairs.append(Pair(module, a, b, own / (math.sqrt(r) if settings.get("use_rslora") else r)))
+    return pairs
+
+
+def refuse_more_than_pairs(adapter: Path, settings: dict[str, Any], names: list[str], reader: str) -> None:
+    """Raises  UsageError for experts, DoRA, layers that were trained in full, embeddings and biases"""
+    unread = [name for name in names if not name.endswith((_A, _B))]
+    kind = settings.get("peft_type")
+    # a pair on stacked experts is named after the module that holds them, and has a row for each expert and rank
+    experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
+    if kind != "LORA":
+        what = f"is {kind}, and {reader} reads LoRA"
+    elif experts:
+        what = f"adapts stacked experts ({experts[0]}), which releases of {reader} drop, or read with rows and columns exchanged"
+    elif settings.get("use_dora"):
+        what = f"is a DoRA adapter, which {reader} does not apply"
+    elif unread:
+        what = f"holds {unread[0]} beside its pairs of matrices, and {reader} reads only these"
+    elif not names:
+        what = "holds no tensor"
+    else:
+        return
+    raise UsageError(f"{adapter}: this adapter {what}", fix="isotype merge writes a whole model, with everything in it")

@@ -1,0 +1,173 @@
+"""A folder from which `ollama create` makes a model: weights, and a Modelfile with the run's own template and stop tokens.
+
+Ollama's templates are Go's. The chat template's text around each message is found by rendering conversations with known contents, and
+the Go template that puts it there is compared with the chat template on other conversations.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from ..data.chat import chat_template
+from ..errors import UsageError
+
+# what Ollama's converter of safetensors knows (0.12 to 0.17) besides the families that are written as GGUF here
+CONVERTED = (
+    "MixtralForCausalLM", "GemmaForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
+_TRIED = ("What is\na bf16?", "Eight bits of mantissa, 7 stored.", "And fp16?", "Eleven; ten stored.", "Thanks! {{ x }}")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The text of a chat template around the messages, without the token that begins every text.
+
+    begin   before the first question where there is no system message
+    system  before and after a system message, up to the first question; None where the template takes none
+    answer  between a question and its answer
+    next    between an answer and the next question
+    prompt  after the last question
+    """
+
+    begin: str
+    system: tuple[str, str] | None
+    answer: str
+    next: str
+    prompt: str
+
+    def text(self, messages: list[dict[str, str]]) -> str:
+        """What the Go template makes of them."""
+        system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+        text = self.system[0] + system + self.system[1] if system and self.system else self.begin
+        first, last = True, ""
+        for message in (m for m in messages if m["role"] != "system"):
+            asked = message["role"] == "user"
+            text += ("" if first else self.next) if asked else self.answer
+            first, last = first and not asked, message["role"]
+            text += message["content"]
+        return text + (self.prompt if last == "user" else "")
+
+    def as_go(self) -> str:
+        begin = _literal(self.begin)
+        if self.system:
+            before, after = map(_literal, self.system)
+            begin = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{begin}{{{{ end }}}}"
+        return (
+            '{{ $first := true }}{{ $last := "" }}' + begin + '{{ range .Messages }}{{ if eq .Role "user" }}'
+            "{{ if $first }}{{ $first = false }}{{ else }}" + _literal(self.next) + "{{ end }}{{ .Content }}{{ $last = .Role }}"
+            '{{ else if eq .Role "assistant" }}' + _literal(self.answer) + "{{ .Content }}{{ $last = .Role }}{{ end }}{{ end }}"
+            '{{ if eq $last "user" }}' + _literal(self.prompt) + "{{ end }}"
+        )  # fmt: skip
+
+
+def _literal(text: str) -> str:
+    return text.replace("{{", '{{ "{{" }}')
+
+
+def turns_of(tokenizer: Any) -> Turns:
+    """Raises  UsageError for a chat template that is no row of turns: one that changes contents, or the turns before it"""
+    template = chat_template(tokenizer, None)
+    begins = tokenizer.bos_token or ""
+
+    def render(contents: list[str], system: str | None = None) -> str:
+        roles = ["user", "assistant"] * len(contents)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": role, "content": content} for role, content in zip(roles, contents)]
+        text = template.render(messages, generation_prompt=len(contents) % 2 == 1, place="the chat template")
+        return text.removeprefix(begins)
+
+    def around(text: str, contents: list[str]) -> list[str]:
+        parts = []
+        for content in contents:
+            before, found, text = text.partition(content)
+            if not found:
+                raise _no_turns()
+            parts.append(before)
+        return [*parts, text]
+
+    asked = ["QuestionOne", "AnswerOne", "QuestionTwo"]
+    begin, answer, then, prompt = around(render(asked), asked)
+    try:
+        before, after, _ = around(render(asked[:1], "SystemOne"), ["SystemOne", asked[0]])
+        system = (before, after)
+    except UsageError:  # the template refuses a system message, or leaves it out
+        system = None
+    turns = Turns(begin, system, answer, then, prompt)
+    for count in (1, 3, 5):
+        for said in (None, "Be brief.\n\nBe right.") if system else (None,):
+            contents = list(_TRIED[-1:] if count == 1 else _TRIED[:count])
+            messages = [{"role": "system", "content": said}] if said else []
+            messages += [{"role": "assistant" if i % 2 else "user", "content": content} for i, content in enumerate(contents)]
+            if turns.text(messages) != render(contents, said):
+                raise _no_turns()
+    return turns
+
+
+def _no_turns() -> UsageError:
+    return UsageError(
+        "the chat template is no plain row of turns, and a Go template of it is not made here",
+        fix="export --to gguf --type BF16, and write a Modelfile with FROM and TEMPLATE for it",
+    )
+
+
+def begins_text(tokenizer: Any) -> bool:
+    """Whether a text begins with the token for it: as the chat template has it, else as the tokenizer does."""
+    if tokenizer.bos_token is None:
+        return False
+    if tokenizer.chat_template:
+        asked = [{"role": "user", "content": "a"}]
+        return (
+            chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the chat template").startswith(tokenizer.bos_token)
+        )
+    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+
+
+def modelfile(folder: Path | str, weights: str) -> str:
+    """The Modelfile of a model whose tokenizer and generation_config are in `folder`. Raises UsageError."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    turns = turns_of(tokenizer) if tokenizer.chat_template else None
+    template = turns.as_go() if turns else "{{ .Prompt }}"
+    stops = [tokenizer.convert_ids_to_tokens(index) for index in _ends(folder, tokenizer)]
+    if turns:
+        # a template may end a turn with a token that is not the tokenizer's end
+        stops += [token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)]
+    if '"""' in template or any('"' in stop for stop in stops):
+        raise _no_turns()
+    lines = [f"FROM {weights}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]
+    return "\n".join(lines) + "\n"
+
+
+def _ends(folder: Path | str, tokenizer: Any) -> list[int]:
+    try:
+        said = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        said = None
+    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
+    return [index for index in ends if index is not None]
+
+
+def write_for_converter(folder: Path) -> None:
+    """What Ollama's converter reads of a model's folder and transformers 5 no longer writes there.
+
+    Without `rope_theta` beside `rope_parameters` it takes 10,000, or 0, as the base of the rotary embedding.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope.pop("rope_theta")
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = rope | {"type": rope["rope_type"]}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": begins_text(tokenizer)}
+    if isinstance(tokenizer.chat_template, str):
+        said["chat_template"] = tokenizer.chat_template
+    file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,85 @@
+"""A packed weight widened in one launch: `cpu.cpp` for a GPU. Bytes moved for n elements: n or n / 2 packed, their scales and, in bf16, 2 n
+written; a program's scales lie in few cache lines."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import on_its_device
+from .kernels import HALVES, KINDS
+
+BLOCK = 1024  # bytes of a program, in one row
+_E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "fp4"))
+
+
+@triton.jit
+def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr):
+    """Below its smallest normal number an integer times UNIT; from there on the bits of a fp32 whose exponent is larger by BIAS."""
+    below = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
+    bits = tl.where((magnitude >> MANTISSA) > 0, (magnitude << (23 - MANTISSA)) + (BIAS << 23), below)
+    return (bits | (sign << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decoded(q, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr, INT8: tl.constexpr, FP4: tl.constexpr):
+    """Numbers as fp32, from their bits in int32."""
+    if KIND == E4M3:
+        value_fp32 = small_float(q & 0x7F, q >> 7, 3, 120, 0.001953125)
+    elif KIND == E5M2:
+        value_fp32 = small_float(q & 0x7F, q >> 7, 2, 112, 1.52587890625e-05)
+    elif KIND == FP4:
+        value_fp32 = small_float(q & 7, q >> 3, 1, 126, 0.5)
+    elif KIND == INT8:
+        value_fp32 = ((q << 24) >> 24).to(tl.float32)
+    else:
+        value_fp32 = (q - 8).to(tl.float32)
+    return value_fp32
+
+
+@triton.jit
+def widen_kernel(
+    out, packed, scale, zero, columns, groups, packed_stride, out_stride, first, height, width,
+    KIND: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr,
+    INT8: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    block = ((first + row) // height - first // height) * groups
+    i = start + tl.arange(0, BLOCK)
+    if HALF:
+        byte = tl.load(packed + row * packed_stride + i, mask=2 * i < columns, other=0).to(tl.int32)  # [BLOCK]
+        low_fp32 = decoded(byte & 15, KIND, E4M3, E5M2, INT8, FP4)
+        high_fp32 = decoded(byte >> 4, KIND, E4M3, E5M2, INT8, FP4)
+        group = block + 2 * i // width
+        inside = 2 * i < columns
+    else:
+        byte = tl.load(packed + row * packed_stride + i, mask=i < columns, other=0).to(tl.int32)  # [BLOCK]
+        low_fp32 = decoded(byte, KIND, E4M3, E5M2, INT8, FP4)
+        high_fp32 = low_fp32
+        group = block + i // width
+        inside = i < columns
+    scale_fp32 = tl.load(scale + group, mask=inside, other=0.0)  # [BLOCK]
+    if ZERO:
+        zero_fp32 = tl.load(zero + group, mask=inside, other=0.0)  # [BLOCK]
+        low_fp32 -= zero_fp32
+        high_fp32 -= zero_fp32
+    if HALF:
+        values_fp32 = tl.interleave(low_fp32 * scale_fp32, high_fp32 * scale_fp32)  # [2 BLOCK]
+        j = 2 * start + tl.arange(0, 2 * BLOCK)
+        tl.store(out + row * out_stride + j, values_fp32.to(out.dtype.element_ty), mask=j < columns)
+    else:
+        tl.store(out + row * out_stride + i, (low_fp32 * scale_fp32).to(out.dtype.element_ty), mask=inside)
+
+
+@on_its_device
+def widen_(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, kind: int, first: int, height: int, width: int) -> None:
+    """Writes `out`, whose columns are adjacent. See `kernels.Ordered`."""
+    rows, columns = out.shape
+    half = kind in [KINDS[name] for name in HALVES]
+    if out.numel():
+        widen_kernel[(rows, triton.cdiv(columns, 2 * BLOCK if half else BLOCK))](
+            out, packed, scale, scale if zero is None else zero, columns, scale.shape[-1], packed.stride(0), out.stride(0), first, height,
+            width, KIND=kind, HALF=half, ZERO=zero is not None, BLOCK=BLOCK, E4M3=_E4M3, E5M2=_E5M2, INT8=_INT8, FP4=_FP4,
+        )  # fmt: skip

@@ -1,0 +1,191 @@
+"""`isotype init --schema` and `isotype init` as a user types them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.cli.merge import merge
+from isotype.config.load import load
+from isotype.errors import UsageError
+from isotype.runs.checkpoint.atomic_folder import write_folder
+from tests.commands import ask
+
+
+def test_the_schema_forbids_unknown_keys_and_describes_every_key():
+    schema = json.loads(ask("init", "--schema"))
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+        assert all(key.get("description") for key in section["properties"].values())
+
+
+def test_init_does_not_overwrite_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    assert str(file) in ask("init", str(file), "--preset", "qlora", "--model", "m", "--data", "d.jsonl")
+    before = file.read_text()
+    assert load(file).config.precision.preset == "nf4-lora"
+    with pytest.raises(UsageError, match="exists already"):
+        ask("init", str(file))
+    assert file.read_text() == before
+    ask("init", str(file), "--force", "--preset", "full")
+    assert load(file).config.adapter.kind == "none"
+
+
+def test_init_prints_the_file_that_it_writes_as_json(tmp_path):
+    answer = json.loads(ask("init", str(tmp_path / "a.yaml"), "--json"))
+    assert (tmp_path / "a.yaml").read_text() == answer["text"]
+    assert ask("init", "-") == answer["text"]
+
+
+# --- `isotype doctor env`.
+
+
+def test_env_as_json_is_the_env_json_of_a_run():
+    result = CliRunner().invoke(build_app(), ["doctor", "env", "--json"])
+    answer = json.loads(result.output)
+    assert answer["environment"]["packages"]["torch"]
+    assert answer["environment"]["devices"][0]["kind"] == "cpu"
+    assert result.exit_code == int(any(f["severity"] == "error" for f in answer["findings"]))
+
+
+# --- `isotype cache` and the compiled kernels: shown with their size, cleared by their last use, and nothing else beside them.
+
+
+def cache(*arguments):
+    return ask("cache", *arguments)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    names = ("rope-0123456789abcdef.so", "lora-fedcba9876543210.so", "lora-fedcba9876543210.lock", "lora-fedcba9876543210.77.tmp")
+    for name in (*names, "mine.so", "notes-0123456789abcdef.txt"):
+        (tmp_path / name).write_bytes(b"x" * 1000)
+    long_ago = time.time() - 40 * 86400
+    os.utime(tmp_path / names[0], (long_ago, long_ago))
+    return tmp_path
+
+
+def test_compiled_kernels_are_shown(kept):
+    assert f"{kept}: 2 compiled kernels, 4 kB" in cache()
+    assert json.loads(cache("--json"))["kernels"] == {"folder": str(kept), "libraries": 2, "bytes": 4000, "removed": 0}
+    (kept / "tokens").mkdir()
+    assert "kernels" not in json.loads(cache(str(kept / "tokens"), "--json"))
+
+
+def test_compiled_kernels_are_cleared_by_their_last_use(kept):
+    assert "removed 1 compiled kernel, 1 kB" in cache("--clear", "--older", "30")
+    assert not (kept / "rope-0123456789abcdef.so").exists()
+    assert json.loads(cache("--clear", "--json"))["kernels"]["removed"] == 3
+    assert sorted(path.name for path in kept.iterdir()) == ["mine.so", "notes-0123456789abcdef.txt"]
+
+
+# --- `isotype report`.
+
+
+def test_report_writes_the_page_and_prints_its_path(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    out = tmp_path / "page.html"
+    ran = CliRunner().invoke(build_app(), ["report", str(tmp_path), "--out", str(out), "--json"])
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout) == {"report": str(out), "picture": str(tmp_path / "page.png")}
+    assert "<svg" in out.read_text()
+    said = CliRunner().invoke(build_app(), ["report", str(tmp_path)]).stdout
+    assert str(tmp_path / "report.html") in said
+    assert str(tmp_path / "report.png") in said
+
+
+def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a run folder"):
+        CliRunner().invoke(build_app(), ["report", str(tmp_path)], catch_exceptions=False)
+
+
+# --- `isotype plan` for a GPU that is not here: what `train.memory` and `train.keep_attention` make of it.
+
+
+SETTINGS = [
+    "model.init=random", "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, "
+    "num_attention_heads: 4, num_key_value_heads: 2}", "data.train=stdlib", "data.limit=40", "data.max_length=128", "train.steps=5",
+    "adapter.r=4", "precision.preset=bf16-lora", "--device", "h200",
+]  # fmt: skip
+
+
+@pytest.fixture
+def planned(shared, tmp_path, monkeypatch):
+    folder = shared / "data" / "stories260k"
+    if not folder.is_dir():
+        pytest.skip("no stories260k beside the checkout")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*more):
+        return CliRunner().invoke(build_app(), ["plan", *SETTINGS, f"model.tokenizer={folder}", *more])
+
+    return run
+
+
+def answer(result):
+    assert result.exit_code == 0, (result.exception, result.output)
+    return json.loads(result.stdout)
+
+
+@pytest.mark.full
+def test_a_target_of_memory_makes_auto_recompute(planned):
+    free = answer(planned("--json"))
+    assert free["checkpointing"]["train.gradient_checkpointing"] == "none"
+    target = 0.9 * free["memory"]["peak"] / 2**20
+    less = answer(planned("--json", f"train.memory={target:.2f}MiB"))
+    assert less["checkpointing"]["train.gradient_checkpointing"] != "none"
+    assert less["memory"]["peak"] < free["memory"]["peak"]
+    assert "train.memory" in less["checkpointing"]["reason"]
+
+
+# --- Ctrl-C ends a command with status 130 and without a traceback, while it is imported too.
+
+
+# sends SIGINT to its own process in place of the first import of a module, where a slow disk would have a user do it
+INTERRUPTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
+sys.meta_path.insert(0, Interrupting())
+"""
+
+
+@pytest.mark.parametrize("module", ["isotype.cli.app", "torch"])
+def test_an_interrupted_command_has_status_130_and_no_traceback(tmp_path, monkeypatch, module):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2] / 'src'}")
+    monkeypatch.setenv("INTERRUPTED_AT", module)
+    command = [sys.executable, "-m", "isotype", "doctor", "trace", "program.py"]
+    (tmp_path / "program.py").write_text("import torch\n")
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
+def test_an_interrupted_merge_says_whether_the_folder_was_written(tmp_path, monkeypatch, capsys, placed, left):
+    out = tmp_path / "merged"
+
+    def interrupted(*given):
+        if placed:
+            write_folder(out, lambda folder: None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge(tmp_path / "run", out)
+    assert capsys.readouterr().err == f"interrupted: {out} {left}\n"

@@ -1,7 +1,0 @@
-"""Tests of a whole matrix, of which `make test` runs a slice and `make test-full` all."""
-
-from __future__ import annotations
-
-import pytest
-
-in_full = pytest.mark.full

@@ -1,0 +1,174 @@
+"""What an update leaves is what the next step finds; what a resumed run loads is what its file holds; what was not watched is listed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from isotype import Callback
+from isotype.errors import DtypeError, RunError
+from isotype.observe.continuity import Continuity
+from isotype.report import write_report
+from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.training.run import train
+from tests.training.toy_task import ToyTask
+
+
+class WithTable(nn.Module):
+    """Adds a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.1, 0.9, 16))
+
+    def forward(self, x):
+        return x + self.table.sum() * 0
+
+
+class Task(ToyTask):
+    """`at_evaluation(model)` runs in each evaluation after step 0's."""
+
+    evaluations = 0
+
+    def network(self, precision, device):
+        return nn.Sequential(*super().network(precision, device), WithTable().to(device))
+
+    def evaluate(self, model, device, **given):
+        self.evaluations += 1
+        if self.evaluations > 1:
+            self.at_evaluation(model)
+        return super().evaluate(model, device, **given)
+
+    def rehearse_evaluation(self, model, device, *, dtype):
+        return super().evaluate(model, device, dtype=dtype)
+
+    def at_evaluation(self, model) -> None: ...
+
+
+@pytest.fixture
+def task(configured):
+    def make(act=None, **sections):
+        given = {"steps": 6, "learning_rate": 1e-2, "eval_every": 2}
+        loaded = configured("run", adapter={"kind": "none"}, train=given | sections.pop("train", {}), **sections)
+        made = Task(loaded.config)
+        if act is not None:
+            made.at_evaluation = act
+        return loaded, made
+
+    return make
+
+
+def round_weight(model):
+    model[0].weight.data.copy_(model[0].weight.bfloat16())
+
+
+def round_table(model):
+    model[-1].table = model[-1].table.bfloat16().float()
+
+
+def shift_weight(model):
+    model[3].bias.data += 1e-3
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (round_weight, "weight 0.weight was rounded to bf16"),
+        (round_table, "buffer 4.table was rounded to bf16"),
+        (shift_weight, "weight 3.bias was changed"),
+    ],
+)
+def test_what_an_evaluation_changes_ends_the_run_before_the_next_update(act, said, task, tmp_path):
+    with pytest.raises(DtypeError, match=f"{said} between the update of step 2 and step 3"):
+        train(*task(act))
+    assert said in json.loads((tmp_path / "run/precision.json").read_text())["violations"][0]["message"]
+
+
+class Rounds(Callback):
+    def on_step(self, moment):
+        round_table(moment.model)
+
+
+def test_a_callback_that_rounds_a_buffer_is_named(task):
+    with pytest.raises(RunError, match=r"CB001 step 1: Rounds.on_step changed 4.table"):
+        train(*task(), callbacks=[Rounds()])
+
+
+@pytest.mark.parametrize("dtype", ["stored", "values"])
+def test_a_checkpoint_whose_states_are_bf16_is_not_resumed_as_fp32(dtype, task, tmp_path):
+    loaded, made = task()
+    assert train(loaded, made) == 0
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    step, _ = store.newest_whole()
+    checkpoint = store.load(step)
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith("exp_avg"):
+            narrow = tensor.bfloat16()
+            checkpoint.tensors[name] = narrow if dtype == "stored" else narrow.float()
+    store.save(checkpoint)
+    loaded, made = task(train={"steps": 8})
+    with pytest.raises(
+        DtypeError,
+        match="were bf16 and now fp32 between the save"
+        if dtype == "stored"
+        else "stored in fp32 with numbers of bf16 after the load of step 6",
+    ):
+        train(loaded, made, resume=tmp_path / "run")
+
+
+def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_path):
+    loaded, made = task()
+    assert train(loaded, made) == 0
+    record = json.loads((tmp_path / "run/precision.json").read_text())
+    assert record["watched"] == ["a step on the longest rows", "an evaluation batch", "a generation"]
+    said = record["not watched"]
+    assert any("other steps than these: " + ", ".join(map(str, record["observed_at"])) in what for what in said)
+    assert any(what.startswith("evaluations, but for one batch") for what in said)
+    page = write_report(tmp_path / "run").page.read_text()
+    assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
+
+
+def updated(model, optimizer):
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+
+
+def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(40)))
+    kept = Continuity(model)
+    last = model[39].weight
+    found = []
+    for number in range(4):
+        kept.take(f"update {number}")
+        last.data.mul_(1.5)  # which PyTorch does not count as a write
+        found += [(number, one.tensor) for one in kept.differences()]
+    assert found == [(2, "39.weight")]
+    kept.take("update 4")
+    with torch.no_grad():
+        last.mul_(1.5)
+    kept.begin()
+    kept.take("update 5")
+    with torch.no_grad():
+        last.mul_(1.5)
+    assert [one.tensor for one in kept.differences()] == ["39.weight"]
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_few_bits_are_those_of_what_an_update_moved(few):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    model.to(torch.bfloat16).float()  # as from a bf16 checkpoint
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept = Continuity(model, optimizer)
+    for step in (1, 2):
+        kept.take(f"update {step}")
+        updated(model, optimizer)
+        if few:
+            for p in model.parameters():
+                p.data.copy_(p.bfloat16())
+                optimizer.state[p]["exp_avg"].copy_(optimizer.state[p]["exp_avg"].bfloat16())
+    assert [one.tensor for one in kept.moved_with_few_bits()] == (["weight", "bias", "exp_avg of weight", "exp_avg of bias"] if few else [])
