@@ -2,6 +2,7 @@
 
 python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
 python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alternating, and its memory, at 160M
+python -m benchmarks.dropin line SFT DPO        a whole train() of ten steps, each way in a process of its own: preflight, record and peak
 python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
 python -m benchmarks.dropin bf16                errors of SFT, DPO and GRPO in bf16 against fp64
 python -m benchmarks.dropin table               writes the table into docs/trainers.md
@@ -13,7 +14,9 @@ import argparse
 import ctypes
 import gc
 import json
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -309,6 +312,36 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
     }  # fmt: skip
 
 
+def line(name: str, *, length: int, rows: int, pairs: int, layers: int) -> dict[str, Any]:
+    """The promised line as a user runs it, preflight and record included: `train()` of ten steps, and the peak of its process."""
+    runs: dict[str, list[dict[str, float]]] = {"unmodified": [], "attached": []}
+    asked = ["--length", str(length), "--rows", str(rows), "--layers", str(layers)]
+    for _pair in range(pairs):
+        for way, of in runs.items():
+            command = [sys.executable, "-m", "benchmarks.dropin", "one-line", name, way, *asked]
+            made = subprocess.run(command, capture_output=True, text=True, check=True)
+            of.append(json.loads(made.stdout.splitlines()[-1]))
+    middle = {way: {key: statistics.median(run[key] for run in of) for key in of[0]} for way, of in runs.items()}
+    ratios = {key: middle["attached"][key] / middle["unmodified"][key] for key in middle["attached"]}
+    return {"trainer": name, "rows": rows, "length": length, "layers": layers, "pairs": pairs, **middle, "attached/unmodified": ratios}
+
+
+def one_line(name: str, way: str, *, length: int, rows: int, layers: int) -> dict[str, float]:
+    """Seconds, CPU seconds, and MiB of the process at its highest: with libraries and model, as it was before, and grown."""
+    from isotype.integrations import attach
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = large_trainer(name, Path(folder), length=length, rows=rows, checkpointing=False, layers=layers)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        wall, cpu = time.perf_counter(), time.process_time()
+        if way == "attached":
+            attach(trainer, "bf16-lora", quiet=True)
+        trainer.train()
+        took = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": took[0], "cpu_seconds": took[1], "peak_mib": peak, "grown_mib": max(1.0, peak - before)}
+
+
 def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
     """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios.
 
@@ -383,7 +416,7 @@ def keep(key: str, value: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["curves", "bf16", "speed", "overhead", "table"])
+    parser.add_argument("what", choices=["curves", "bf16", "speed", "line", "one-line", "overhead", "table"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--length", type=int, default=512)
@@ -411,6 +444,13 @@ def main() -> None:
             )
             keep("speed", [found])
             print(json.dumps(found, indent=1))
+    elif given.what == "line":
+        for name in given.names or ["SFT"]:
+            found = line(name, length=given.length, rows=given.rows, pairs=given.pairs or 3, layers=given.layers)
+            keep("line", [found])
+            print(json.dumps(found, indent=1))
+    elif given.what == "one-line":
+        print(json.dumps(one_line(*given.names, length=given.length, rows=given.rows, layers=given.layers)))
     elif given.what == "overhead":
         found = overhead(pairs=given.pairs or 10, layers=given.layers, length=given.length)
         keep("overhead", [found])

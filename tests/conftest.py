@@ -110,6 +110,21 @@ def configured(workshop, tmp_path):
     return configure_in(workshop, tmp_path)
 
 
+@pytest.fixture
+def standing(tmp_path, monkeypatch):
+    """A hub without repositories, in tmp_path/hub, and a token for it."""
+    from huggingface_hub import constants
+
+    from tests.hub import TOKEN, hub
+
+    with hub(tmp_path / "hub") as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield found
+
+
 @pytest.fixture(scope="session")
 def default_run(workshop, tmp_path_factory) -> Path:
     """The folder of a run of `configured()` that nothing disturbed. Tests read it only."""

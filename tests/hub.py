@@ -1,8 +1,12 @@
 """A hub of its own for a test: one server on this machine that answers for repositories in a folder as the Hugging Face hub does.
 
-folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories, each with one commit.
+folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories, each with one commit. Models can be made and written with
+the token `TOKEN`.
 """
 
+from __future__ import annotations
+
+import base64
 import hashlib
 import json
 import threading
@@ -13,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+TOKEN = "hf_standin"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -22,6 +27,12 @@ class Hub:
 
     url: str
     asked: list[str] = field(default_factory=list)
+    role: str = "write"
+    """What the token may do."""
+    private: dict[str, bool] = field(default_factory=dict)
+    """Repository -> whether it was made private."""
+    full: bool = False
+    """Every commit is refused."""
 
 
 @contextmanager
@@ -51,8 +62,38 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[:2] == ["api", "validate-yaml"]:
+            self._send_json({"warnings": [], "errors": []})
+        elif parts[1:] == ["repos", "create"] or parts[4:5] in (["preupload"], ["commit"]):
+            self._write(parts, body)
+        else:
+            self._answer()
+
+    def _write(self, parts: list[str], body: bytes) -> None:
+        hub, models = self.server.hub, self.server.folder / "models"
+        hub.asked.append(f"POST /{'/'.join(parts)}")
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._refuse(401, "RepoNotFound")
+        elif parts[-1] == "create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            (models / name).mkdir(parents=True, exist_ok=True)
+            hub.private.setdefault(name, bool(asked.get("private")) or asked.get("visibility") == "private")
+            self._send_json({"url": f"{hub.url}/{name}"})
+        elif parts[4] == "preupload":
+            files = json.loads(body)["files"]
+            self._send_json({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+        elif hub.full:
+            self._refuse(403, "NoSpace")
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    file = models / parts[2] / parts[3] / line["value"]["path"]
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(base64.b64decode(line["value"]["content"]))
+            self._send_json({"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{parts[2]}/{parts[3]}/commit/{COMMIT}"})
 
     def log_message(self, *given: object) -> None:
         pass
@@ -61,6 +102,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.hub.asked.append(f"{self.command} {path}")
         parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "whoami-v2"]:
+            if self.headers.get("Authorization") == f"Bearer {TOKEN}":
+                self._send_json({"name": "me", "type": "user", "auth": {"accessToken": {"role": self.server.hub.role}}})
+            else:
+                self._refuse(401, "InvalidToken")
+            return
         if parts[0] == "api" and len(parts) > 3:
             self._answer_api(parts[1], "/".join(parts[2:4]), parts[4:])
             return

@@ -53,6 +53,19 @@ def lora(model, *, seed: int = 1, **changes):
     return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}))
 
 
+def step(model, **inputs):
+    """(the loss of one call, the gradient of every parameter that has one)"""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(got, want, *, rtol=1e-4, atol=1e-6):
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=atol)
+
+
 def rows(count: int = 16, *, seed: int = 0, longest: int = 24) -> list[Row]:
     """Rows of different lengths; the first third of each is a prompt without loss."""
     g = torch.Generator().manual_seed(seed)

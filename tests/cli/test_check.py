@@ -1,4 +1,4 @@
-"""`isotype doctor check` as its user runs it: table, JSON, exit statuses; bad input is one line and status 2."""
+"""`isotype doctor check`, `explain` and `trace` as their user runs them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`isotype init --schema` and `isotype init` as a user types them."""
+"""`isotype init`, `doctor env`, `cache`, `report`, `plan`, and Ctrl-C, as a user types them."""
 
 import json
 import os

@@ -244,9 +244,7 @@ def test_other_tools_names_are_known(write):
         ("parallel:\n  param_dtype: bf16", "run.yaml:2 parallel.param_dtype: not offered: it rounds adapters, norms and their gradients; "),
         ("parallel:\n  kind: cp", "got cp; context parallelism is not offered yet; "),
         ("parallel:\n  reduce_dtype: fp32", "run.yaml:2 parallel.reduce_dtype: unknown key; here it is precision.reduce"),
-        ("adapter:\n  dora: true", "run.yaml:2 adapter.dora: DoRA is not offered yet; adapter.rslora: true is"),
-        ("adapter:\n  kind: dora", "run.yaml:2 adapter.kind: expected one of lora none, got dora; DoRA is not offered yet"),
-        ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: changing the rotary embedding is not offered yet; "),
+        ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: unknown key; here it is model.rope_parameters"),
     ],
 )
 def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):

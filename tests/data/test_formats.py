@@ -21,66 +21,54 @@ def read(row: Any, form: str = "auto", columns: dict[str, str] | None = None) ->
     return example(record, name, needs_answer=True, columns=columns)
 
 
-def test_sharegpt_is_a_conversation() -> None:
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
-    assert read({"conversations": turns, "id": 1}).messages == (ASK, ANSWER)
-    assert read({"conversations": json.dumps(turns), "system": "be kind"}).messages == (
-        {"role": "system", "content": "be kind"},
-        ASK,
-        ANSWER,
-    )
-    assert read({"conversations": [ASK, ANSWER]}).messages == (ASK, ANSWER)
+def from_gpt(*turns: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[i % 2], "value": turn} for i, turn in enumerate(turns)]
 
 
-def test_a_system_prompt_beside_the_messages_is_their_first_turn() -> None:
-    found = read({"system": "be kind", "messages": [ASK, ANSWER]})
-    assert found.messages == ({"role": "system", "content": "be kind"}, ASK, ANSWER)
-    assert read({"system": None, "messages": [ASK, ANSWER]}).messages == (ASK, ANSWER)
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", **more, "function": {"name": "add", "arguments": arguments}}
 
 
-def test_sharegpt_tool_turns_become_calls_and_results() -> None:
-    turns = [
-        {"from": "human", "value": "2+3?"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
-        {"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"},
-    ]  # fmt: skip
-    found = read({"conversations": turns, "tools": json.dumps([TOOL])})
-    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
-    assert found.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
-    assert found.tools == [TOOL]
+SYSTEM, RESULT = {"role": "system", "content": "be kind"}, {"role": "function", "name": "add", "content": "5"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [called({"a": 2})]}
+ROWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sharegpt": ({"conversations": from_gpt("hi", "yes"), "id": 1}, (ASK, ANSWER)),
+    "sharegpt as JSON": ({"conversations": json.dumps(from_gpt("hi", "yes")), "system": "be kind"}, (SYSTEM, ASK, ANSWER)),
+    "messages under its key": ({"conversations": [ASK, ANSWER]}, (ASK, ANSWER)),
+    "a system prompt": ({"system": "be kind", "messages": [ASK, ANSWER]}, (SYSTEM, ASK, ANSWER)),
+    "no system prompt": ({"system": None, "messages": [ASK, ANSWER]}, (ASK, ANSWER)),
+    "text parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]},
+        (ASK, ANSWER),
+    ),
+    "alpaca": ({"instruction": "hi", "input": None, "output": "yes", "system": "be kind"}, (SYSTEM, ASK, ANSWER)),
+    "alpaca's input": ({"instruction": "h", "input": "i", "output": "yes"}, ({"role": "user", "content": "h\n\ni"}, ANSWER)),
+    "alpaca's history": ({"instruction": "hi", "output": "yes", "history": [["hi", "yes"]]}, (ASK, ANSWER, ASK, ANSWER)),
+    "sharegpt's calls": (
+        {"conversations": [
+            {"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+            {"from": "observation", "value": "5"}, {"from": "gpt", "value": "yes"},
+        ]},
+        (ASK, CALL, {"role": "tool", "content": "5"}, ANSWER),
+    ),
+    "arguments as text": (
+        {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [called('{"a": 2}', id="1")]}, ANSWER]},
+        (ASK, {**CALL, "tool_calls": [called({"a": 2}, id="1")]}, ANSWER),
+    ),
+    "OpenAI's older names": (
+        {"functions": [TOOL["function"]], "messages": [
+            ASK, {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}}, RESULT, ANSWER]},
+        (ASK, CALL, {**RESULT, "role": "tool"}, ANSWER),
+    ),
+}  # fmt: skip
 
 
-def test_alpaca_is_a_question_with_its_answer() -> None:
-    asked = {"role": "user", "content": "Add.\n\n2 and 3"}
-    assert read({"instruction": "Add.", "input": "2 and 3", "output": "5"}).messages == (asked, {"role": "assistant", "content": "5"})
-    long = read({"instruction": "hi", "input": None, "output": "yes", "system": "be kind", "history": [["a", "b"]]})
-    assert [m["role"] for m in long.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert long.messages[-2:] == (ASK, ANSWER)
-
-
-def test_arguments_of_a_call_are_an_object_however_they_are_written() -> None:
-    calls = [{"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 2}'}}]
-    row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "5"}, ANSWER]}
-    message = read(row).messages[1]
-    assert message["content"] == ""
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 2}
-    assert message["tool_calls"][0]["id"] == "1"
-
-
-def test_openais_older_names_of_calls_results_and_tools_are_read() -> None:
-    call = {"name": "add", "arguments": '{"a": 2}'}
-    result = {"role": "function", "name": "add", "content": "5"}
-    found = read(
-        {"functions": [TOOL["function"]], "messages": [ASK, {"role": "assistant", "content": None, "function_call": call}, result, ANSWER]}
-    )
-    assert found.tools == [TOOL]
-    assert found.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
-    assert "function_call" not in found.messages[1]
-    assert found.messages[2] == {**result, "role": "tool"}
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    assert read({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages == (ASK, ANSWER)
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_every_format_become_the_same_messages(name: str) -> None:
+    row, messages = ROWS[name]
+    found = read(row)
+    assert found.messages == messages
+    assert found.tools == ([TOOL] if "functions" in row else None)
 
 
 def test_of_a_pair_of_messages_only_the_completion_is_learnt() -> None:

@@ -1,4 +1,4 @@
-"""What is compared between processes before the first step."""
+"""Which process of a run this is, what is compared before the first step, and which rows a process computes."""
 
 from dataclasses import dataclass
 from itertools import count, groupby

@@ -27,10 +27,17 @@ def large(workshop):
     return folder, sum(p.numel() for p in model.parameters())
 
 
+def measured(what, processes, folder):
+    files = [str(folder / name) for name in ("run.yaml", "result.json", "tiny.yaml")]
+    status, said = ended(start(processes, "-m", "tests.distributed.measured", what, *files[: 3 if what == "loading" else 2]))
+    assert status == 0, said
+    return json.loads((folder / "result.json").read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "adapter", "processes", "bytes_a_weight"), [
     ("bf16-mixed", "none", 3, 4.0),  # the files' bf16 becomes fp32
-    pytest.param("bf16-lora", "lora", 2, 2.0, marks=pytest.mark.full),  # the files' own dtype
+    ("bf16-lora", "lora", 2, 2.0),  # the files' own dtype
 ])  # fmt: skip
 def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, processes, bytes_a_weight, large, configured, tmp_path):
     base, elements = large
@@ -38,10 +45,7 @@ def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, process
     settings["train"] = {"batch_size": 6, "accumulate": 1}
     configured("tiny", **settings)
     configured("run", model={"name": str(base)}, **settings)
-    files = [str(tmp_path / name) for name in ("tiny.yaml", "run.yaml", "result.json")]
-    status, said = ended(start(processes, "-m", "tests.distributed.measured_loading", *files))
-    assert status == 0, said
-    found = json.loads((tmp_path / "result.json").read_text())
+    found = measured("loading", processes, tmp_path)
     # processes of a machine read one after the other, each beside the parts of those before
     most = max(sum(end for _, end in found[:rank]) + peak for rank, (peak, _) in enumerate(found))
     model = elements * bytes_a_weight
@@ -51,17 +55,13 @@ def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, process
 
 
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_machine_holds_a_four_bit_model_once_beside_the_parts(large, configured, tmp_path):
     """Each process holds all 4-bit weights until it cuts them, and the processes take turns."""
     base, elements = large
     settings = {"precision": {"preset": "nf4-lora"}, "parallel": {"kind": "shard"}, "train": {"batch_size": 2, "accumulate": 1}}
     configured("tiny", **settings)
     configured("run", model={"name": str(base)}, **settings)
-    files = [str(tmp_path / name) for name in ("tiny.yaml", "run.yaml", "result.json")]
-    status, said = ended(start(2, "-m", "tests.distributed.measured_loading", *files))
-    assert status == 0, said
-    found = json.loads((tmp_path / "result.json").read_text())
+    found = measured("loading", 2, tmp_path)
     in_four_bits = elements * 0.53  # with its scales
     print("nf4-lora", [[round(number / in_four_bits, 3) for number in one] for one in found])
     for peak, end in found:
@@ -83,10 +83,7 @@ def test_the_planned_memory_of_a_process_is_the_measured_one(processes, preset, 
     settings = {"precision": {"preset": preset}, "adapter": {"kind": adapter}, "parallel": {"kind": "shard"}}
     settings["train"] = {"batch_size": 2, "accumulate": 2, "gradient_checkpointing": recompute}
     configured("run", model={"name": str(large[0])}, **settings)
-    files = [str(tmp_path / name) for name in ("run.yaml", "result.json")]
-    status, said = ended(start(processes, "-m", "tests.distributed.measured_part", *files))
-    assert status == 0, said
-    found = json.loads((tmp_path / "result.json").read_text())
+    found = measured("steps", processes, tmp_path)
     print(preset, {name: value >> 20 for name, value in found["planned"].items() if value}, [value >> 20 for value in found["measured"]])
-    for measured in found["measured"]:
-        assert found["planned"]["peak"] == pytest.approx(measured, rel=0.15)
+    for taken in found["measured"]:
+        assert found["planned"]["peak"] == pytest.approx(taken, rel=0.15)

@@ -1,4 +1,4 @@
-"""The site: it builds without warnings, its pages name what the package offers, and copies of pages lead where the originals lead."""
+"""The site, the pages of the design, links, and pages that scripts write."""
 
 import importlib.util
 import re

@@ -18,8 +18,7 @@ from isotype.errors import IsotypeError
 from . import fuzz
 from .corruption import corruption_trials
 from .disk import disk_trials
-from .kills import kill_trials
-from .matrix import CELLS, SLICE, matrix_trials
+from .kills import CELLS, SLICE, kill_trials, matrix_trials
 from .nonfinite import nan_trials
 from .ranks import rank_trials
 from .trial import Trial, as_lines, summarise

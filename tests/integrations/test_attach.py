@@ -308,3 +308,20 @@ def test_the_checkpoint_is_an_ordinary_one_and_resumes_both_ways(models, tmp_pat
         resumed.train(resume_from_checkpoint=str(tmp_path / f"{first}" / "checkpoint-2"))
         got = [row[key] for row in resumed.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
         assert got == pytest.approx(whole, rel=1e-5)
+
+
+def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
+    seen = []
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            seen.append(logits.dtype)
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    trainer = plain(Setting(models, bf16=True), Own)
+    attached = attach(trainer, "bf16-lora", quiet=True)
+    assert any(re.search(r"Own.compute_loss at test_attach.py:\d+ runs as it is", note) for note in attached.notes)
+    trainer.train()
+    assert set(seen) == {torch.float32}

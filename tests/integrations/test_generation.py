@@ -1,4 +1,4 @@
-"""Generation by callbacks, rollouts and predict_with_generate of attached trainers, in the middle of training."""
+"""Generation of attached trainers in the middle of training, and their reference models."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The thin ways in: a callback, axolotl's plugin, ms-swift's external plugin. The tools themselves are stood in for by their interface."""
+"""The thin ways in: a callback, the plugins of axolotl and ms-swift, stood in for by their interface; TRL's own scripts with one line."""
 
 import importlib
 import json

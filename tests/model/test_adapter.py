@@ -1,4 +1,4 @@
-"""Adapters: `model.lora_branch` is refused where it would have no effect; a Mamba model's targets; what is saved."""
+"""Adapters: targets, modules trained in full, and tokens that a tokenizer did not have."""
 
 import json
 

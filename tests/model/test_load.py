@@ -1,22 +1,31 @@
+"""A base as it is loaded: dtypes, quantisation weight by weight, attention, buffers; and models that cannot be loaded."""
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from isotype.config.schema import ModelSection
+from isotype.config.schema import ModelSection, RunConfig
 from isotype.errors import UsageError
+from isotype.model.adapter import save_adapter
 from isotype.model.architecture import attention_line, attention_of
+from isotype.model.build import build_model
 from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
 from isotype.precision import PRESETS
+from isotype.precision.apply import is_quantised
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
+from isotype.tasks.language.outline import outline
+from isotype.tasks.language.result import load_result
 from isotype.training.memory.plan import LiveBytes
 from tests.models import SIZES, rows, tiny
 
 CPU = torch.device("cpu")
 
 
-def load(source, preset="bf16-lora", *, trainable=False, attention="sdpa"):
-    return load_base(source, PRESETS[preset], attention=attention, device=CPU, trainable=trainable)
+def load(source, preset="bf16-lora", *, trainable=False, attention="sdpa", notes=None):
+    return load_base(source, PRESETS[preset], attention=attention, device=CPU, trainable=trainable, notes=notes)
 
 
 @pytest.mark.parametrize(("preset", "trainable", "dtype"), [("bf16-lora", False, torch.bfloat16), ("bf16-mixed", True, torch.float32)])
@@ -144,3 +153,96 @@ def test_a_classifier_is_refused_as_what_it_is(tmp_path, tied):
 
 
 # --- A model of which a process keeps a part is made as the whole one: the same adapter, the same values, the same manifest.
+
+
+# --- What an adapter trains in full is not quantised with the rest of the base, whatever kind of module it is.
+
+
+NF4 = PRESETS["nf4-lora"]
+# family -> what is trained in full, and the layers of the base that stay quantised
+CASES = {
+    "head of several layers": ("roberta-prelayernorm", {"is_decoder": True}, ["lm_head"], 12),
+    "layers of the body": ("llama", {}, ["down_proj", "1.mlp.up_proj"], 11),
+    "head alone": ("llama", {}, ["lm_head"], 14),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case if case == "layers of the body" else pytest.param(case, marks=pytest.mark.full) for case in CASES])
+def test_what_is_trained_in_full_is_not_quantised(case, workshop, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    family, more, names, packed = CASES[case]
+    tokenizer = load_tokenizer(RunConfig.model_validate({"model": {"name": str(workshop.base)}}).model)
+    base = tiny(family, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, **more)
+    base.save_pretrained(tmp_path / "base")
+    source = Source(str(tmp_path / "base"))
+    config = RunConfig.model_validate({
+        "model": {"name": source.name}, "adapter": {"r": 2, "targets": ["q_proj", "query"], "modules_to_save": names},
+    })  # fmt: skip
+    planned = outline(base.config, config, NF4, device_type="cpu")
+    model, _ = build_model(config, NF4, source, tokenizer, CPU)
+    for made in (planned.model, model):
+        assert sum(is_quantised(p) for p in made.parameters()) == packed
+    assert planned.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    ids = torch.arange(3, 19)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    in_full = {name: p for name, p in model.named_parameters() if ".modules_to_save." in name}
+    assert in_full
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in in_full.values())
+    with torch.no_grad():
+        for parameter in in_full.values():
+            parameter.add_(0.01)
+        said = model.eval()(input_ids=ids).logits + 0
+    save_adapter(model, tmp_path / "adapter", NF4)
+    again = load_result(tmp_path / "adapter", source, NF4, config=config.model, device=CPU).eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits + 0, said)
+
+
+# --- Buffers that no file holds have the constructor's values, and rotary tables do not depend on earlier batches.
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_buffers"
+
+
+class Own(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        made = nn.Module()
+        made.register_buffer("angles", torch.arange(4).float() / 3, persistent=False)
+        made.register_buffer("numbers", torch.arange(5), persistent=False)
+        made.register_buffer("below", torch.ones(3, 3).tril().bool(), persistent=False)
+        made.register_buffer("kept", torch.full((2,), 7.0))
+        self.own = made
+
+
+@pytest.fixture
+def with_buffers(tmp_path):
+    torch.manual_seed(0)
+    config = OwnConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    Own(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.register(OwnConfig, Own, exist_ok=True)
+    AutoConfig.register("own_buffers", OwnConfig, exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-pure"])
+def test_buffers_have_the_constructors_values(with_buffers, name):
+    notes = []
+    own = load(Source(str(with_buffers)), name, trainable=True, attention="eager", notes=notes).own
+    assert torch.equal(own.angles, torch.arange(4).float() / 3)
+    assert torch.equal(own.numbers, torch.arange(5))
+    assert torch.equal(own.below, torch.ones(3, 3).tril().bool())
+    assert torch.equal(own.kept.float(), torch.full((2,), 7.0))
+    assert notes[0].startswith("3 buffers that no file holds, own.angles first")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def logits(model, length):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 3 + length)[None]).logits

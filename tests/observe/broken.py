@@ -10,15 +10,6 @@ from .program import program
 from .tiny import HIDDEN, MLP, Attention, Rotary, Tiny, tiny
 
 
-class Fp64ThenFp16MLP(MLP):
-    """Multiplies in fp64, then in fp16, and casts back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            h = F.silu(x.double() @ self.up.weight.double().t())
-            return (h.half() @ self.down.weight.half().t()).to(x.dtype)
-
-
 class Fp16MLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return in_fp16(self, x)
@@ -38,13 +29,6 @@ class Fp32MLP(MLP):
             return F.linear(F.silu(F.linear(x.float(), self.up.weight)), self.down.weight).to(x.dtype)
 
 
-class EinsumMLP(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            h = torch.einsum("bth,fh->btf", x.float(), self.up.weight.float())
-        return self.down(F.silu(h).to(x.dtype))
-
-
 class Fp32Convolution(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -56,26 +40,10 @@ class Fp32Convolution(MLP):
         return super().forward(mixed.to(x.dtype))
 
 
-class Fp16Scores(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            scores = q.half() @ k.half().transpose(-1, -2)
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        return scores.float().masked_fill(~mask, -1e4).softmax(-1).to(v.dtype) @ v
-
-
 class Fp32Attention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(q.dtype)
-
-
-class NarrowScale(Attention):
-    """The scale of the scores from a sum of squares in bf16, widened afterwards."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale = torch.full((q.shape[-1],), 1.1, dtype=torch.bfloat16).pow(2).sum().rsqrt().float()
-        return F.scaled_dot_product_attention((q.float() * scale).to(q.dtype), k, v, is_causal=True)
 
 
 class NarrowTable(Rotary):
@@ -83,14 +51,6 @@ class NarrowTable(Rotary):
         angles = torch.outer(torch.arange(x.shape[1]).to(torch.bfloat16), self.inv_freq.bfloat16())
         angles = torch.cat([angles, angles], -1)
         return angles.cos().float().to(x.dtype), angles.sin().float().to(x.dtype)
-
-
-class Fp16Table(Rotary):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", enabled=False):
-            angles = (torch.arange(x.shape[1]).half()[:, None] * self.inv_freq.half()).float()
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 class ScaledEmbedding(Tiny):
@@ -101,14 +61,6 @@ class ScaledEmbedding(Tiny):
         return (x.double() * HIDDEN**0.5).to(x.dtype)
 
 
-class NarrowAuxiliaryLoss(Tiny):
-    """Log-probabilities inside the model, in bf16, whose mean is added to the logits."""
-
-    def scores(self, x: Tensor) -> Tensor:
-        y = self.head(x)
-        return y + 1e-3 * y.log_softmax(-1).mean(-1, keepdim=True)
-
-
 def narrow_loss(run) -> None:
     """The loss in bf16, widened at the end."""
 
@@ -116,18 +68,6 @@ def narrow_loss(run) -> None:
         logp = logits.bfloat16().log_softmax(-1)
         picked = logp.flatten(0, 1).gather(1, labels.clamp(min=0).flatten()[:, None]).squeeze(1)
         return -(picked * (labels.flatten() >= 0)).sum().float()
-
-    run.loss = loss
-
-
-def narrow_written_out_loss(run) -> None:
-    """logsumexp from exp and a sum, in bf16."""
-
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        z = logits.bfloat16().flatten(0, 1)
-        lse = z.exp().sum(-1).log()
-        picked = z.gather(1, labels.clamp(min=0).flatten()[:, None]).squeeze(1)
-        return ((lse - picked).float() * (labels.flatten() >= 0)).sum()
 
     run.loss = loss
 
@@ -191,14 +131,6 @@ def accumulated_in_bf16(run) -> None:
         p.register_post_accumulate_grad_hook(added)
 
 
-def states_kept_narrow(run) -> None:
-    def rounded(optimizer, args, kwargs) -> None:
-        for state in optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
-
-    run.stepper.optimizer.register_step_post_hook(rounded)
-
-
 class SignMomentum(torch.optim.Optimizer):
     """Keeps its momentum, and does its sums, in the dtype it is given."""
 
@@ -246,18 +178,6 @@ class RunningMean(MLP):
         return super().forward((x.float() - self.running.float()).to(x.dtype))
 
 
-class Fp64Bias(Attention):
-    """Scores get a bias from an fp64 buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.linspace(0, 1, 4, dtype=torch.float64)[:, None, None])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-1, -2)).float() - self.slopes * torch.arange(k.shape[2])
-        return scores.softmax(-1).to(v.dtype) @ v
-
-
 def recast(run) -> None:
     weight = run.model.layers[0].mlp.up.weight
     weight.data = weight.data.bfloat16()
@@ -284,12 +204,6 @@ class DoubleAccumulator(MLP):
         return total.to(x.dtype)
 
 
-class Fp32Head(Tiny):
-    def scores(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(x.float(), self.head.weight).to(x.dtype)
-
-
 def norm_of_gradients_in_bf16(run) -> None:
     """Clips by a norm that it sums in bf16."""
 
@@ -300,54 +214,6 @@ def norm_of_gradients_in_bf16(run) -> None:
             g.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
 
     run.stepper.optimizer.register_step_pre_hook(clip)
-
-
-class AccumulatesInBf16(torch.autograd.Function):
-    """x @ w, whose backward adds the weight's gradient up token by token in bf16."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.to(x.dtype).t()
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        total = torch.zeros(w.shape, dtype=torch.bfloat16)
-        for g, row in zip(dy.flatten(0, 1), x.flatten(0, 1)):
-            total += g[:, None] * row
-        return dy @ w.to(dy.dtype), total.float()
-
-
-class WithNarrowAccumulation(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            h = AccumulatesInBf16.apply(x, self.up.weight)
-        return self.down(self.act(h))
-
-
-class StandardisedByTable(Rotary):
-    """Inverse frequencies made anew in fp16 and widened before they are used."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        size = 2 * self.inv_freq.numel()
-        exponents = torch.arange(0, size, 2).to(torch.bfloat16) / size
-        frequencies = (1.0 / 10000**exponents).float()
-        angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies)
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-class LaterInFp16(MLP):
-    """Right in its first call, in fp16 from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) if self.calls == 1 else in_fp16(self, x)
 
 
 def at_step(number: int, change):
@@ -367,11 +233,6 @@ def swap_module(run) -> None:
     new = Fp16MLP()
     new.load_state_dict(run.model.layers[0].mlp.state_dict())
     run.model.layers[0].mlp = new
-
-
-def swap_parameter(run) -> None:
-    mlp = run.model.layers[0].mlp
-    mlp.up.weight = nn.Parameter(mlp.up.weight.detach().bfloat16())
 
 
 class CompiledMLP(MLP):
@@ -403,18 +264,13 @@ class CustomOp(MLP):
         return super().forward(x - narrow_mean(x.detach()))
 
 
-for made in (
-    Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, RunningMean, DoubleAccumulator, WithNarrowAccumulation, CompiledMLP,
-    CustomOp,
-):  # fmt: skip
+for made in (Fp16MLP, Fp32MLP, Fp32Convolution, RunningMean, DoubleAccumulator, CompiledMLP, CustomOp):
     program(made.__name__, lambda made=made: tiny(mlp=made))
-for made in (Fp16Scores, Fp32Attention, NarrowScale, Fp64Bias, DistanceBias):
+for made in (Fp32Attention, DistanceBias):
     program(made.__name__, lambda made=made: tiny(attention=made))
-for made in (NarrowTable, Fp16Table, StandardisedByTable):
-    program(made.__name__, lambda made=made: tiny(rotary=made))
-for made in (ScaledEmbedding, NarrowAuxiliaryLoss, Fp32Head):
-    program(made.__name__, made)
-for change in (narrow_loss, narrow_written_out_loss, accumulated_in_bf16, states_kept_narrow, norm_of_gradients_in_bf16, recast):
+program("NarrowTable", lambda: tiny(rotary=NarrowTable))
+program("ScaledEmbedding", ScaledEmbedding)
+for change in (narrow_loss, accumulated_in_bf16, norm_of_gradients_in_bf16, recast):
     program(change.__name__, tiny, prepare=change)
 program("custom_backward_sums_in_bf16", lambda: tiny(mlp=with_function(NarrowSum)))
 program("custom_backward_multiplies_in_fp32", lambda: tiny(mlp=with_function(WideProduct)))
@@ -423,8 +279,6 @@ program("optimizer_sums_in_bf16", tiny, prepare=with_optimizer(torch.bfloat16, t
 program("optimizer_keeps_bf16", tiny, prepare=with_optimizer(torch.float32, torch.bfloat16))
 program("optimizer_in_fp64", tiny, prepare=with_optimizer(torch.float64, torch.float32))
 program("bf16_table_buffer", with_buffer_in(torch.bfloat16))
-program("later_in_fp16", lambda: tiny(mlp=LaterInFp16), steps=8)
 program("buffer_swapped_later", tiny, steps=4, before_step=at_step(3, swap_buffer))
 program("forward_swapped_later", tiny, steps=4, before_step=at_step(3, swap_forward))
 program("module_swapped_later", tiny, steps=4, before_step=at_step(3, swap_module))
-program("parameter_swapped_later", tiny, steps=4, before_step=at_step(3, swap_parameter))

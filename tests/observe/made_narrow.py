@@ -14,21 +14,13 @@ from .tiny import MLP, TinyRMSNorm, tiny
 RATE = 0.1
 MAKERS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
     "full": lambda y, number, dtype: torch.full(y.shape, number, dtype=dtype),
-    "full_like": lambda y, number, dtype: torch.full_like(y, number, dtype=dtype),
-    "new_full": lambda y, number, dtype: y.new_full(y.shape, number, dtype=dtype),
     "tensor": lambda y, number, dtype: torch.tensor(number, dtype=dtype),
-    "tensor_of_a_list": lambda y, number, dtype: torch.tensor([number], dtype=dtype),
-    "as_tensor": lambda y, number, dtype: torch.as_tensor([number], dtype=dtype),
-    "new_tensor": lambda y, number, dtype: torch.ones(1, dtype=dtype).new_tensor([number]),
-    "scalar_tensor": lambda y, number, dtype: torch.scalar_tensor(number, dtype=dtype),
     "fill": lambda y, number, dtype: torch.empty(y.shape, dtype=dtype).fill_(number),
-    "filled_with_a_tensor": lambda y, number, dtype: torch.empty(y.shape, dtype=dtype).fill_(torch.tensor(number)),
     "assigned": lambda y, number, dtype: _assigned(torch.zeros(y.shape, dtype=dtype), number),
     "masked_fill": lambda y, number, dtype: torch.zeros(y.shape, dtype=dtype).masked_fill(torch.rand(y.shape) > RATE, number),
     "where": lambda y, number, dtype: torch.where(torch.rand(y.shape) > RATE, torch.ones(y.shape, dtype=dtype), number),
     "linspace": lambda y, number, dtype: torch.linspace(0, number * y.shape[-1], y.shape[-1] + 1, dtype=dtype)[1:],
     "arange": lambda y, number, dtype: torch.arange(number, number * (y.shape[-1] + 0.5), number, dtype=dtype),
-    "out": lambda y, number, dtype: torch.full(y.shape, number, out=torch.empty(y.shape, dtype=dtype)),
 }
 
 
@@ -64,17 +56,6 @@ class NarrowDropout(MLP):
         return y * self.scale(y)
 
 
-class NarrowMaskAndScale(NarrowDropout):
-    def dropped(self, y: Tensor) -> Tensor:
-        scale = self.scale(y)
-        return y * torch.where(torch.rand(y.shape) > RATE, scale, torch.zeros_like(scale))
-
-
-class InPlace(NarrowDropout):
-    def dropped(self, y: Tensor) -> Tensor:
-        return y.float().clone().mul_(self.scale(y))
-
-
 class Recomputed(NarrowDropout):
     def dropped(self, y: Tensor) -> Tensor:
         return checkpoint(super().dropped, y, use_reentrant=False)
@@ -105,7 +86,7 @@ class ScaledNorm(TinyRMSNorm):
         return (super().forward(x).float() * torch.full(x.shape, self.number, dtype=self.dtype)).to(x.dtype)
 
 
-PLACES = (NarrowDropout, NarrowMaskAndScale, InPlace, Recomputed, InAFunction, ScaledNorm)
+PLACES = (NarrowDropout, Recomputed, InAFunction, ScaledNorm)
 
 
 def in_place_of(made: type, dtype: torch.dtype, number: float) -> Callable[[], torch.nn.Module]:

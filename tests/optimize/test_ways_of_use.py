@@ -11,17 +11,12 @@ from torch import nn
 from isotype.errors import UsageError
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
+from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
-from tests.optimize.test_families import loss_and_gradients
 
 
-def same_training(model, mine, **tolerance):
-    want, theirs = loss_and_gradients(model, batch())
-    got, grads = loss_and_gradients(mine, batch())
-    torch.testing.assert_close(got, want, **tolerance)
-    assert grads.keys() == theirs.keys()
-    for name in theirs:
-        torch.testing.assert_close(grads[name], theirs[name], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
+def same_training(model, mine):
+    assert_same_step(step(mine, **batch()), step(model, **batch()))
 
 
 def with_peft(model, **more):
@@ -95,7 +90,7 @@ def test_what_changes_on_a_module_after_optimize_is_computed(change):
     model, mine = tiny("llama"), tiny("llama")
     assert optimize(mine).replaced
     for each in (model, mine):
-        loss_and_gradients(each, batch())
+        step(each, **batch())
         change(each)
     same_training(model, mine)
     copied = copy.deepcopy(mine)

@@ -1,4 +1,4 @@
-"""The quickstart at a hundredth of its steps: both stages, resumed and repeated, and what it leaves."""
+"""The quickstart at a hundredth of its steps, and stages that end in time whatever their parts take."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of a run: whole runs, dead runs, hostile text."""
+"""The page of a run: whole runs, dead runs, hostile text; its picture and its verdict."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a start leaves behind when no run begins, and what is said of a folder that holds none."""
+"""A run's folder: what a start leaves when no run begins, and checkpoints that are whole or not there at all."""
 
 import errno
 import multiprocessing

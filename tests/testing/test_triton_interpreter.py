@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 # ruff: noqa: E402 - Triton is an extra
@@ -12,8 +10,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh
 
-from isotype.testing.interpreter import interpreted, is_installed
-from isotype.testing.interpreter.repairs import FUNCTIONS, narrow, widen
+from isotype.testing.interpreter import interpreted
+from isotype.testing.interpreter_repairs import FUNCTIONS, narrow, widen
 
 
 def test_fp64_is_rounded_to_bf16_once():
@@ -92,22 +90,14 @@ def casts(x, out, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(D))
 
 
-@pytest.mark.parametrize("into", [tl.float32, tl.float16, tl.float64, tl.int32, tl.int64])
-def test_casts_from_bf16_are_pytorchs(into):
-    dtype = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}.get(into.name, into.name))
-    x, out = torch.randn(64).mul(20).bfloat16(), torch.empty(64, dtype=dtype)
-    with interpreted():
-        casts[(1,)](x, out, into, 64)
-    assert torch.equal(out, x.to(dtype))
-
-
-@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64])
-def test_casts_to_bf16_are_pytorchs(source):
-    x = (torch.randn(64, dtype=torch.float64) * 1000).to(source)
-    out = torch.empty(64, dtype=torch.bfloat16)
-    with interpreted():
-        casts[(1,)](x, out, tl.bfloat16, 64)
-    assert torch.equal(out, x.to(torch.bfloat16))
+@pytest.mark.parametrize("other", [tl.float32, tl.float16, tl.float64, tl.int32, tl.int64])
+def test_casts_from_and_to_bf16_are_pytorchs(other):
+    dtype = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}.get(other.name, other.name))
+    for source, into, made in ((torch.bfloat16, other, dtype), (dtype, tl.bfloat16, torch.bfloat16)):
+        x, out = (torch.randn(64, dtype=torch.float64) * 20).to(source), torch.empty(64, dtype=made)
+        with interpreted():
+            casts[(1,)](x, out, into, 64)
+        assert torch.equal(out, x.to(made))
 
 
 @triton.jit
@@ -142,19 +132,6 @@ def test_reductions_round_as_a_tree_of_low_precision_additions_does(dtype):
     assert torch.equal(smallest, x.amin(1))
     assert torch.equal(where, x.argmax(1).to(dtype))
     assert torch.equal(total[0], halves(x.reshape(1, -1))[0])
-
-
-@triton.jit
-def ones_summed(out, N: tl.constexpr):
-    tl.store(out, tl.sum(tl.full([N], 1.0, tl.bfloat16)))
-    tl.store(out + 1, tl.max(tl.cumsum(tl.full([N], 1.0, tl.bfloat16))))
-
-
-def test_a_prefix_sum_and_a_sum_of_ones():
-    out = torch.zeros(2, dtype=torch.bfloat16)
-    with interpreted():
-        ones_summed[(1,)](out, 256)
-    assert out.tolist() == [256.0, 256.0]
 
 
 @triton.jit
@@ -251,19 +228,6 @@ def fails(x):
 def test_everything_is_put_back_even_after_an_error():
     before = triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum
     with interpreted(), interpreted():
-        assert is_installed()
         with pytest.raises(Exception, match="undefined"):
             fails[(1,)](torch.zeros(1))
-    assert not is_installed()
     assert before == (triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 130))
-def test_masked_elements_of_the_last_block_are_not_written(n):
-    x = torch.arange(n, dtype=torch.float32).bfloat16()
-    out = torch.full((130,), torch.nan, dtype=torch.bfloat16)
-    with interpreted():
-        arithmetic[(triton.cdiv(n, 64),)](x, x, out, n, KIND="add", BLOCK=64)
-    assert torch.equal(out[:n], x + x)
-    assert out[n:].isnan().all()

@@ -1,3 +1,5 @@
+"""AdamW with rounding and fp32 states, the moving average, and the learning rate."""
+
 from itertools import pairwise
 
 import pytest
@@ -9,7 +11,7 @@ from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
 from isotype.training.ema import Ema
 from isotype.training.optimizer import MixedAdamW, build_optimizer
-from isotype.training.schedule import learning_rate
+from isotype.training.schedule import FREE_SAMPLE_SECONDS, learning_rate, sample_seconds
 
 
 def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
@@ -118,3 +120,14 @@ def test_wsd_is_stable_then_decays():
     assert rates[:75] == [1.0] * 75
     assert rates[75] == 1.0
     assert rates[76] < 1.0
+
+
+def test_weight_decay_is_on_matrices_only():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    optimizer = build_optimizer(model, TrainSection(weight_decay=0.1), PRESETS["fp32"], lambda p: p.grad)
+    assert {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]} == {2: 0.1, 1: 0.0}
+
+
+def test_samples_may_take_a_tenth_of_the_steps():
+    assert sample_seconds(1000.0) == 100.0
+    assert sample_seconds(5.0) == FREE_SAMPLE_SECONDS

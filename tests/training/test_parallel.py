@@ -1,4 +1,4 @@
-"""Which kind of sharing a run takes, and why; the memory of a part; a plan for many GPUs."""
+"""Which kind of sharing a run takes, and why; a plan for many GPUs; planned bytes against those that processes send."""
 
 import json
 import re

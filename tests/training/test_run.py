@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
 from isotype.training.console import RunConsole
+from isotype.training.loop import Loop
 
 
 def result_of(folder: Path) -> dict:
@@ -54,6 +57,7 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
         assert sum(seen.values()) + sum(unseen.values()) == total, role
     assert len(precision["observed_at"]) > 1, "steps are drawn besides the first"
     assert precision["violations"] == []
+    assert all(0 < share <= 1 for share in metrics(run, "share_changed"))
     steps = [r for r in losses(run) if r[1] is not None]
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32), str(run / "adapter"))
@@ -377,3 +381,36 @@ def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, wor
     page = (tmp_path / "run/report.html").read_text()
     assert "Evaluation loss, like" in page
     assert "Evaluation loss, odd" in page
+
+
+@pytest.mark.full
+def test_a_folder_that_vanishes_in_mid_run(configured, tmp_path, monkeypatch):
+    plain = Loop._step
+
+    def step(self, step):
+        if step == 3:
+            shutil.rmtree(self.folder.path)
+        plain(self, step)
+
+    monkeypatch.setattr(Loop, "_step", step)
+    with pytest.raises(RunError, match=r"CK001 .*the run's folder is gone"):
+        train(configured())
+
+
+@pytest.mark.full
+def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop, tmp_path):
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    try:
+        shutil.copy(workshop.chats, tmp_path / name)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    settings = ["--model", str(workshop.base), "--data", name, "--out", "run", "--steps", "1", "run.samples=[é]"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "isotype", "train", *settings], cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert rb"> \xe9" in ended.stdout
+    assert rb"caf\udce9.jsonl" in ended.stdout
+    assert rb"caf\udce9.jsonl" in (tmp_path / "run/report.html").read_bytes()
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"

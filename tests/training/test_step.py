@@ -1,3 +1,5 @@
+"""One optimizer step: accumulation, clipping, numbers that are not finite, and where it waits for its device."""
+
 import copy
 from functools import partial
 from types import SimpleNamespace

@@ -85,6 +85,23 @@ def test_optimizers_are_carried_with_what_they_refuse_left_out(tool, ours, tmp_p
     assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
 
 
+def test_adapter_settings_are_carried(tmp_path):
+    files = {
+        "a.yml": AXOLOTL
+        + AXOLOTL_LORA
+        + "peft_use_dora: true\nloraplus_lr_ratio: 16\npeft_init_lora_weights: pissa\nneftune_noise_alpha: 5\n"
+        + "rope_scaling: {type: yarn, factor: 4.0}\n",
+        "b.yaml": FACTORY + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\n",
+        "c.py": UNSLOTH.replace("LOAD", "False").replace('bias="none",', 'bias="none", use_dora=True, init_lora_weights="pissa_niter_4",'),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        got = settings(translate(tmp_path / name).text, tmp_path)
+        assert (got["adapter.dora"], got["adapter.start"]) == (True, "pissa"), name
+        assert (got["adapter.plus"], got["train.embedding_noise"]) == ((None, None) if name == "c.py" else (16.0, 5.0))
+        assert got["model.rope_parameters"] == ({"rope_type": "yarn", "factor": 4.0} if name == "a.yml" else None)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_methods_that_are_not_offered_are_refused(name, tmp_path):
     case = REFUSED[name]

@@ -49,6 +49,9 @@ MAY_CHANGE = {
     "run.observe_every": "when to look",
     "run.report": "what is written",
     "run.trackers": "what is written",
+    "run.push_to_hub": "where the result goes",
+    "run.push_merged": "what goes there",
+    "run.push_private": "who sees it there",
     "parallel.kind": "the same steps on other machines; not bit for bit",
     "parallel.timeout": "how long to wait for another process",
 }

@@ -109,9 +109,14 @@ _NAMES = {
     "adapter.targets": "target_modules lora_target_modules lora_target",
     "adapter.parameters": "target_parameters lora_target_parameters",
     "adapter.rslora": "use_rslora",
+    "adapter.dora": "use_dora",
+    "adapter.plus": "loraplus_lr_ratio",
+    "adapter.start": "init_lora_weights",
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",
     "model.embedding": "offload_embedding",
+    "model.rope_parameters": "rope_scaling rope_theta",
+    "train.embedding_noise": "neftune_noise_alpha neftune_alpha noisy_embedding_alpha",
     "run.folder": "output_dir",
     "run.save_every": "save_steps save_interval checkpoint_every checkpoint_interval checkpointing_steps",
     "run.log_every": "logging_steps",
@@ -158,8 +163,6 @@ _PIPELINE = "pipeline parallelism is not offered yet; parallel.kind: shard share
 _PARAM_DTYPE = (
     "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of products, precision.reduce that of sums"
 )
-_DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge takes DoRA adapters that PEFT trained"
-_ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
 # a section, a key or a value -> the answer
 NOT_OFFERED = {
     **dict.fromkeys(("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE),
@@ -170,6 +173,4 @@ NOT_OFFERED = {
     **dict.fromkeys(("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"), _CONTEXT),
     **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp", "pp_size"), _PIPELINE),
     **dict.fromkeys(("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE),
-    **dict.fromkeys(("dora", "use_dora"), _DORA),
-    **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), _ROPE),
 }

@@ -23,10 +23,11 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "run.adapter_format",
     ),
     LANGUAGE: (
-        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "adapter.parameters",
-        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding",
-        "model.trust_remote_code", "adapter.modules_to_save", "adapter.vision", "adapter.projector", "precision.vision",
-        "run.sample_tokens",
+        "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
+        "adapter.dora", "adapter.start", "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
+        "precision.vision",
+        "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.embedding", "model.rope_parameters",
+        "model.trust_remote_code", "run.sample_tokens",
     ),
 }  # fmt: skip
 # objectives -> their keys of `preference`, and those beside the model as the run starts
@@ -120,6 +121,8 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
             section, _, name = key.partition(".")
             if section == "distil" and objective != "distil":
                 lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to distil")
+            if key == "train.embedding_noise" and objective != "sft":
+                lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to sft")
             if section == "preference" and name not in OBJECTIVES[objective]:
                 whose = [one for one, its in OBJECTIVES.items() if name in its]
                 lines.append(f"{where} {key}: does not apply to train.objective: {objective}, but to {', '.join(whose)}")
@@ -181,6 +184,7 @@ def why_not_on_host(config: RunConfig, *, device_type: str) -> str | None:
         "moves the input embedding to host memory, and on a CPU it is there already": device_type == "cpu",
         "cannot run with adapter.kind: none, which trains the embedding": config.adapter.kind == "none",
         "cannot run with model.add_tokens, which trains the embedding": bool(config.model.add_tokens),
+        "cannot run with adapter.train_tokens, which trains rows of it": bool(config.adapter.train_tokens),
         f"cannot run with parallel.kind: {config.parallel.kind}, where each process holds a part of every weight": (
             config.parallel.kind in ("shard", "hybrid")
         ),

@@ -52,6 +52,9 @@ class ModelSection(Section):
     trained in full and saved with the adapter, and the base with its new rows is kept in the run folder."""
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
+    rope_parameters: dict[str, Any] | None = None
+    """Changes to the rotary embedding, by the names of the model's own config.json (`{rope_type: yarn, factor: 4.0}`), for rows longer than
+    the model was made for. A saved model has them in its config.json; an adapter needs a base loaded with the same."""
     optimize: bool = True
     """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
     compile: Literal["none", "layers"] = "none"
@@ -218,9 +221,24 @@ class AdapterSection(Section):
     """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
     rslora: bool = False
     """Rank-stabilised scale."""
+    dora: bool = False
+    """DoRA: each row of the adapted weight gets a length that is trained. Not on experts; `dropout` leaves it to PEFT's slower code."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks for some modules: names, or ends of names as regular expressions (`{down_proj: 32, "layers.0.*q_proj": 4}`)."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """The same of `alpha`."""
+    plus: Annotated[float, Field(ge=1.0)] | None = None
+    """LoRA+: B's learning rate as a multiple of A's, which is `train.learning_rate` (16 in the paper)."""
+    start: Literal["default", "orthogonal", "pissa", "olora"] = "default"
+    """Where A and B begin: B at zero, both orthogonal with product zero, or (pissa, olora) at the base weight's largest singular vectors or
+    at its QR, which are taken off the base. Such an adapter is saved as an ordinary one of twice the rank, for the untouched base. Not on
+    experts, not on a packed base."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`); nf4 leaves them as they are, packed ones are
     refused."""
+    train_tokens: list[str] = []
+    """Tokens of the vocabulary whose embeddings are trained, and their rows of a head that is the embedding (`["<|im_start|>"]`). The other
+    rows stay frozen."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
     vision: Literal["none", "lora", "full"] = "none"
@@ -349,6 +367,9 @@ class TrainSection(Section):
     with `precision.rounding`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, on matrices only."""
+    embedding_noise: PositiveFloat | None = None
+    """NEFTune: noise on the embeddings of a training step, uniform in alpha / sqrt(tokens of a row x width) of this alpha; 5 to 15 in the
+    paper. Evaluation and samples have none. Of sft only."""
     beta1: Fraction = 0.9
     """Decay of the first moment; not with adafactor."""
     beta2: Fraction = 0.999
@@ -427,6 +448,13 @@ class RunSection(Section):
     """Write report.html and report.png."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
+    push_to_hub: str | None = None
+    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own. Token and name are checked before the
+    run; an upload that fails does not fail it."""
+    push_merged: bool = False
+    """Push the adapter merged into its base, instead of the adapter."""
+    push_private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 class ParallelSection(Section):

@@ -166,9 +166,26 @@ def start(
     from ..training.console import RunConsole
 
     console = console or RunConsole()
+    repository = _checked_push(loaded, resume)
     status = train_task(loaded, resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
     folder = Path(console.result["folder"])
+    if repository is not None and status == 0:
+        from ..inference.push import push
+
+        console.say(push(folder, loaded.config, repository))
     return Ended(status, folder, RunFolder(folder).is_run)
+
+
+def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
+    """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
+    from ..distributed.rank import find_rank
+
+    run = loaded.config.run
+    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
+        return None
+    from ..inference.push import check_push
+
+    return check_push(loaded.config, resume)
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:

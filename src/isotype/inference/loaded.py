@@ -217,9 +217,9 @@ def _precision_of(source: Source) -> Precision:
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
     if config.model.init == "random" or config.model.add_tokens:
-        return Source(str(run.base))
+        return Source(str(run.base), rope=config.model.rope_parameters)
     assert config.model.name is not None, "a run with a pretrained base has its name"
-    return Source(config.model.name, config.model.revision, config.model.trust_remote_code)
+    return Source(config.model.name, config.model.revision, config.model.trust_remote_code, rope=config.model.rope_parameters)
 
 
 class _Stream(TextStreamer):

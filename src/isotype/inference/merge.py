@@ -169,6 +169,11 @@ def _stored_buffers(inner: nn.Module) -> dict[str, Tensor]:
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     """The base's weight with every active adapter in it: fp32, as `weight`."""
     merged = weight
+    if hasattr(layer, "trainable_tokens_delta"):  # rows of the embedding, or of the head that shares its weights
+        merged = weight.clone()
+        for adapter, rows in layer.token_indices.items():
+            merged[rows] = layer.trainable_tokens_delta[adapter].detach().to(merged)
+        return merged
     for adapter in layer.active_adapters:
         if adapter in layer.lora_variant:  # DoRA scales the sum, row by row
             merged = layer.lora_variant[adapter].merge_safe(layer, adapter, merged)
@@ -198,21 +203,22 @@ def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
     """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers have theirs on bare parameters."""
     found = {}
     for name, layer in inner.named_modules():
-        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+        if hasattr(layer, "base_layer") and (hasattr(layer, "get_delta_weight") or hasattr(layer, "trainable_tokens_delta")):
             found[f"{_without_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
     return found
 
 
 def _without_wrappers(name: str) -> str:
-    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
+    return re.sub(r"(\.token_adapter|\.base_layer)+(?=\.|$)", "", name)
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
     """Raises  UsageError for adapters that are not a change of one weight."""
     from peft.tuners import lora
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear), lora.ParamWrapper)
+    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear), lora.ParamWrapper, TrainableTokensLayer)
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -235,7 +241,7 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 def _plain_name(name: str) -> str | None:
     """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
-    if ".lora_" in name or ".original_module." in name:
+    if ".lora_" in name or ".original_module." in name or ".trainable_tokens_" in name:
         return None
     return _without_wrappers(name).replace(".modules_to_save.default.", ".")
 

@@ -114,7 +114,8 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         apply_precision(model, precision, device_type=device, cast=False)
     if weights.kept_bytes:
         attached.notes.append(
-            f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
+            f"{weights.kept_bytes / 2**20:.0f} MiB that rounding took from weights are kept for detach(); "
+            "attach(..., reversible=False) keeps none"
         )
     if precision.trainable != "fp32":
         pure = PureWeights(trainer, precision)

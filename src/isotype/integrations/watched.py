@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
-from ..lora.attach import lora_layers, why_not_fused
+from ..lora.attach import lora_layers, runs_dora, why_not_fused
 from ..observe import Observation, Observer, is_observed, observing
 from ..observe.continuity import BUFFER, STATE, WEIGHT, Continuity, Difference, differing, of_few_bits
 from ..observe.record import as_written, noted
@@ -265,8 +265,8 @@ class WatchedSteps:
         self._hooks.append(module.register_forward_pre_hook(observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
-        reason = why_not_fused(layer)
-        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
+        reason = why_not_fused(layer, dora=True)
+        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_dora" if runs_dora(layer) else "lora_linear"] += 1
 
     def _heads(self) -> Counter[str]:
         found = Counter(answered)

@@ -32,12 +32,12 @@ class Weights:
     """What `cast` changed.
 
     dtypes     parameter -> its dtype before
-    originals  id of a narrowed parameter -> the wide tensor, in host memory
+    originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host memory
     rounded    how many were narrowed without keeping it
     """
 
     dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
-    originals: dict[int, Tensor] = field(default_factory=dict)
+    originals: dict[int, Lost | Tensor] = field(default_factory=dict)
     rounded: int = 0
 
     def cast(self, model: nn.Module, precision: Precision, *, trained: Collection[str], read_only: bool, keep: bool) -> None:
@@ -59,21 +59,25 @@ class Weights:
             made = parameter.data.to(dtype)
             if not _is_exact(parameter, dtype):
                 if keep:
-                    self.originals[id(parameter)] = parameter.data.cpu()
+                    self.originals[id(parameter)] = Lost.of(parameter.data, made) or parameter.data.cpu()
                 else:
                     self.rounded += 1
             parameter.data = made
 
     @property
     def kept_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.originals.values())
+        return sum(kept.nbytes for kept in self.originals.values())
 
     def restore(self) -> list[str]:
         """Gives every parameter its dtype back, and its value where nothing changed it since; returns a line for each thing that was not
         restored."""
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
-            if original is not None and torch.equal(original.to(parameter.dtype), parameter.data.cpu()):
+            if isinstance(original, Lost):
+                original = original.given_back_to(parameter.data.cpu())
+            elif original is not None and not torch.equal(original.to(parameter.dtype), parameter.data.cpu()):
+                original = None
+            if original is not None:
                 parameter.data = original.to(parameter.device)
             else:
                 parameter.data = parameter.data.to(dtype)
@@ -81,6 +85,58 @@ class Weights:
         self.dtypes.clear()
         self.originals.clear()
         return [said] if self.rounded else []
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What rounding to bf16 took from an fp32 tensor: its last 16 bits. With the bf16 tensor it needs the memory of the fp32 one, where the
+    whole original beside it would take half as much again.
+
+    low     int16[...]: the last bits
+    up      int64[N]: of the elements half-way between two bf16 numbers, those that were rounded up, in the flattened tensor
+    narrow  sum of the bf16 tensor's bits: whether it still is what it was
+    """
+
+    low: Tensor
+    up: Tensor
+    narrow: int
+
+    @classmethod
+    def of(cls, wide: Tensor, narrow: Tensor) -> Lost | None:
+        """None for other dtypes, and for numbers that are not finite."""
+        fits = wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16 and wide.is_contiguous()
+        if not fits or not all(bool(part.isfinite().all()) for part in narrow.view(-1).split(_AT_ONCE)):
+            return None
+        halves = wide.view(-1).view(torch.int16)
+        low, high, bits = halves[0::2].cpu().clone(), halves[1::2], narrow.view(-1).view(torch.int16)
+        ties = (low == _HALF).nonzero().flatten()
+        there = ties.to(wide.device)
+        return cls(low, ties[(high[there] != bits[there]).cpu()], _sum_of(bits))
+
+    @property
+    def nbytes(self) -> int:
+        return self.low.nbytes + self.up.nbytes
+
+    def given_back_to(self, narrow: Tensor) -> Tensor | None:
+        """The fp32 tensor, on the CPU; None where the bf16 one is another now."""
+        bits = narrow.view(-1).view(torch.int16)
+        if narrow.dtype != torch.bfloat16 or _sum_of(bits) != self.narrow:
+            return None
+        wide = torch.empty(narrow.shape)
+        halves = wide.view(-1).view(torch.int16)
+        # bits beyond a half were rounded up: negative numbers of int16, but for the half itself
+        rounded_up = (self.low < 0) & (self.low != _HALF)
+        rounded_up[self.up] = True
+        halves[0::2], halves[1::2] = self.low, bits - rounded_up.to(torch.int16)
+        return wide
+
+
+def _sum_of(bits: Tensor) -> int:
+    return sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_AT_ONCE))
+
+
+_AT_ONCE = 1 << 22  # elements: a sum in another dtype copies what it adds up
+_HALF = -(2**15)  # of the last place that is kept, as int16
 
 
 def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

@@ -28,6 +28,7 @@ from ..instance_method import InstanceMethod
 from ..ops.backend import autocast_dtype, results_are_kept
 from ..ops.recompute import hooks_read_here, layers_running
 from ..placement import Placement
+from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide
 from .quantised import PackedLinear, forward_4bit, is_4bit, is_packed, state_reason
@@ -98,22 +99,26 @@ def parts_of(layer: Any) -> tuple[str, Any, Any, Any, Any]:
     return adapter, layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
 
 
-def why_not_fused(layer: Any) -> str | None:
-    """Why PEFT's own code runs in a layer of a fused kind as it is now, or None."""
+def why_not_fused(layer: Any, *, dora: bool = False) -> str | None:
+    """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of `parts_reason`."""
     if layer._disable_adapters:
         return "the adapter is disabled"
     if layer.merged_adapters:
         return "the adapter is merged into the weight"
-    return parts_reason(layer)
+    return parts_reason(layer, dora=dora)
 
 
-def parts_reason(layer: Any) -> str | None:
-    """The same, apart from PEFT's two switches, which every call asks."""
+def parts_reason(layer: Any, *, dora: bool = False) -> str | None:
+    """The same, apart from PEFT's two switches, which every call asks.
+
+    dora  DoRA's variant is none: `dora.apply_dora` computes it
+    """
     adapter = active_adapter(layer)
     if adapter is None:
         several = any(one in layer.lora_A for one in layer.active_adapters)
         return "several adapters are active" if several else "no active adapter"
-    if adapter in layer.lora_variant:
+    is_dora = dora and type(layer.lora_variant.get(adapter)).__name__ == "DoraLinearVariant"
+    if adapter in layer.lora_variant and not is_dora:
         return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
     if isinstance(layer.scaling[adapter], Tensor) and layer.scaling[adapter].requires_grad:
         return "the adapter's scale is trained"
@@ -124,6 +129,8 @@ def parts_reason(layer: Any) -> str | None:
         return "lora_B has a bias (lora_bias)"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"a dropout of another kind ({type(dropout).__name__})"
+    if is_dora and type(dropout) is nn.Dropout and dropout.p:
+        return "DoRA with dropout, which needs a base product of its own"
     for part in (base, a, b, dropout):
         if has_hooks(part):
             return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
@@ -204,8 +211,9 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             # past nn.Module's own __setattr__
             vars(layer)[_BRANCH] = branch_fp32
             look_again(layer)
-            reason = why_not_fused(layer)
-        placements.append(Placement("lora", path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
+            reason = why_not_fused(layer, dora=True)
+        op = None if reason else "lora_dora" if runs_dora(layer) else "lora_linear"
+        placements.append(Placement("lora", path, type(layer.base_layer).__name__, op, reason or ""))
     if placements:
         for path, module in model.named_modules():
             _link(module, path)
@@ -220,6 +228,12 @@ def unfuse_lora(model: nn.Module) -> int:
         for word in (_PLAN, _GROUP, _READY, _BRANCH):
             vars(layer).pop(word, None)
     return len(fused)
+
+
+def runs_dora(layer: Any) -> bool:
+    """Whether a fused layer runs DoRA's function."""
+    plan = layer.__dict__.get(_PLAN)
+    return plan is not None and plan.dora
 
 
 def is_fused(layer: nn.Module) -> bool:
@@ -248,15 +262,17 @@ class Plan:
 
     active  PEFT's names of its active adapters, as they were
     reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a reason only
+    dora    whether the reason is DoRA, which has a function of its own, and no other
     """
 
-    __slots__ = ("a", "active", "adapter", "b", "base", "dropout", "forward", "reason")
+    __slots__ = ("a", "active", "adapter", "b", "base", "dora", "dropout", "forward", "reason")
 
     def __init__(self, layer: Any) -> None:
         # an adapter may be appended to a list in place
         self.active = list(layer._active_adapter) if isinstance(layer._active_adapter, list) else layer._active_adapter
         self.reason = parts_reason(layer)
-        if self.reason is None:
+        self.dora = self.reason is not None and parts_reason(layer, dora=True) is None
+        if self.reason is None or self.dora:
             self.adapter, self.a, self.b, self.dropout, self.base = parts_of(layer)
             self.forward = self.base.__dict__.get("forward")
 
@@ -273,10 +289,11 @@ def look_again(layer: Any) -> Plan:
     return plan
 
 
-def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | None:
+def projection(layer: Any, x: Tensor, *, graph: bool = False, dora: bool = False) -> Projection | None:
     """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
 
     graph  a graph is made, which has guards of its own
+    dora   also of a layer with DoRA, whose magnitudes are none of them
     """
     if layer._disable_adapters or layer.merged_adapters:
         return None
@@ -288,11 +305,11 @@ def projection(layer: Any, x: Tensor, *, graph: bool = False) -> Projection | No
         plan: Plan | None = layer.__dict__.get(_PLAN)
         if plan is None or layer._active_adapter != plan.active:
             plan = look_again(layer)
-        if plan.reason is None:
+        if plan.reason is None or plan.dora:
             # an adapter may be deleted and added again under the same name; accelerate's forward loads a weight for each call
             same = layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a and plan.base.__dict__.get("forward") is plan.forward
             plan = plan if same else look_again(layer)
-        if plan.reason is not None:
+        if plan.reason is not None and not (dora and plan.dora):
             return None
         adapter, a, b, dropout, base = plan.adapter, plan.a, plan.b, plan.dropout, plan.base
     parameters = base._parameters
@@ -347,7 +364,11 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _peft_forward(self, x)
     call = projection(self, x)
     if call is None:
-        return _peft_forward(self, x)
+        call = projection(self, x, dora=True)
+        if call is None:
+            return _peft_forward(self, x)
+        magnitude = self.lora_magnitude_vector[self.__dict__[_PLAN].adapter].weight
+        return apply_dora(x, call, magnitude, dtypes_of(call, x, x.dtype))
     if layers_running and self._forward_hooks and has_hooks(self):
         hooks_read_here()
     followers = self.__dict__.get(_GROUP)

@@ -9,6 +9,7 @@ base.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +24,14 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
+from ..lora.attach import lora_layers
+from ..ops.packed.state import widen
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from ..wording import counted
 from .architecture import SCORE
+from .starts import as_ordinary, begin_at, describe_as_ordinary
 from .targets import (
     PEFT_PREFIX,
     last_two,
@@ -58,11 +62,13 @@ def attach_adapter(
     task_type: str | None = "CAUSAL_LM",
     targets: list[str] | None = None,
     pictures: bool = False,
+    token_ids: Sequence[int] = (),
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
     new_tokens  also train embedding and head in full; tied ones stay tied
     pictures    rows have some: without, layers that read only pictures get no adapter
+    token_ids   those of `train_tokens`
     task_type   PEFT's; None for a model that is called as it is
     targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
@@ -79,6 +85,8 @@ def attach_adapter(
             return _outlined(model, folder)
         return load_adapter(model, folder, what="adapter.start_from")
     in_full, tied = list(section.modules_to_save), False
+    if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
+        raise UsageError("adapter.train_tokens: the embedding is trained in full", fix="remove adapter.train_tokens")
     if new_tokens:
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
@@ -97,7 +105,11 @@ def attach_adapter(
         target_modules=modules,
         target_parameters=parameters or None,
         use_rslora=section.rslora,
+        use_dora=section.dora,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
         modules_to_save=in_full or None,
+        trainable_token_indices={token_modules(model)[0][0]: list(token_ids)} if token_ids else None,
         ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
@@ -123,12 +135,40 @@ def attach_adapter(
                 f"({len(named)} such): it renames it as a checkpoint's",
                 fix="adapter.targets: all-linear leaves these layers out",
             )
-        return adapted
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         if section.dropout and "lora_dropout" in str(error):
             fix = "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters, for which it has no dropout"
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+    refuse_unmatched(adapted, section)
+    if section.start != "default":
+        begin_at(adapted, section.start)
+    if section.dora:
+        _exact_magnitudes(adapted)
+    return adapted
+
+
+def refuse_unmatched(adapted: nn.Module, section: AdapterSection) -> None:
+    """Raises  UsageError for a pattern that no adapted module has; PEFT ignores it."""
+    names = [f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name for name, layer in lora_layers(adapted)]
+    for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                known = ", ".join(sorted({name.rpartition(".")[2] for name in names})[:8])
+                raise UsageError(f"adapter.{key}: {pattern}: no adapted module has that name", fix=f"the end of one: {known}")
+
+
+def _exact_magnitudes(adapted: nn.Module) -> None:
+    """DoRA's lengths in fp32. PEFT's have the base's dtype: rounded to bf16 they begin up to 2^-9 off the base, which is as much as is
+    learnt."""
+    for _, layer in lora_layers(adapted):
+        weight = layer.base_layer.weight
+        if not isinstance(layer.base_layer, nn.Linear) or weight.is_meta:
+            continue
+        dense = widen(weight.data, weight.quant_state, torch.float32) if is_quantised(weight) else weight.data.float()
+        matrices = layer.lora_A["default"].weight.data.float(), layer.lora_B["default"].weight.data.float()
+        whole = torch.addmm(dense, matrices[1], matrices[0], alpha=float(layer.scaling["default"]))
+        layer.lora_magnitude_vector["default"].weight.data = whole.norm(dim=1)
 
 
 def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
@@ -291,12 +331,13 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     """A plain PEFT folder in `save_adapter`'s dtype."""
     dtype = to_torch(precision.save_adapter)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    state = {name: t.to(dtype) if name in trained else t for name, t in model.state_dict().items()}
+    state = {name: t.to(dtype) if name in trained else t for name, t in as_ordinary(model, model.state_dict()).items()}
     for config in model.peft_config.values():
         for key, value in vars(config).items():
             if isinstance(value, set):  # of names, written in an order that differs from process to process
                 setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
+    describe_as_ordinary(model, folder)
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:

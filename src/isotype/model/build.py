@@ -21,10 +21,11 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, trained_in_full
+from .embedding_noise import put_embedding_noise
 from .host_embedding import refuse_trained_embedding
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
-from .tokens import align_special_tokens
+from .tokens import align_special_tokens, ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,10 @@ def build_model(
         notes += freeze_vision(base, config.adapter, precision)
     else:
         new_tokens = bool(config.model.add_tokens)
-        model = adapted = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
+        model = adapted = attach_adapter(
+            base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
+            token_ids=ids_of(tokenizer, config.adapter.train_tokens),
+        )  # fmt: skip
         notes += notes_of_targets(adapted, config.adapter)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
@@ -80,6 +84,8 @@ def build_model(
     )
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
+    if config.train.embedding_noise is not None:
+        put_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
 
 

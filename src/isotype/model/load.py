@@ -41,10 +41,12 @@ from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
 from .host_embedding import in_pinned_memory, keep_on_host
 from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
+from .rope import KEY as ROPE
+from .rope import change_rope
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config, weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,6 +57,7 @@ class Source:
 
     of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5, Llama 3.2 Vision, Llama 4)
     scored   as a sequence classifier of one label, whose head is drawn where the files have none
+    rope     `model.rope_parameters`
     """
 
     name: str
@@ -62,6 +65,7 @@ class Source:
     trust_remote_code: bool = False
     of_text: bool = False
     scored: bool = False
+    rope: Mapping[str, Any] | None = None
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -92,8 +96,10 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     if section.init == "pretrained":
         if section.name is None:
             raise UsageError("model.name: missing; give a folder or a hub id (or model.config with model.init: random)")
-        source = Source(section.name, section.revision, section.trust_remote_code)
+        source = Source(section.name, section.revision, section.trust_remote_code, rope=section.rope_parameters)
         return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
+    if section.rope_parameters is not None:
+        raise UsageError(f"{ROPE}: has no effect with model.init: random", fix="rope_parameters in model.config")
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
         architecture = _random_config(section, tokenizer)
@@ -112,6 +118,8 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
     with explained(section.name, "model", section.revision):
         found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
     refuse_other_objectives(found, section.name, scored=scored)
+    if section.rope_parameters is not None:
+        change_rope(found, section.rope_parameters)
     return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
 
 
@@ -136,7 +144,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
             tokenizer.save_pretrained(aside)
 
         write_folder(folder, fill)
-    return Source(str(folder), None, source.trust_remote_code)
+    return Source(str(folder), None, source.trust_remote_code, rope=source.rope)
 
 
 def load_base(
@@ -203,6 +211,8 @@ def _load(
     with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
         of_it = auto_class(architecture, of_text=source.of_text, scored=source.scored)
         options = options | {"num_labels": 1} if source.scored else options
+        if source.rope is not None:
+            options = options | change_rope(_architecture(source), source.rope)
         made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )

@@ -272,6 +272,12 @@ def refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
 
 def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
+    for setting, given in (("adapter.dora: true", section.dora), (f"adapter.start: {section.start}", section.start != "default")):
+        if parameters and given:
+            raise UsageError(
+                f"{setting}: {parameters[0]} is adapted as a parameter, as experts are, for which there is none",
+                fix=f"leave {setting.partition(':')[0]} out, or adapter.targets that name linear layers only",
+            )
     if parameters and section.dropout:
         raise UsageError(
             f"adapter.dropout: {section.dropout}: {parameters[0]} is adapted as a parameter, for which PEFT has no dropout",

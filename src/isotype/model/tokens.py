@@ -30,6 +30,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
 
 
+def ids_of(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
+    """Of `adapter.train_tokens`, sorted. Raises UsageError for one that the vocabulary does not have."""
+    vocabulary = tokenizer.get_vocab()
+    for i, token in enumerate(tokens):
+        if token not in vocabulary:
+            raise UsageError(f"adapter.train_tokens[{i}]: {token!r} is no token of the vocabulary", fix="model.add_tokens adds one")
+    return sorted({vocabulary[token] for token in tokens})
+
+
 def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Gives the model's configurations the end, start and padding token of the tokenizer, as transformers' Trainer does.
 

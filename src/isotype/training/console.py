@@ -114,7 +114,7 @@ class RunConsole:
             self._before.append(text)
             return
         try:
-            with self._log.open("a", encoding="utf-8") as log:
+            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{printable(text)}\n")
         except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
             self._log = Path(os.devnull)

@@ -16,6 +16,7 @@ from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
 from ..model.export import Digests, digests, refuse_difference
+from ..model.starts import OFF_THE_BASE
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..wording import counted
@@ -142,9 +143,14 @@ def _free(loop: Loop, prepared: Prepared) -> None:
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
-def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
-    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype."""
+def saved_dtype_error(precision: Precision, *, adapter: bool, off_the_base: bool = False) -> float:
+    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype.
+
+    off_the_base  what was trained stands beside a residual, which the base's dtype rounded
+    """
     saved = precision.save_adapter if adapter else precision.save_model
+    if off_the_base and precision.base != "fp32":
+        return max(eps(precision.base), eps(saved))
     return 1e-6 if saved in ("fp32", precision.trainable) else eps(saved)
 
 
@@ -176,7 +182,8 @@ def verify_result(
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     with same_draws():
         reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
-    allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
+    off_the_base = adapter and task.config.adapter.start in OFF_THE_BASE
+    allowed = saved_dtype_error(precision, adapter=adapter, off_the_base=off_the_base) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:
         raise RunError(
             f"{folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained.loss:.6f}",

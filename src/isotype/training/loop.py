@@ -27,6 +27,7 @@ from ..dtypes import to_torch
 from ..errors import IsotypeError, RunError, UsageError
 from ..model.card import write_card
 from ..model.export import trained_tensors
+from ..model.starts import as_ordinary
 from ..observe import Observation, Observer, is_observed
 from ..observe.continuity import AVERAGE, BUFFER, STATE, WEIGHT, Continuity, Key, differing, of_few_bits
 from ..precision.resolve import Resolved
@@ -418,7 +419,10 @@ class Loop:
         """
         precision, sharding = self.resolved.precision, self.stepper.sharding
         dtype = precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
-        tensors = trained_tensors(self.model) if sharding is None else whole_tensors(self.model, world, sharding, to_torch(dtype))
+        if sharding is None:
+            tensors = as_ordinary(self.model, trained_tensors(self.model))
+        else:
+            tensors = whole_tensors(self.model, world, sharding, to_torch(dtype))
 
         def fill(folder: Path) -> None:
             with whole_in_state_dict(self.model, tensors if sharding is not None else {}):

@@ -192,11 +192,19 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
             raise UsageError(f"train.optimizer: {what}", fix=f"train.optimizer: {instead}")
 
 
-def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient) -> torch.optim.Optimizer:
-    """The optimizer of a run; weight decay on matrices only. Raises UsageError when its package is missing, or Muon has no matrix."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(
+    model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient, *, plus: float | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a run; weight decay on matrices only.
+
+    plus    the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024, "LoRA+")
+    Raises  UsageError when its package is missing, or Muon has no matrix
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable, faster = list(named.values()), {p for name, p in named.items() if plus is not None and ".lora_B." in name}
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trainable if p.ndim >= 2 and p not in faster], "weight_decay": train.weight_decay},
+        {"params": [p for p in trainable if p in faster], "weight_decay": train.weight_decay, "rate_factor": plus},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]

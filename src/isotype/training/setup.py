@@ -25,6 +25,7 @@ from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
+from ..model.starts import OFF_THE_BASE
 from ..optimize import Manifest
 from ..optimize.layers import compile_layers
 from ..precision.accumulate import GradientAccumulator
@@ -124,6 +125,19 @@ def check_adapters(config: RunConfig) -> None:
         raise UsageError("run.adapters_every: has no effect with adapter.kind: none", fix="run.save_every: checkpoints hold every weight")
     if run.adapters_keep is not None and run.adapters_every is None:
         raise UsageError("run.adapters_keep: has no effect without run.adapters_every", fix="run.adapters_every: 500")
+    adapter = config.adapter
+    of_new_ones = {
+        "adapter.dora": adapter.dora, "adapter.rank_pattern": bool(adapter.rank_pattern),
+        "adapter.alpha_pattern": bool(adapter.alpha_pattern), "adapter.start": adapter.start != "default",
+        "adapter.train_tokens": bool(adapter.train_tokens),
+    }  # fmt: skip
+    for key, given in (*of_new_ones.items(), ("adapter.plus", adapter.plus is not None)):
+        if given and adapter.kind == "none":
+            raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
+        if given and adapter.start_from is not None and key in of_new_ones:
+            raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
+    if adapter.plus is not None and config.train.optimizer == "prodigy":
+        raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -168,7 +182,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
     )
-    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
+    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient, plus=config.adapter.plus)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     if not world.first:
@@ -223,6 +237,10 @@ def why_not_shared(config: RunConfig) -> str | None:
         return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
     if train.optimizer != "adamw":
         return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
+    if config.adapter.start in OFF_THE_BASE:
+        return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
+    if config.adapter.train_tokens:
+        return "adapter.train_tokens: they are rows of a whole embedding"
     if train.ema is not None:
         return "train.ema: averages of shared weights are not offered yet"
     if wants_embedding_on_host(config):

@@ -146,7 +146,7 @@ class Stepper:
             if clip != 1.0 or scale != 1.0:
                 torch._foreach_mul_(self.accumulator.gradients(), clip / scale)
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get("rate_factor", 1.0)  # of B's matrices, with adapter.plus
             before = self._look() if watch_changes else []
             self.optimizer.step()
             changed = share_changed(before, self._look()) if watch_changes else None

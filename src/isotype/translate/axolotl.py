@@ -195,20 +195,16 @@ _NO_EFFECT = {
     ),
 }
 _NOT_OFFERED = {
-    "the model's own configuration is used": (
-        "rope_scaling model_config model_quantization_config model_quantization_config_kwargs cls_model_config"
-    ),
+    "the model's own configuration is used": ("model_config model_quantization_config model_quantization_config_kwargs cls_model_config"),
     "remove repeated rows beforehand": "dataset_exact_deduplication",
     "data.chat_template: a file with this text": "chat_template_jinja",
     "write the system message into the rows": "default_system_message",
     "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
     "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": "special_tokens tokens",
     "a pair's weight is 1": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
-    "DoRA is not offered; plain LoRA is used": "peft_use_dora",
     "ReLoRA is not offered": "relora* jagged_restart_*",
     "LISA is not offered": "lisa_*",
     "adapter.* has what is offered of PEFT's settings": "peft",
-    "one learning rate for A and B": "loraplus_lr_ratio",
     "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
     "model.init: random builds fresh weights": "reinit_weights",
     "pruning is not offered": "llmcompressor",
@@ -224,13 +220,19 @@ _NOT_OFFERED = {
     "warm-up is linear": "lr_quadratic_warmup",
     "the loss is cross-entropy; a loss of your own is a function in Python": "use_eaft eaft_*",
     "isotype train --resume RUN": "auto_resume_from_checkpoints",
-    "isotype merge RUN writes the model; upload it with `hf upload`": "hub_model_id",
     "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
     t.GPUS: (
         "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size "
         "use_ray ray_*"
     ),
 }
+
+
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    """With transformers 5's name of the type."""
+    return {("rope_type" if key == "type" else key): value for key, value in given.items()}
+
+
 KEYS: dict[str, t.Handler] = {
     **TRAINER,
     **t.table(t.no_effect, _NO_EFFECT),
@@ -238,6 +240,8 @@ KEYS: dict[str, t.Handler] = {
     "base_model": t.to("model.name"),
     "revision_of_model": t.to("model.revision"),
     "tokenizer_config": t.to("model.tokenizer"),
+    "rope_scaling": t.to("model.rope_parameters", _rope),
+    "noisy_embedding_alpha": t.number("train.embedding_noise"),
     # data
     "datasets": _datasets("data.train"),
     "test_datasets": _datasets("data.eval"),
@@ -266,6 +270,9 @@ KEYS: dict[str, t.Handler] = {
     "lora_target_modules": _lora_targets,
     "lora_target_linear": t.when_on("adapter.targets", "all-linear", "adapter.targets"),
     "peft_use_rslora": t.truth("adapter.rslora"),
+    "peft_use_dora": t.truth("adapter.dora"),
+    "peft_init_lora_weights": t.start,
+    "loraplus_lr_ratio": t.number("adapter.plus"),
     "lora_model_dir": t.to("adapter.start_from"),
     "lora_target_parameters": t.to("adapter.parameters"),
     # precision
@@ -286,6 +293,7 @@ KEYS: dict[str, t.Handler] = {
     # evaluation, saving, logging
     "evals_per_epoch": _times_an_epoch("train.eval_every"),
     "saves_per_epoch": _times_an_epoch("run.save_every"),
+    "hub_model_id": t.to("run.push_to_hub"),
     "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": _wandb_project,

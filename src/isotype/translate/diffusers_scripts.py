@@ -43,7 +43,7 @@ _NOT_OFFERED = {
     "run.sample_every counts steps": "validation_epochs",
     "class pictures are not drawn by the run: images.regularisation names a folder of them": "num_class_images",
     "images.max_aspect: 2 puts pictures into buckets by their shape": "aspect_ratio_buckets",
-    "DoRA is not offered": "use_dora",
+    "adapter.dora is for language models": "use_dora",
     "precision.preset: nf4-lora quantises the base": "bnb_quantization_config_path",
     "train.learning_rate is the rate of a step, whatever its rows": "scale_lr",
     "of Prodigy": "prodigy_*",

@@ -172,10 +172,9 @@ _TRAINER_NOT_OFFERED = {
     "one learning rate for all weights": "embedding_learning_rate",
     "isotype plan says which batch fits": "auto_find_batch_size",
     "train.beta1, train.beta2 and train.epsilon are the optimizer's settings": "optim_args",
-    "noise on embeddings (NEFTune) has no counterpart": "neftune_noise_alpha",
     "no label smoothing in a run; isotype.ops.cross_entropy has it": "label_smoothing_factor",
     "train without it: the fused ops are used by default (model.optimize)": "torch_compile",
-    "isotype merge RUN writes the model; upload it with `hf upload`": "push_to_hub",
+    "run.push_to_hub: ORG/NAME pushes the result": "push_to_hub",
     "isotype train --resume RUN": "resume_from_checkpoint",
     "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": "deepspeed",
     t.GPUS: "fsdp fsdp_config",
@@ -221,6 +220,7 @@ TRAINER: dict[str, t.Handler] = {
     **t.each(_checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
     "activation_offloading": t.when_on("train.gradient_checkpointing", "layers+offload", "off"),
     "full_determinism": t.truth("train.deterministic"),
+    "neftune_noise_alpha": t.number("train.embedding_noise"),
     # evaluation, saving, logging
     **t.each(
         t.word(
@@ -259,7 +259,6 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "data.chat_template: a file with this text; without it the tokenizer's own is used": "chat_template",
     "biases are not trained": "lora_bias",
-    "DoRA is not offered; plain LoRA is used": "use_dora",
     "LoftQ is not offered": "loftq",
     "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
     "adapter.targets names the modules": "finetune_*",
@@ -291,6 +290,10 @@ KEYS: dict[str, t.Handler] = {
     # adapter
     "use_peft": t.either("adapter.kind", "lora", "none"),
     "use_rslora": t.truth("adapter.rslora"),
+    "use_dora": t.truth("adapter.dora"),
+    **t.each(t.start, "init_lora_weights lora_init"),
+    "rank_pattern": t.to("adapter.rank_pattern"),
+    "alpha_pattern": t.to("adapter.alpha_pattern"),
     # the rest
     "loss_type": t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
     "offload_embedding": t.when_on("model.embedding", "host", "off"),

@@ -132,6 +132,8 @@ def _saves_memory(name: str) -> t.Handler:
 
 
 _NO_EFFECT = {
+    "PiSSA's start is an exact SVD": "pissa_iter",
+    "such an adapter is always saved as an ordinary one, for the untouched base": "pissa_convert",
     t.OWN_OPS: "use_v1_kernels",
     "part of train.objective": "pref_loss",
     "part of the paths in data.train": "dataset_dir",
@@ -141,12 +143,10 @@ _NO_EFFECT = {
     "report.html and report.png are always written": "plot_loss",
 }
 _NOT_OFFERED = {
-    "the model's own configuration is used": "rope_scaling",
+    "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": "rope_scaling",
     "the model is trained as it is": "mixture_of_depths",
     "add tokens to a tokenizer and name it in model.tokenizer": "resize_vocab",
     "shifted sparse attention is not offered": "shift_attn",
-    "one learning rate for A and B": "loraplus_lr_ratio",
-    "PiSSA is not offered": "pissa_init pissa_iter pissa_convert",
     "the loss has no classifier of answers": "pref_bco_weight",
     "every token of an answer counts alike": "ld_alpha",
     t.REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
@@ -180,6 +180,8 @@ KEYS: dict[str, t.Handler] = {
         "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
     "adapter_name_or_path": t.to("adapter.start_from"),
+    "loraplus_lr_ratio": t.number("adapter.plus"),
+    "pissa_init": t.when_on("adapter.start", "pissa"),
     # preferences
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
     "pref_ftx": _ftx,

@@ -111,7 +111,7 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
     "the loss counts what the mask shows": "unmasked_probability unmasked_weight normalize_masked_area_loss",
-    "DoRA is not offered": "lora_decompose",
+    "adapter.dora is for language models": "lora_decompose",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
     "adapter.start_from goes on with a PEFT folder": "lora_model_name",
     "diffusion.loss: l2, huber": "mae_strength log_cosh_strength vb_loss_strength huber_strength",

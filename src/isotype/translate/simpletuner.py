@@ -309,7 +309,7 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "pictures of every size are scaled to images.resolution": "minimum_image_size",
-    "DoRA is not offered": "use_dora",
+    "adapter.dora is for language models": "use_dora",
     "adapter.start_from goes on with a PEFT folder, such as RUN/adapter": "init_lora",
     p.ADAM: "optimizer_config",
     "noise is Gaussian": "input_perturbation",

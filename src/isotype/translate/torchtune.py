@@ -46,7 +46,9 @@ def _model(draft: Draft, given: Given) -> None:
     component = str(given.value).rpartition(".")[2]
     if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         dora = component.removeprefix("q").startswith("dora_")
-        draft.set(given, "adapter.kind", "lora", "DoRA is not offered; plain LoRA is used" if dora else "the model itself is model.name")
+        draft.set(given, "adapter.kind", "lora", "the model itself is model.name")
+        if dora:
+            draft.settings["adapter.dora"] = True
     else:
         draft.set(given, "adapter.kind", "none", "every weight is trained; the model itself is model.name")
 
@@ -127,7 +129,6 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "adapter.targets: [..., lm_head] where the model's head is not tied": "model.apply_lora_to_output",
-    "DoRA is not offered; plain LoRA is used": "model.use_dora",
     "adapter.start_from: a PEFT folder; isotype train --resume goes on with a run": "checkpointer.adapter_checkpoint",
     "isotype train --resume RUN": "checkpointer.recipe_checkpoint resume_from_checkpoint",
     "data.chat_template: a Jinja file": "tokenizer.prompt_template",
@@ -150,6 +151,7 @@ KEYS: dict[str, t.Handler] = {
     "model.lora_rank": t.count("adapter.r"),
     "tokenizer.max_seq_len": t.count("data.max_length"),
     "model.lora_alpha": t.number("adapter.alpha"),
+    "model.use_dora": t.truth("adapter.dora"),
     "model.lora_dropout": t.to("adapter.dropout", lambda value: t.as_number(value or 0)),
     "model.quantize_base": t.Draft.precision,
     "checkpointer.checkpoint_dir": t.to(

@@ -277,6 +277,7 @@ def finish_text(draft: Draft) -> None:
         draft.default("data.eval_split", 0)
     objective = draft.settings.get("train.objective")
     left_out = {
+        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
         "data.packing": (objective is not None, "each answer is judged as a whole"),
         "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
         "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
@@ -345,6 +346,17 @@ SCHEDULES = {
     "cosine_warmup_with_min_lr": ("cosine", "its end is train.min_learning_rate"),
     "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
 }
+
+
+def start(draft: Draft, given: Given) -> None:
+    """PEFT's `init_lora_weights`."""
+    word = str(given.value).lower()
+    if word == "true":
+        draft.no_effect(given, "the default")
+    elif word.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
+        draft.set(given, "adapter.start", word.partition("_niter_")[0], "its start is an exact SVD" if "_niter_" in word else "")
+    else:
+        draft.not_offered(given, "adapter.start is default, orthogonal, pissa or olora")
 
 
 def schedule_of(words: Mapping[str, Any]) -> Handler:

@@ -67,16 +67,6 @@ def test_a_triton_message_of_several_lines_is_one_incident():
     assert explain(lines)[0].code == "EX020"
 
 
-def test_a_stamped_and_coloured_log():
-    lines = [
-        "2026-01-01 10:00:00,123 ERROR Traceback (most recent call last):",
-        '\x1b[31m  File "/home/me/a.py", line 3, in f\x1b[0m',
-        "    g()",
-        MAT,
-    ]
-    assert explain(lines)[0].place.line == 3
-
-
 def test_memory_does_not_grow_with_the_log():
     def lines(count: int) -> Iterator[str]:
         for i in range(count):

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.recognise import FORMS, _hinted
 
 _TABLE = Path(__file__).with_name("texts.tsv").read_text(encoding="utf-8")
 TEXTS = [line.split("\t") for line in _TABLE.splitlines() if not line.startswith("#")]
@@ -58,20 +54,6 @@ def test_not_a_dtype_error(text: str):
     (finding,) = explain(text.splitlines())
     assert finding.code == "EX000"
     assert str(finding.severity) == "note"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("operator", "form"), FORMS)
-def test_every_form_matches_its_texts(operator: str, form: str):
-    """The quick check before the forms lets every text of every form through."""
-    texts = st.from_regex(re.compile(re.sub(r"(?<!\?P)<(\w+)>", "BFloat16", form), re.ASCII), fullmatch=True)
-
-    @settings(max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(texts)
-    def holds(text: str) -> None:
-        assert _hinted(text), operator
-
-    holds()
 
 
 def test_an_assertion_without_words_is_read_from_its_line():

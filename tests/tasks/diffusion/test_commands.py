@@ -52,6 +52,20 @@ def test_ls_diff_and_report_know_pictures_and_chat_refuses(run, studio):
         ask("chat", run)
 
 
+def test_a_run_on_pictures_is_pushed_with_a_card(run, studio, standing, tmp_path):
+    from isotype.config.load import load
+    from isotype.inference.push import check_push, push
+
+    config = load(run.parent / "run.yaml", ["run.push_to_hub=circles"], {}).config
+    assert push(run, config, str(check_push(config, None))) == f"pushed    adapter to {standing.url}/me/circles, private"
+    card = (tmp_path / "hub/models/me/circles/README.md").read_text()
+    assert f"* base: `{studio.sd3}`" in card
+    assert "* data: 10 train pictures, 2 eval pictures, " in card
+    assert "| compute | fp32 | fp32 |" in card
+    assert list((tmp_path / "hub").rglob("*.safetensors"))
+    (run / "hub.json").unlink()
+
+
 # --- A diffusion run's LoRA merged into its denoiser: a pipeline's folder of its own.
 
 

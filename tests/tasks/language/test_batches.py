@@ -1,3 +1,5 @@
+"""Rows of an epoch, their padding, FLOPs, and samples that leave no trace."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -88,6 +88,12 @@ def test_updates_that_change_their_weights_are_not_reported(subject):
     assert list(vanishing_updates(subject("d", train={"learning_rate": 1e-6}))) == []
 
 
+def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):
+    (finding,) = vanishing_updates(subject(train={"learning_rate": 10.0}))
+    assert "the learning rate is 10: AdamW moves each weight by about that much" in finding.message
+    assert not list(vanishing_updates(subject("prodigy", train={"learning_rate": 1.0, "optimizer": "prodigy", "schedule": "constant"})))
+
+
 def test_updates_below_the_spacing_of_fp32_are_lost(subject):
     (finding,) = vanishing_updates(subject(adapter=FULL, train={"learning_rate": 1e-11}))
     assert "fp32 keeps 24 bits" in str(finding.cause)

@@ -1,4 +1,4 @@
-"""The families of errors: sheets (`families/*.txt`, read by `doctor.sheets`), and their pages.
+"""The families of errors: sheets (`families/*.txt`, read by `pages.sheets`), and their pages.
 
 A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
 `why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes of `shared.txt`, their scores moved so.
@@ -16,8 +16,8 @@ from typing import Any
 from ...dtypes import is_float, itemsize, torch_word
 from ...finding import Severity
 from ...pages import docstring_page
-from ..sheets import Entry, sections
-from ..sheets import Facts as Known
+from ...pages.sheets import Entry, sections
+from ...pages.sheets import Facts as Known
 from .recognise import dtype_word
 from .situation import Seen, failing_call
 

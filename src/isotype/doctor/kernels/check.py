@@ -18,8 +18,7 @@ from typing import Any
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, listed
 from .failures import diagnose, low_precision_sums
-from .observe import Observation, observe
-from .provenance import Fault
+from .observe import Fault, Observation, observe
 from .signature import (
     DEFAULT,
     Combination,

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 
 from ...dtypes import torch_word
 from ...finding import Severity
-from .observe import Frame, Observation
-from .provenance import (
+from .observe import (
     LOW,
     Fault,
+    Frame,
+    Observation,
     Origin,
     Scene,
     assigns,

@@ -2,8 +2,7 @@
 
 A parameter that ends up as the base of an address is a pointer; one that is compared with indices or multiplies them is an integer;
 what is left is a float scalar. In the launches of the kernel's own file, a buffer made with a dtype of its own
-(`torch.empty(..., dtype=torch.float32)`) has it whatever the caller passes; `x.stride(0)`, `x.shape[1]` and `x.numel()` are integers.
-It stays a guess, and findings say so.
+(`torch.empty(..., dtype=torch.float32)`) has it whatever the caller passes. It stays a guess, and findings say so.
 """
 
 from __future__ import annotations
@@ -25,36 +24,24 @@ _MAKERS = (
     "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "arange", "to",
     "float", "tensor",
 )  # fmt: skip
-_FLOAT_NAMES = ("eps", "scale", "alpha", "softcap", "dropout_p", "beta", "temperature")
 
 
-@dataclass
-class WrittenLaunch:
-    """One launch as written.
-
-    dtypes     pointer parameter -> `*fp32`, where the launcher itself fixes the dtype
-    scalars    parameter -> `i32`, `fp32`
-    constants  parameter -> literal
-    """
-
-    line: int
-    dtypes: dict[str, str] = field(default_factory=dict)
-    scalars: dict[str, str] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
-
-
-def written_launches(function: Any, source: ast.AST | None = None) -> list[WrittenLaunch]:
-    """The launches of `function` in its own file."""
-    tree = source if source is not None else _tree(function)
-    if tree is None:
-        return []
-    found = []
-    for scope in [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+def fixed_dtypes(function: Any) -> dict[str, str]:
+    """Pointer parameter -> `*fp32`, where a launch in the kernel's own file fixes the dtype."""
+    tree, fixed = _tree(function), dict[str, str]()
+    for scope in ast.walk(tree) if tree is not None else ():
+        if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
         made = _made_in(scope)
         for call in ast.walk(scope):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and _is(call.func.value, function.__name__):
-                found.append(_read(function, call, made))
-    return found
+                passed = dict(zip(function.arg_names, call.args)) if not any(isinstance(a, ast.Starred) for a in call.args) else {}
+                passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names and k.arg}
+                for name, value in passed.items():
+                    word = (made.get(value.id) if isinstance(value, ast.Name) else None) or _fixed_dtype(value)
+                    if word is not None:
+                        fixed.setdefault(name, word)
+    return fixed
 
 
 def _is(node: ast.AST, name: str) -> bool:
@@ -96,34 +83,6 @@ def _fixed_dtype(value: ast.AST) -> str | None:
     return "*i64" if value.func.attr == "arange" and not candidates else None
 
 
-def _read(function: Any, call: ast.Call, made: dict[str, str | None]) -> WrittenLaunch:
-    launch = WrittenLaunch(call.lineno)
-    passed = dict(zip(function.arg_names, call.args)) if not any(isinstance(a, ast.Starred) for a in call.args) else {}
-    passed |= {k.arg: k.value for k in call.keywords if k.arg in function.arg_names and k.arg}
-    for name, value in passed.items():
-        if isinstance(value, ast.Name) and made.get(value.id):
-            launch.dtypes[name] = str(made[value.id])
-        elif fixed := _fixed_dtype(value):
-            launch.dtypes[name] = fixed
-        elif isinstance(value, ast.Constant):
-            launch.constants[name] = value.value
-            if type(value.value) is float:
-                launch.scalars[name] = "fp32"
-            elif type(value.value) is int:
-                launch.scalars[name] = "i32"
-        elif _is_size(value):
-            launch.scalars[name] = "i32"
-        elif any(w in name.lower() for w in _FLOAT_NAMES) and "stride" not in name.lower():
-            launch.scalars[name] = "fp32"
-    return launch
-
-
-def _is_size(value: ast.AST) -> bool:
-    if isinstance(value, ast.Call):
-        return isinstance(value.func, ast.Attribute) and value.func.attr in ("stride", "numel", "size", "dim")
-    return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Attribute) and value.value.attr in ("shape", "strides")
-
-
 _MEMORY = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_xchg", "atomic_cas", "atomic_and", "atomic_or", "atomic_xor")
 _INDEX_NAME = re.compile(
     r"(^(y_true|labels?|targets?|tokens?|experts?)|(^|_)(idx|index|indices|ids|cu_seqlens|seqlens|lengths|positions))(_ptr)?$"
@@ -138,7 +97,6 @@ class Use:
     pointers: set[str] = field(default_factory=set)
     integer_pointers: set[str] = field(default_factory=set)
     integers: set[str] = field(default_factory=set)
-    floats: set[str] = field(default_factory=set)
     tests: set[str] = field(default_factory=set)  # used as a bare condition
     sizes: set[str] = field(default_factory=set)  # of an arange or a shape
     dtypes: set[str] = field(default_factory=set)  # used where a dtype stands
@@ -262,18 +220,16 @@ class _Reader(ast.NodeVisitor):
                     self.use.integer_pointers.add(pointer)
                 self.use.integers |= self.behind(value) - {pointer}
             elif isinstance(value, ast.Name) and value.id in self.parameters:
-                for group in ("integers", "floats", "tests", "sizes", "dtypes"):
+                for group in ("integers", "tests", "sizes", "dtypes"):
                     if name in getattr(inner, group):
                         getattr(self.use, group).add(value.id)
                 if name in inner.words:
                     self.use.words[value.id] = inner.words[name]
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.LShift, ast.RShift)):
-            sides = (node.left, node.right)
-            if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-                self.use.integers |= {p for s in sides for p in self.behind(s)}
-                self.use.integer_pointers |= {p for s in sides for p in self.loaded(s)}
+        if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
+            self.use.integers |= self.behind(node.left) | self.behind(node.right)
+            self.use.integer_pointers |= self.loaded(node.left) | self.loaded(node.right)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -318,16 +274,15 @@ def parameter_use(function: Any) -> Use:
     return _Reader(function).use
 
 
-def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any], source: ast.AST | None = None) -> list[Combination]:
+def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any]) -> list[Combination]:
     """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype the launch sites fix keep it."""
     function = whole.function
     use = parameter_use(function)
-    sites = written_launches(function, source)
-    fixed = {n for site in sites for n in site.dtypes}
+    fixed = fixed_dtypes(function)
     found: list[Combination] = []
     for flags in (True, False):
-        values = _constexprs(whole, use, constexprs, sites, flags)
-        types = {p.name: _type(p, use, sites, values) for p in function.params}
+        values = _constexprs(whole, use, constexprs, flags)
+        types = {p.name: _type(p, use, fixed, values) for p in function.params}
         values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
         free = [n for n, word in types.items() if n not in fixed and is_float_pointer(word)]
         for word in ("fp32", "bf16", "fp16"):
@@ -341,17 +296,10 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
     return [n for n, v in values.items() if isinstance(v, bool)]
 
 
-def _constexprs(whole: Unwrapped, use: Use, given: Mapping[str, Any], sites: list[WrittenLaunch], flags: bool) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for parameter in whole.function.params:
-        if parameter.is_constexpr:
-            values[parameter.name] = _guess(parameter, use, flags)
-    for site in sites:
-        values |= {n: v for n, v in site.constants.items() if n in values and not isinstance(v, bool)}
-    unknown = {n for n in values if n in whole.heuristics}
-    decided = whole.with_defaults(
-        {n: v for n, v in values.items() if n not in whole.configs[0].constexprs and n not in unknown} | dict(given)
-    )
+def _constexprs(whole: Unwrapped, use: Use, given: Mapping[str, Any], flags: bool) -> dict[str, Any]:
+    values = {p.name: _guess(p, use, flags) for p in whole.function.params if p.is_constexpr}
+    guessed = {n: v for n, v in values.items() if n not in whole.configs[0].constexprs and n not in whole.heuristics}
+    decided = whole.with_defaults(guessed | dict(given))
     return {n: decided.get(n, values.get(n)) for n in values} | dict(given)
 
 
@@ -380,18 +328,15 @@ def _guess(parameter: Any, use: Use, flags: bool) -> Any:
     return {"num_warps": 4, "num_stages": 2}.get(lower, 16)
 
 
-def _type(parameter: Any, use: Use, sites: list[WrittenLaunch], values: Mapping[str, Any]) -> str:
+def _type(parameter: Any, use: Use, fixed: Mapping[str, str], values: Mapping[str, Any]) -> str:
     name = parameter.name
     if parameter.is_constexpr or name in values:
         return "constexpr"
     annotated = getattr(parameter, "annotation_type", "") or ""
     if annotated:
         return annotated
-    for site in sites:
-        if name in site.dtypes:
-            return site.dtypes[name]
-        if name in site.scalars and name not in use.pointers:
-            return site.scalars[name]
+    if name in fixed:
+        return fixed[name]
     lower = name.lower()
     if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
         whole = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))

@@ -19,7 +19,7 @@ from ...finding import Finding
 from ...observe.operators import Operator
 from ...observe.origin import Site
 from ...observe.tape import Modules, Running
-from ..sheets import texts
+from ...pages.sheets import texts
 from .origin import Origin
 
 UNWATCHED = "or made by a step like those before it, which was not watched"

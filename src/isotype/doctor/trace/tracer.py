@@ -25,12 +25,11 @@ from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
-from .watchers.parameters import Parameters
-from .watchers.process import Autocast, Compiled, DefaultDtype
-from .watchers.promotions import EngineCasts, Promotions
-from .watchers.ranges import Overflows, Positions
-from .watchers.sums import Sums
-from .watchers.updates import Updates
+from .parameters import Parameters
+from .process import Autocast, Compiled, DefaultDtype
+from .promotions import EngineCasts, Promotions
+from .ranges import Overflows, Positions
+from .updates import Sums, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 

@@ -85,6 +85,12 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                     f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
                     f"{part.dtype}{list(part.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
+            if name.endswith((".start_A", ".start_B")) and not torch.equal(part, saved[name].to(part.device)):
+                # the base's residual belongs to them
+                raise RunError(
+                    "adapter.start: this machine decomposes the base's weights in another way than the one that began the run",
+                    code="CK003", fix="resume where it began, or train on from its adapter: adapter.start_from",
+                )  # fmt: skip
             part.copy_(saved[name])
 
 

@@ -71,7 +71,10 @@ def outline(
             freeze_vision(base, config.adapter, precision)
         else:
             new_tokens = bool(config.model.add_tokens)
-            model = attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures)
+            model = attach_adapter(
+                base, config.adapter, seed=config.train.seed, new_tokens=new_tokens, pictures=pictures,
+                token_ids=range(len(config.adapter.train_tokens)),  # as many
+            )  # fmt: skip
     if on_host:
         refuse_trained_embedding(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

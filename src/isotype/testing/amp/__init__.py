@@ -4,6 +4,6 @@ samples, subjects   what is run: inputs, dtype combinations, the function itself
 attempt             running it once and seeing what really passed through
 numerics            the truth at fp64, the yardstick, and the errors
 locate              the line of the user's code
-dtype_rules, inexact, aliasing   the rules: outcomes in, findings out
+rules, inexact      the rules: outcomes in, findings out
 check               the whole check, and its findings
 """

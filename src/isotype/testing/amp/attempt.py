@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
-from ...doctor.sheets import texts
 from ...finding import Finding, Place
+from ...pages.sheets import texts
 from .samples import Sample, Setting
 from .subjects import Subject
 

@@ -13,12 +13,11 @@ from ...doctor.output import as_text
 from ...errors import UsageError
 from ...finding import Finding, Severity, worst_first
 from ...ops.contract import OpContract
-from .aliasing import aliasing_faults
 from .attempt import BACKWARD, Fault, Outcome, attempt
-from .dtype_rules import contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
 from .inexact import inexact, long_sums, rounded_weights
 from .locate import failure_of
 from .numerics import Numerics
+from .rules import aliasing_faults, contract_faults, finding_for, first_line, gradient_faults, legitimate, output_faults
 from .samples import LOW, Sample, Setting, read_samples, settings
 from .subjects import Subject
 

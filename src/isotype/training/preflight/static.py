@@ -109,6 +109,12 @@ def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
             message="the learning rate is 0: nothing would be learnt", fix="train.learning_rate above 0",
         )  # fmt: skip
         return
+    if rate >= 1 and train.optimizer != "prodigy":
+        yield Finding(
+            code="PF003", severity=Severity.WARNING, place=Place(symbol="train.learning_rate"),
+            message=f"the learning rate is {rate:g}: AdamW moves each weight by about that much in a step, and weights are below 1",
+            fix="train.learning_rate: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
+        )  # fmt: skip
     stochastic = precision.rounding == "stochastic" and train.optimizer == "adamw"
     if stochastic and precision.trainable != "fp32":
         return

@@ -1,6 +1,6 @@
 """What a rule is: a function from a record to findings, naming the settings, their places and who wins; its docstring is its page.
 
-Rules are sheets (`*.txt` beside this file, read by `doctor.sheets`); those that look at every key of a file are functions (`keys.py`). The
+Rules are sheets (`*.txt` beside this file, read by `pages.sheets`); those that look at every key of a file are functions (`keys.py`). The
 name of a section may hold rows of words, `half=bf16 other=fp16; half=fp16 other=bf16`: the section is asked once for each row. Its head may
 `set` names to settings. An entry's title is the finding's message, its ranks are the severities, its fields: `shows` (the settings listed,
 with `,` between them, each the first of `|` that is there), `cause`, `fix`, `today`, `holds`.
@@ -18,8 +18,8 @@ from ....dtypes import torch_word
 from ....environment.versions import known_fault
 from ....finding import Finding, Place, Severity
 from ....pages import registered
-from ...sheets import Entry, Section, sections
-from ...sheets import Facts as Known
+from ....pages.sheets import Entry, Section, sections
+from ....pages.sheets import Facts as Known
 from ..model_settings import (
     CHECKPOINT_DTYPE,
     deepspeed_half,

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ....dtypes import name as dtype_name
-from ....finding import Finding
-from ....observe.operators import LOW
-from ....observe.origin import Site, callers, here, in_library, place_of, users_line
-from ..context import Context, Recompute, Watcher, at, say
-from ..origin import Origin
-from ..refusals import recompute_finding
+from ...dtypes import name as dtype_name
+from ...finding import Finding
+from ...observe.operators import LOW
+from ...observe.origin import Site, callers, here, in_library, place_of, users_line
+from .context import Context, Recompute, Watcher, at, say
+from .failures import recompute_finding
+from .origin import Origin
 
 
 @dataclass(slots=True)

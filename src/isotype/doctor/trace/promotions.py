@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ....dtypes import name as dtype_name
-from ....finding import Finding
-from ....observe.operators import LOW, Operator
-from ....observe.origin import place_of
-from ..context import Context, Watcher, at, say
-from ..operands import share_of
-from ..origin import MARK, Origin
+from ...dtypes import name as dtype_name
+from ...finding import Finding
+from ...observe.operators import LOW, Operator
+from ...observe.origin import place_of
+from .context import Context, Watcher, at, say
+from .operands import share_of
+from .origin import MARK, Origin
 
 
 @dataclass(slots=True)

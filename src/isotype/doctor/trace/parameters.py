@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ....dtypes import name as dtype_name
-from ....finding import Finding, listed
-from ....observe.operators import FLOATS
-from ....observe.origin import TORCH, Site, callers, in_library, place_of, users_line
-from ..context import Context, Watcher, at, say
+from ...dtypes import name as dtype_name
+from ...finding import Finding, listed
+from ...observe.operators import FLOATS
+from ...observe.origin import TORCH, Site, callers, in_library, place_of, users_line
+from .context import Context, Watcher, at, say
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}

@@ -290,48 +290,26 @@ def version_supported() -> bool:
     return (3, 4) <= (major, minor) <= (3, 9)
 
 
-# libdevice, of which the interpreter has only empty stubs: by torch, in fp32 and fp64; bf16 and fp16 arguments are refused, as on a GPU
-def _torch_names() -> dict[str, Callable[..., torch.Tensor]]:
-    same = (
-        "abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    )
-    same += "erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter"
-    table: dict[str, Callable[..., torch.Tensor]] = {name: getattr(torch, name) for name in same.split()}
-    special = {
-        "erfcx": "erfcx",
-        "normcdf": "ndtr",
-        "normcdfinv": "ndtri",
-        "j0": "bessel_j0",
-        "j1": "bessel_j1",
-        "y0": "bessel_y0",
-        "y1": "bessel_y1",
-    }
-    special |= {"cyl_bessel_i0": "i0", "cyl_bessel_i1": "i1"}
-    table |= {name: getattr(torch.special, theirs) for name, theirs in special.items()}
-    table |= {f"fast_{name}f": table[name] for name in ("sin", "cos", "tan", "log", "log2", "log10", "exp", "tanh", "pow") if name in table}
-    table |= {"rint": torch.round, "nearbyint": torch.round, "remainder": _ieee_remainder, "exp10": lambda x: torch.pow(10.0, x)}
-    table |= {"fast_exp10f": table["exp10"], "fast_dividef": torch.div, "cbrt": _cbrt, "rcbrt": lambda x: 1 / _cbrt(x)}
-    table |= {"fdim": lambda x, y: torch.clamp(x - y, min=0), "rhypot": lambda x, y: 1 / torch.hypot(x, y)}
-    table |= {"saturatef": lambda x: x.clamp(0, 1), "sinpi": lambda x: torch.sin(torch.pi * x), "cospi": lambda x: torch.cos(torch.pi * x)}
-    table |= {"add_rn": torch.add, "sub_rn": torch.sub, "mul_rn": torch.mul, "div_rn": torch.div, "sqrt_rn": torch.sqrt}
-    table |= {"rcp_rn": torch.reciprocal, "rsqrt_rn": torch.rsqrt, "fma": _fma, "fma_rn": _fma}
-    table |= {"isnan": torch.isnan, "isinf": torch.isinf, "finitef": torch.isfinite, "isfinited": torch.isfinite, "signbit": torch.signbit}
-    return table
-
-
-def _cbrt(x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.cbrt(x.numpy()))
+# libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries call, by torch, in fp32 and fp64. bf16
+# and fp16 arguments are refused, as on a GPU
+_SAME = """
+    abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter isnan isinf signbit
+"""
 
 
 def _fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return (x.double() * y.double() + z.double()).to(z.dtype)
 
 
-def _ieee_remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x - y * torch.round(x / y)
-
-
-FUNCTIONS = _torch_names()
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in _SAME.split()},
+    "rint": torch.round,
+    "nearbyint": torch.round,
+    "fma": _fma,
+    "finitef": torch.isfinite,
+    "isfinited": torch.isfinite,
+}
 
 
 def interpreted_libdevice(name: str, *arguments: Any) -> Any:

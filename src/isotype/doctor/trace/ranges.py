@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ....dtypes import eps, significant_bits, to_torch
-from ....dtypes import name as dtype_name
-from ....finding import Finding
-from ....observe.operators import LOW, Operator
-from ....observe.origin import Site, here, place_of
-from ..context import After, Before, Context, Watcher, at, now_and_then, say
-from ..origin import Origin
+from ...dtypes import eps, significant_bits, to_torch
+from ...dtypes import name as dtype_name
+from ...finding import Finding
+from ...observe.operators import LOW, Operator
+from ...observe.origin import Site, here, place_of
+from .context import After, Before, Context, Watcher, at, now_and_then, say
+from .origin import Origin
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact

@@ -1,4 +1,12 @@
-"""Turning the repaired interpreter on and off: launches of ordinary JIT functions are diverted to it, and everything is put back."""
+"""Runs Triton kernels on a CPU with correct numbers: Triton's interpreter with repairs, for kernels with the usual decorator.
+
+    with interpreted():
+        silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
+
+It needs neither TRITON_INTERPRET=1 nor a particular order of imports. Launches of ordinary JIT functions are diverted to the interpreter;
+afterwards everything is put back, and kernels compile as ever. Triton 3.9's own interpreter truncates fp32 to bf16 and adds, multiplies and
+sums bf16 as raw bits.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +22,11 @@ import triton.language as tl
 from triton.runtime import autotuner, jit
 from triton.runtime import interpreter as stock
 
-from ...errors import UsageError
-from .repairs import SUPPORTED, repairs, stubs, version_supported
+from ..errors import UsageError
+from .interpreter_repairs import SUPPORTED, repairs, stubs, version_supported
 
 _active = threading.local()
 _MISSING = object()
-_held: list[ExitStack] = []
 
 
 @contextmanager
@@ -43,19 +50,6 @@ def interpreted() -> Iterator[None]:
         _active.depth = 1
         undo.callback(setattr, _active, "depth", 0)
         yield
-
-
-def install() -> None:
-    """`interpreted()` for the rest of the process."""
-    if not _held:
-        stack = ExitStack()
-        stack.enter_context(interpreted())
-        _held.append(stack)
-
-
-def is_installed() -> bool:
-    """Whether kernels run in the repaired interpreter at this moment."""
-    return bool(getattr(_active, "depth", 0))
 
 
 def _set(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:

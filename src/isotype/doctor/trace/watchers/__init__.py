@@ -1,1 +1,0 @@
-"""Each file watches for one way in which a program goes wrong without an error; `tracer` lists them."""

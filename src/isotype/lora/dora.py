@@ -1,0 +1,104 @@
+"""DoRA: each row of W + s B A scaled to a length m that is trained (Liu et al. 2024, "DoRA: weight-decomposed low-rank adaptation").
+
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias, where n, the rows' lengths, takes no gradient, as in the paper and in PEFT. So the product is that of
+LoRA, scaled by a number a column; and n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, without W + s B A itself. |W|² is computed
+once for a weight. n is fp32: m / n is near 1 at the start, where bf16's steps are as large as what is learnt.
+
+T tokens, K in features, O out features, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..ops.backend import autocast_off
+from .linear import LoraDtypes, Projection, apply_linear, base_weight
+from .products import at_once, row_blocks, scaled_product
+
+# weight -> (where its values lie, its version, |W|² by rows)
+_squares: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Magnitude(torch.autograd.Function):
+    """u m / n + bias in u's place, in fp32 a block of rows at a time; only the result is saved.
+
+    u     F[T O]      written
+    m, n  fp32[O]
+    grads u: F, m: fp32, n: none, bias
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u_TO: Tensor, m_O: Tensor, n_O: Tensor, bias: Tensor | None) -> Tensor:
+        with autocast_off(u_TO):
+            factor_O = m_O / n_O
+            rows_TO = u_TO.view(-1, u_TO.shape[-1])
+            for rows in row_blocks(len(rows_TO), len(factor_O), u_TO.device):
+                block = rows_TO[rows]
+                block.copy_(block * factor_O if bias is None else torch.addcmul(bias.to(factor_O.dtype), block, factor_O))
+        ctx.mark_dirty(u_TO)
+        ctx.save_for_backward(u_TO, m_O, factor_O, bias)
+        return u_TO
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, m_O, factor_O, bias = ctx.saved_tensors
+        with autocast_off(dy):
+            dy_TO, y_TO, du = dy.reshape(-1, dy.shape[-1]), y.view(-1, y.shape[-1]), torch.empty_like(y)
+            du_TO = du.view(-1, du.shape[-1])
+            dm_O, dbias_O = torch.zeros_like(factor_O), torch.zeros_like(factor_O)
+            for rows in row_blocks(len(dy_TO), len(factor_O), dy.device):
+                block = dy_TO[rows].to(factor_O.dtype)
+                dm_O += (block * y_TO[rows]).sum(0)
+                if bias is not None:
+                    dbias_O += block.sum(0)
+                du_TO[rows] = block * factor_O
+            # y - bias is u m / n
+            dm = ((dm_O if bias is None else dm_O - dbias_O * bias) / m_O).to(m_O.dtype)
+            dbias = dbias_O.to(bias.dtype) if bias is not None and ctx.needs_input_grad[3] else None
+        return du, dm, None, dbias
+
+
+def row_lengths(call: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Lengths of the rows of W + s B A: fp32[O], or fp64 of a fp64 weight.
+
+    dtype  of the products
+    """
+    wide, now = torch.promote_types(torch.float32, dtype), at_once(dtype, x)
+    assert call.a is not None
+    assert call.b is not None
+    with torch.no_grad(), autocast_off(x):
+        w_OK = base_weight(call.weight, call.quant_state, dtype)
+        a_RK, b_OR = call.a.to(dtype), call.b.to(dtype).to(wide)
+        wa_OR = scaled_product(w_OK, a_RK.t(), now=now).to(wide)
+        aa_RR = a_RK.to(wide) @ a_RK.to(wide).t()
+        squares = _row_squares(call.weight, w_OK, wide) + ((2 * call.scale * wa_OR + call.scale**2 * (b_OR @ aa_RR)) * b_OR).sum(1)
+        lengths: Tensor = squares.clamp_(min=0).sqrt_()
+        return lengths
+
+
+def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
+    """|W|² by rows; kept for as long as nothing has written to the weight."""
+    kept: tuple[int, int, Tensor] | None = _squares.get(weight)
+    if kept is None or kept[:2] != (weight.data_ptr(), weight._version) or kept[2].dtype != dtype:
+        kept = _squares[weight] = weight.data_ptr(), weight._version, row_squares(w_OK, dtype)
+    return kept[2]
+
+
+def row_squares(w_OK: Tensor, dtype: torch.dtype) -> Tensor:
+    blocks = row_blocks(w_OK.shape[0], w_OK.shape[1], w_OK.device)
+    return torch.cat([w_OK[rows].to(dtype).square().sum(1) for rows in blocks])
+
+
+def apply_dora(x: Tensor, call: Projection, magnitude: Tensor, dtypes: LoraDtypes) -> Tensor:
+    """A projection with a DoRA adapter, without dropout.
+
+    magnitude  m, any float [O]
+    """
+    n_O = row_lengths(call, x, dtypes.compute)
+    u = apply_linear(x, call._replace(bias=None), dtypes, now=True)
+    y: Tensor = Magnitude.apply(u, magnitude.to(n_O.dtype), n_O, call.bias)
+    return y

@@ -1,0 +1,95 @@
+"""DoRA fused: PEFT's results and gradients, from norms that are never made of W + B A."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from isotype.lora import fuse_lora, unfuse_lora
+from isotype.lora.dora import row_lengths
+from isotype.lora.linear import Projection
+from isotype.optimize import optimize, restore
+from tests.models import quantised, tiny
+
+IDS = torch.arange(40).view(2, 20) * 7 % 90 + 3
+
+
+def layer(dtype: torch.dtype, *, bias: bool, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=bias)).to(dtype)
+    model = get_peft_model(model, LoraConfig(**{"r": 8, "target_modules": ["0"], "use_dora": True, **settings}))
+    one = model.base_model.model[0]
+    for p in one.parameters():
+        p.data = p.data.float() if p.requires_grad else p.data
+    nn.init.normal_(one.lora_B["default"].weight, std=0.05)
+    one.lora_magnitude_vector["default"].weight.data *= 1 + torch.randn(48) * 0.1
+    return model
+
+
+def passed(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+        y = model(x)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_results_and_gradients_are_as_near_to_fp64_as_pefts(dtype, bias):
+    model = layer(dtype, bias=bias)
+    exact, fused = copy.deepcopy(model).double(), copy.deepcopy(model)
+    assert [p.op for p in fuse_lora(fused)] == ["lora_dora"]
+    x, dy = torch.randn(3, 16, 64).to(dtype), torch.randn(3, 16, 48).to(dtype)
+    truth, theirs, ours = passed(exact, x.double(), dy.double()), passed(model, x, dy), passed(fused, x, dy)
+    for want, got, peft in zip(truth, ours, theirs, strict=True):
+        error, reference = (float((t.double() - want).norm() / want.norm()) for t in (got, peft))
+        assert error < 2 * reference + 1e-7
+    unfuse_lora(fused)
+    assert torch.equal(passed(fused, x, dy)[0], theirs[0])
+
+
+def test_lengths_follow_a_weight_that_is_written_to():
+    w, a, b = torch.randn(48, 64), torch.randn(8, 64) / 8, torch.randn(48, 8) / 8
+    for _ in range(2):
+        got = row_lengths(Projection(w, None, a, b, scale=2.0), w, torch.float32)
+        torch.testing.assert_close(got, (w.double() + 2.0 * b.double() @ a.double()).norm(dim=1).float())
+        w.mul_(3.0)
+
+
+@pytest.mark.parametrize("base", ["dense", "nf4"])
+def test_a_whole_model_learns_as_with_pefts_code_and_is_restored(base):
+    model = tiny(hidden_size=64, intermediate_size=128)
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+        model = quantised(model, compute=torch.float32)
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.05)
+
+    def trained() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    loss, want = trained()
+    manifest = optimize(model)
+    assert {e.op for e in manifest.replaced if e.part == "lora"} == {"lora_dora"}
+    fused, got = trained()
+    torch.testing.assert_close(fused, loss)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    restore(model)
+    assert torch.equal(trained()[0], loss)
+
+
+def test_with_dropout_pefts_code_runs_and_the_manifest_says_why():
+    (placement,) = fuse_lora(layer(torch.float32, bias=False, lora_dropout=0.1))
+    assert placement.op is None
+    assert "DoRA with dropout" in placement.reason
