@@ -14,8 +14,7 @@ from pathlib import Path
 from isotype.doctor.check import check
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.translate import translate
-from isotype.translate.draft import Fate
+from isotype.translate import Fate, translate
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
 

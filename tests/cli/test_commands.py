@@ -55,14 +55,6 @@ def test_env_as_json_is_the_env_json_of_a_run():
     assert result.exit_code == int(any(f["severity"] == "error" for f in answer["findings"]))
 
 
-def test_requirements_of_a_recorded_run(tmp_path):
-    (tmp_path / "env.json").write_text(
-        json.dumps({"python": "3.11.7", "distributions": {"torch": "2.13.0+cpu", "peft": "0.21.2"}, "sources": {}})
-    )
-    result = CliRunner().invoke(build_app(), ["doctor", "env", "--requirements", str(tmp_path)])
-    assert result.output.splitlines()[1:] == ["--extra-index-url https://download.pytorch.org/whl/cpu", "peft==0.21.2", "torch==2.13.0+cpu"]
-
-
 # --- `isotype cache` and the compiled kernels: shown with their size, cleared by their last use, and nothing else beside them.
 
 

@@ -146,15 +146,11 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
         load(train=write("text.jsonl", [{"text": "some text"}]), chat_template="mine.jinja")
 
 
-@pytest.mark.parametrize(("inside", "equal"), [(True, 3), (False, 0)])
-def test_the_templates_own_mask_is_compared(write: Any, families: SimpleNamespace, inside: bool, equal: int) -> None:
+def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: SimpleNamespace) -> None:
     tokenizer = families.new("chatml")
-    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=inside)
-    facts = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0).facts
-    own = facts["template"]["own_mask"]
-    assert (own["rows_compared"], own["rows_equal"]) == (3, equal)
-    assert own["learnt_only_by_the_derived_labels"] == ({} if inside else {"<|im_end|>": 3})
-    assert any("own mask differs" in note for note in facts["notes"]) is not inside
+    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=True)
+    loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
+    assert any("the template marks with {% generation %} what is learnt" in note for note in loaded.facts["notes"])
 
 
 def test_formats_are_per_file(write: Any, load: Any) -> None:
@@ -163,16 +159,13 @@ def test_formats_are_per_file(write: Any, load: Any) -> None:
     assert len(loaded.train) == 6
 
 
-def test_a_file_that_several_sources_lead_to_is_read_once(write: Any, load: Any) -> None:
-    for name in ("a.jsonl", "ab.jsonl", "b.jsonl"):
+def test_a_file_that_two_sources_lead_to_is_refused(write: Any, load: Any) -> None:
+    for name in ("a.jsonl", "ab.jsonl"):
         write(name, [chat(f"{name} {i}", "answer") for i in range(4)])
-    loaded = load(train=["?.jsonl", "*b.jsonl", "b.jsonl"], eval=["a*.jsonl"])
-    assert (len(loaded.train), loaded.facts["train"]["duplicates"]) == (12, 0)
-    assert [(one["path"], one["rows"]) for one in loaded.facts["train"]["files"]] == [("?.jsonl", 4), ("*b.jsonl", 4), ("b.jsonl", 4)]
-    told = [note for note in loaded.facts["notes"] if "and once" in note]
-    assert told == [f"{name}: 1 file is read with another source, b.jsonl, and once (b.jsonl)" for name in ("?.jsonl", "*b.jsonl")]
-    with pytest.raises(UsageError, match=r"\[ab\]\.jsonl: other sources of the list read all its files \(a\.jsonl, b\.jsonl\)"):
-        load(train=["[ab].jsonl", "a.jsonl", "b.jsonl"])
+    with pytest.raises(UsageError, match=r"ab\.jsonl: \*b\.jsonl and a\*\.jsonl both lead to it") as caught:
+        load(train=["*b.jsonl", "a*.jsonl"])
+    assert caught.value.fix == "name each file once"
+    assert len(load(train=["a.jsonl"], eval=["a*.jsonl"]).eval) == 8
 
 
 def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
@@ -367,14 +360,6 @@ def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any)
     seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
     assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
     assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
-
-
-def test_answers_that_stand_for_none_are_learnt_and_counted(write: Any, load: Any) -> None:
-    rows = [f"question {i},{'n/a' if i % 5 == 0 else 'NULL' if i == 1 else f'answer {i}'}" for i in range(20)]
-    loaded = load(train=write("x.csv", "\n".join(["prompt,completion", *rows])), eval_split=0.0)
-    assert len(loaded.train) == 20
-    told = [note for note in loaded.facts["notes"] if "learnt as it is" in note]
-    assert [note.split(",")[0] for note in told] == ["4 rows have the answer 'n/a'", "1 row has the answer 'NULL'"]
 
 
 _THINKS = """\

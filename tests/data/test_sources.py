@@ -14,7 +14,6 @@ import pytest
 from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
 from isotype.data.formats import Example
-from isotype.data.hub import note_unread_splits
 from isotype.data.source import Source
 from isotype.data.sources import source
 from isotype.errors import UsageError
@@ -58,23 +57,12 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
 
 
-def test_a_json_that_describes_the_other_files_is_not_read(folder: Path) -> None:
+def test_a_json_that_describes_the_other_files_is_refused_with_their_name(folder: Path) -> None:
     name = "shards/**/*.*"
     (folder / "shards").mkdir()
     (folder / "shards/b.jsonl").write_bytes((folder / "set/a.jsonl").read_bytes())
-    rows = asked(found(name))
-    said = f"{name}: 1 of 2 files is not read: it is one object, without the keys of the other files' rows (a.json)"
     about = folder / "shards/a.json"
-    for value in ({"name": "x", "rows": 9}, {"features": {"prompt": "string"}, "tags": ["a"]}, {"text": "Questions of a help desk."}):
-        about.write_text(json.dumps(value, indent=2))
-        one = found(name)
-        assert asked(one) == rows
-        assert one.notes == [said]
-        assert one.formats == {"prompt_completion"}
-    assert asked(found(name, columns={"prompt": "prompt", "completion": "completion"})) == rows
-    about.write_text('{"prompt": "one more", "completion": "row"}')  # a row of the same kind
-    assert asked(found(name)) == ["one more", *rows]
-    for value in ([{"file": "b.jsonl"}, {"file": "c.jsonl"}], [{"q": "1"}], {"data": [{"q": "1"}]}):  # these may be rows
+    for value in ({"features": {"prompt": "string"}, "tags": ["a"]}, [{"file": "b.jsonl"}, {"file": "c.jsonl"}], {"data": [{"q": "1"}]}):
         about.write_text(json.dumps(value))
         with pytest.raises(UsageError, match=r"a\.json:1: no known format in the keys") as caught:
             found(name)
@@ -160,16 +148,8 @@ def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:])})
     saved.save_to_disk("saved")
-    whole = found("saved")
-    assert asked(whole) == [row["prompt"] for row in ROWS[:5]]
-    other = found([{"name": "saved", "split": "test"}])
-    assert asked(other) == [row["prompt"] for row in ROWS[5:]]
-    note_unread_splits([whole, found("saved")])
-    assert whole.notes == ["saved: split train is read, not test; to evaluate on another: data.eval: [{name: saved, split: test}]"]
-    for beside in (other, found("saved/test"), found([{"name": "hf:saved", "split": "test"}])):
-        whole = found("saved")
-        note_unread_splits([whole, beside])
-        assert whole.notes == beside.notes == []
+    assert asked(found("saved")) == [row["prompt"] for row in ROWS[:5]]
+    assert asked(found([{"name": "saved", "split": "test"}])) == [row["prompt"] for row in ROWS[5:]]
     with pytest.raises(UsageError, match=r"split: has no effect: saved/test is no dataset of the hub \(hf:NAME\), nor a folder"):
         found([{"name": "saved/test", "split": "test"}])
     assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]

@@ -18,7 +18,7 @@ from isotype.distributed.agree import (
     refuse_folder_of_another_machine,
     refuse_other_precision,
 )
-from isotype.distributed.rank import Batching, Rank, asked_but_not_started, find_rank, run_to_go_on_with
+from isotype.distributed.rank import Batching, Rank, find_rank, run_to_go_on_with
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
 from isotype.precision.precision import PRESETS
@@ -125,16 +125,6 @@ def test_variables_that_contradict_each_other_are_refused(environ, said):
 
 def test_a_batch_script_of_slurm_is_one_process():
     assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
-
-
-def test_accelerate_that_started_one_process_of_two():
-    accelerated = {"ACCELERATE_MIXED_PRECISION": "no"}
-    said = asked_but_not_started(accelerated, "python accelerate launch --cpu --num_processes 2 -m isotype train run.yaml")
-    assert said is not None
-    assert "asked for 2 processes and started one" in said
-    assert asked_but_not_started(accelerated, "python accelerate launch --num_processes=1 -m isotype") is None
-    assert asked_but_not_started(accelerated | TORCHRUN, "accelerate launch --num_processes 4") is None
-    assert asked_but_not_started({}, "accelerate launch --num_processes 4") is None
 
 
 def test_only_a_restart_continues_a_run(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isotype.entry.settings import refuse_incomplete
+from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 

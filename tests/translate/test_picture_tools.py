@@ -9,8 +9,7 @@ import pytest
 from isotype.config.kind import DIFFUSION, kind_of
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.translate import translate
-from isotype.translate.draft import Fate
+from isotype.translate import Fate, translate
 
 DIFFUSERS = """#!/bin/bash
 accelerate launch train_dreambooth_lora_flux.py \\

@@ -13,8 +13,7 @@ from isotype.config.load import load
 from isotype.doctor.check import check
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.translate import translate
-from isotype.translate.draft import Fate
+from isotype.translate import Fate, translate
 from isotype.translate.source import read
 
 ENV = """# a comment

@@ -14,8 +14,7 @@ from isotype.config.load import load
 from isotype.doctor.check import check
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.translate import TOOLS, translate
-from isotype.translate.draft import Fate
+from isotype.translate import TOOLS, Fate, translate
 from isotype.translate.source import read
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH

@@ -1,6 +1,6 @@
 """`isotype`: registers the commands and maps errors to one line and an exit status.
 
-A command is a module beside this file with `register(app)`; the doctor's commands lie under `isotype doctor`. Exit statuses: 0 done,
+A command is a function of a module beside this file; the doctor's commands lie under `isotype doctor`. Exit statuses: 0 done,
 1 the run failed (or findings), 2 bad configuration or usage, 3 refused by preflight, 130 interrupted and saved.
 """
 
@@ -19,12 +19,24 @@ from ..environment.threads import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 
-ENGINE, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
-# the modules beside this file, in the order in which a person needs the commands
-_MODULES = (
-    "quickstart", "init", "import_config", "train", "chat", "sample", "eval", "report", "watch", "merge", "export", "ls", "cache", "doctor",
-)  # fmt: skip
-_ORDER = ("quickstart", "init", "import", "plan", "train", *_MODULES[4:])
+TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
+# command -> (function in a module beside this file, panel), in the order in which a person needs them
+_COMMANDS = {
+    "quickstart": ("quickstart.quickstart", TRAIN),
+    "init": ("init.init", TRAIN),
+    "import": ("import_config.import_config", TRAIN),
+    "plan": ("train.plan", TRAIN),
+    "train": ("train.train", TRAIN),
+    "chat": ("chat.chat", RUNS),
+    "sample": ("sample.sample", RUNS),
+    "eval": ("eval.evaluate", RUNS),
+    "report": ("report.report", RUNS),
+    "watch": ("watch.watch", RUNS),
+    "merge": ("merge.merge", RUNS),
+    "export": ("export.export", RUNS),
+    "ls": ("ls.ls", RUNS),
+    "cache": ("cache.cache", RUNS),
+}
 # what people type by habit -> what to type
 INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
     "lint": "isotype doctor check reads settings; conform, trace and kernels run the code",
@@ -46,10 +58,7 @@ _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 
 
 class _Commands(TyperGroup):
-    """In `_ORDER`; an old or habitual name is answered with the one to use."""
-
-    def list_commands(self, context: Any) -> list[str]:
-        return sorted(super().list_commands(context), key=_ORDER.index)
+    """An old or habitual name is answered with the one to use."""
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         if arguments and (instead := INSTEAD.get(arguments[0])):
@@ -95,8 +104,10 @@ def build_app() -> typer.Typer:
     ) -> None:
         prepare(context.invoked_subcommand or "")
 
-    for module in _MODULES:
-        import_module(f"{__package__}.{module}").register(app)
+    for name, (place, panel) in _COMMANDS.items():
+        module, _, function = place.partition(".")
+        app.command(name=name, rich_help_panel=panel)(getattr(import_module(f"{__package__}.{module}"), function))
+    import_module(f"{__package__}.doctor").register(app)
     return app
 
 

@@ -12,14 +12,9 @@ import typer
 
 from ..errors import UsageError
 from ..wording import counted
-from .app import RUNS
 
 if TYPE_CHECKING:
     from ..data.cache_folder import Entry
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="cache", rich_help_panel=RUNS)(cache)
 
 
 def cache(

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import RUNS
-
 if TYPE_CHECKING:
     from ..inference.loaded import Conversation
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="chat", rich_help_panel=RUNS)(chat)
 
 
 def chat(

@@ -15,9 +15,9 @@ from typer.core import TyperGroup
 
 from ..errors import UsageError
 from ..finding import Severity, worst_first
-from . import doctor_reads, doctor_runs
+from . import doctor_parts
 from .app import DOCTOR, INSTEAD, prepare
-from .doctor_reads import FailOn, Json
+from .doctor_parts import FailOn, Json
 
 _LOOK = "look"  # the command behind `isotype doctor PATH`
 
@@ -59,8 +59,11 @@ def register(app: typer.Typer) -> None:
     def part(context: typer.Context) -> None:
         prepare(f"doctor {context.invoked_subcommand}")
 
-    doctor_reads.register(doctor)
-    doctor_runs.register(doctor)
+    for command in (doctor_parts.check, doctor_parts.explain, doctor_parts.env):
+        doctor.command()(command)
+    doctor.command(context_settings=doctor_parts.SCRIPT_ARGUMENTS)(doctor_parts.trace)
+    doctor.command()(doctor_parts.conform)
+    doctor.command()(doctor_parts.kernels)
     doctor.command(_LOOK, help=HELP, hidden=True)(look)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 
@@ -85,8 +88,8 @@ def look(
     if subject.partition(" ")[0] in INSTEAD and not Path(subject).exists():
         raise UsageError(f"{subject}: no such file or folder; {INSTEAD[subject.partition(' ')[0]]}")
     visits: list[Visit]
-    if doctor_reads.CODE.match(subject) and not Path(subject).exists():
-        doctor_reads.show_page(subject.upper(), json_output)
+    if doctor_parts.CODE.match(subject) and not Path(subject).exists():
+        doctor_parts.show_page(subject.upper(), json_output)
         return
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method

@@ -10,11 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..wording import counted
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="eval", rich_help_panel=RUNS)(evaluate)
 
 
 def evaluate(

@@ -9,13 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import RUNS
 
 FORMATS = ("comfyui", "gguf", "ollama", "vllm")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="export", rich_help_panel=RUNS)(export)
 
 
 def export(

@@ -10,24 +10,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from ..errors import UsageError
-from .app import ENGINE
 
 if TYPE_CHECKING:
     from ..translate import Translation
 
-HELP = """Make an Isotype configuration of another tool's, and say what became of each of its keys.
-
-Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks; of pictures SimpleTuner, kohya's
-sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts: YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
-
-Examples:
-
-    isotype import axolotl/qlora.yml --out run.yaml
-
-    isotype import train.py --from trl > run.yaml
-
-    isotype import config/config.env --from simpletuner --out run.yaml
-"""
 
 _TOOLS = "axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit, onetrainer, diffusers."
 
@@ -39,6 +25,19 @@ def import_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    """Make an Isotype configuration of another tool's, and say what became of each of its keys.
+
+    Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks; of pictures SimpleTuner, kohya's
+    sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts: YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
+
+    Examples:
+
+        isotype import axolotl/qlora.yml --out run.yaml
+
+        isotype import train.py --from trl > run.yaml
+
+        isotype import config/config.env --from simpletuner --out run.yaml
+    """
     from ..translate import translate
 
     result = translate(file, tool)
@@ -84,7 +83,3 @@ def _tell(result: Translation, to: TextIO) -> None:
         print(f"note  {note}", file=to)
     for finding in result.findings:
         print(f"\n{finding.render()}", file=to)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="import", rich_help_panel=ENGINE, help=HELP)(import_config)

@@ -9,23 +9,6 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from .app import ENGINE
-
-HELP = """Write a commented configuration: what a run needs is set, everything else is shown with its default.
-
-Examples:
-
-    isotype init                                          # run.yaml, a LoRA adapter
-
-    isotype init --preset qlora --model Qwen/Qwen2.5-0.5B --data chats.jsonl qwen.yaml
-
-    isotype init - --preset full                          # to the screen
-
-    isotype init --schema > isotype.schema.json           # completion and checks in editors: name it in the first line of a file,
-                                                          # "# yaml-language-server: $schema=isotype.schema.json"
-
-    isotype init --schema --markdown                      # every key, as a page to read
-"""
 
 
 def init(
@@ -38,6 +21,21 @@ def init(
     markdown: Annotated[bool, typer.Option("--markdown", help="With --schema: every key as a table in Markdown.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    """Write a commented configuration: what a run needs is set, everything else is shown with its default.
+
+    Examples:
+
+        isotype init                                          # run.yaml, a LoRA adapter
+
+        isotype init --preset qlora --model Qwen/Qwen2.5-0.5B --data chats.jsonl qwen.yaml
+
+        isotype init - --preset full                          # to the screen
+
+        isotype init --schema > isotype.schema.json           # completion and checks in editors: name it in the first line of a file,
+                                                              # "# yaml-language-server: $schema=isotype.schema.json"
+
+        isotype init --schema --markdown                      # every key, as a page to read
+    """
     if schema or markdown:
         _print_schema(markdown)
         return
@@ -70,7 +68,3 @@ def _print_schema(markdown: bool) -> None:
 
     content = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema(), "title": "Isotype run"}
     print(json.dumps(content, indent=1))
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="init", rich_help_panel=ENGINE, help=HELP)(init)

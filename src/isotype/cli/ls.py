@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import UsageError
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="ls", rich_help_panel=RUNS)(ls)
 
 
 def ls(
@@ -56,31 +53,18 @@ def ls(
     if not runs:
         print(f"{folder}: no runs here, nor two levels below")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    cells = [[_cell(run[key]) for key in _COLUMNS] for run in runs]
-    console = Console()
-    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(_COLUMNS.values())]
-    # the next command needs the name of a run: on a narrow screen model and data are cut instead
-    left = max(16, console.width - sum(widths[:-2]) - 2 * len(widths)) if console.is_terminal else 2 * max(widths)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _COLUMNS.values():
-        right, last = name in ("step", "loss", "eval loss"), name in ("model", "data")
-        table.add_column(
-            name,
-            justify="right" if right else "left",
-            overflow="ellipsis" if last else "fold",
-            no_wrap=last,
-            max_width=left // 2 if last else None,
-        )
-    for row in cells:
-        table.add_row(*row)
-    console.print(table) if console.is_terminal else Console(width=sum(widths) + 2 * len(widths)).print(table)
+    rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    # model and data, which come last, are cut on a narrow screen
+    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for row in rows:
+        cells = [cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in zip(_COLUMNS, row, widths)]
+        print("  ".join(cells)[:most].rstrip())
 
 
 _COLUMNS = {"folder": "run", "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval loss", "precision": "precision",
             "model": "model", "data": "data"}  # fmt: skip
+_RIGHT = ("step", "loss", "eval_loss")
 
 
 def _cell(value: Any) -> str:

@@ -12,16 +12,11 @@ import typer
 
 from ..runs.checkpoint.atomic_folder import SEAL
 from ..wording import counted
-from .app import RUNS
 
 if TYPE_CHECKING:
     from ..inference.merge import Merged
 
 NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="merge", rich_help_panel=RUNS)(merge)
 
 
 def merge(

@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 from ..environment.threads import wait_passively
-from .app import ENGINE
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="quickstart", rich_help_panel=ENGINE)(quickstart)
 
 
 def quickstart(

@@ -8,12 +8,6 @@ from typing import Annotated
 
 import typer
 
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="report", rich_help_panel=RUNS)(report)
-
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],

@@ -10,11 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="sample", rich_help_panel=RUNS)(sample)
 
 
 def sample(

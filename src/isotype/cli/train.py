@@ -13,43 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from .app import ENGINE
 
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
 
-TRAIN_HELP = """Fine-tune a model under a declared precision.
-
-Settings come from a YAML file, from `section.key=value`, from the options below, or from all of them; later ones win.
-
-Examples:
-
-    isotype train --model Qwen/Qwen2.5-0.5B --data chats.jsonl
-
-    isotype train run.yaml train.learning_rate=1e-4 precision.preset=bf16-mixed
-
-    isotype train run.yaml --preset qlora --steps 20
-
-    isotype train --resume runs/qwen                      # goes on bit for bit
-
-    isotype train --resume runs/qwen train.steps=2000     # for longer
-
-    isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes 4 on a CPU
-
-    isotype train run.yaml --skip PF004="a shared disk that grows"
-
-A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail (exit 3): `preflight.json` has all of it.
-"""
-PLAN_HELP = """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no weights.
-
-Examples:
-
-    isotype plan run.yaml
-
-    isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
-
-    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
-"""
 
 Settings = Annotated[
     list[str] | None,
@@ -93,7 +60,30 @@ def train(
     gpus: Gpus = None,
     json_output: Json = False,
 ) -> None:
-    from ..entry.settings import of_this_start
+    """Fine-tune a model under a declared precision.
+
+    Settings come from a YAML file, from `section.key=value`, from the options below, or from all of them; later ones win.
+
+    Examples:
+
+        isotype train --model Qwen/Qwen2.5-0.5B --data chats.jsonl
+
+        isotype train run.yaml train.learning_rate=1e-4 precision.preset=bf16-mixed
+
+        isotype train run.yaml --preset qlora --steps 20
+
+        isotype train --resume runs/qwen                      # goes on bit for bit
+
+        isotype train --resume runs/qwen train.steps=2000     # for longer
+
+        isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes 4 on a CPU
+
+        isotype train run.yaml --skip PF004="a shared disk that grows"
+
+    A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail
+    (exit 3): `preflight.json` has all of it.
+    """
+    from ..entry.train import of_this_start
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
@@ -137,6 +127,16 @@ def plan(
     ] = None,
     json_output: Json = False,
 ) -> None:
+    """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no weights.
+
+    Examples:
+
+        isotype plan run.yaml
+
+        isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
+
+        isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
+    """
     loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
     _print_plan(loaded, json_output, device=device, gpus=gpus)
 
@@ -191,7 +191,7 @@ def _loaded(
     no_cache: bool = False,
     device: str | None = None,
 ) -> LoadedConfig:
-    from ..entry.settings import load_settings
+    from ..entry.train import load_settings
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -219,8 +219,3 @@ def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None =
 
     made = make(loaded, device=device, gpus=gpus)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="train", rich_help_panel=ENGINE, help=TRAIN_HELP)(train)
-    app.command(name="plan", rich_help_panel=ENGINE, help=PLAN_HELP)(plan)

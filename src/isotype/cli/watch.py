@@ -9,12 +9,6 @@ from typing import Annotated
 
 import typer
 
-from .app import RUNS
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="watch", rich_help_panel=RUNS)(watch)
-
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],

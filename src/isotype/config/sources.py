@@ -169,14 +169,26 @@ def _has_splits(name: str) -> bool:
         return False
 
 
-def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:
+def _checked(settings: dict[str, Any], where: str, keys: Sequence[str], wanted: str) -> dict[str, Any]:
+    """What kinds of entries share: known keys, a name, a weight, columns. Raises UsageError."""
     for key in settings:
-        if key not in _KEYS:
-            raise unknown_key(where, key, _KEYS)
+        if key not in keys:
+            raise unknown_key(where, key, keys)
     settings = {key: value for key, value in settings.items() if value is not None}
-    name = settings.get("name")
+    name, weight, columns = settings.get("name"), settings.get("weight"), settings.get("columns")
     if not isinstance(name, str) or not name.strip():
-        raise UsageError(f"{where}.name: expected a file, folder, glob, hf:NAME or stdlib, got {name!r}")
+        raise UsageError(f"{where}.name: expected {wanted}, got {name!r}")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
+        raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
+    if columns is not None and not (isinstance(columns, dict) and all(isinstance(value, str) for value in columns.values())):
+        raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}}, got {columns!r}")
+    return settings | ({} if weight is None else {"weight": float(weight)})
+
+
+def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:
+    own = {"columns": data.columns, "format": data.format} | {key: value for key, value in settings.items() if value is not None}
+    settings = _checked(own, where, _KEYS, "a file, folder, glob, hf:NAME or stdlib")
+    name, form, limit = settings["name"], settings["format"], settings.get("limit")
     for key in _HUB_ONLY:
         if key in settings and not isinstance(settings[key], str):
             raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
@@ -185,24 +197,15 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
             fix = "rows are not chosen by a column: write each split to a file of its own, for data.train and data.eval"
             said = f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME){or_folder}"
             raise UsageError(said, fix=fix if key == "split" and Path(name).suffix else None)
-    weight, limit = settings.get("weight"), settings.get("limit")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
-        raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UsageError(f"{where}.limit: expected a whole number of at least 1, got {limit!r}")
-    form = settings.setdefault("format", data.format)
     if form not in FORMATS:
         near = get_close_matches(str(form), FORMATS, n=1)
         raise UsageError(
             f"{where}.format: unknown format {form!r}" + (f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}")
         )
-    columns = settings.setdefault("columns", data.columns)
-    if columns is not None and not (isinstance(columns, dict) and all(isinstance(v, str) for v in columns.values())):
-        raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's (prompt: question), got {columns!r}")
     limits = [n for n in (limit, data.limit) if n is not None]
-    return SourceSpec(
-        **settings | {"group": group, "limit": min(limits) if limits else None, "weight": None if weight is None else float(weight)}
-    )
+    return SourceSpec(**settings | {"group": group, "limit": min(limits) if limits else None})
 
 
 def names(given: Any) -> list[str]:
@@ -270,30 +273,17 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
 
 
 def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSection) -> PictureSource:
-    settings = {key: value for key, value in settings.items() if value is not None}
-    keys = _PICTURE_KEYS[side]
-    for key in settings:
-        if key in keys:
-            continue
-        if key == "weight":
-            raise UsageError(f"{where}.weight: only images.regularisation has it: the pictures of images.{side} count in full")
-        if key == "repeats":
-            raise UsageError(f"{where}.repeats: has no effect: evaluation takes every picture once")
-        raise unknown_key(where, key, keys)
-    name, repeats, weight = settings.get("name"), settings.get("repeats", 1), settings.get("weight", 1.0)
-    if not isinstance(name, str) or not name.strip():
-        raise UsageError(f"{where}.name: expected a folder or a file, got {name!r}")
+    for key, why in {"weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
+                     "repeats": "has no effect: evaluation takes every picture once"}.items():  # fmt: skip
+        if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
+            raise UsageError(f"{where}.{key}: {why}")
+    own = {"columns": images.columns} | {key: value for key, value in settings.items() if value is not None}
+    settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
+    repeats, caption = settings.get("repeats", 1), settings.get("caption")
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"{where}.repeats: expected a whole number of at least 1, got {repeats!r}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
-    caption = settings.get("caption")
     if caption is not None and not isinstance(caption, str):
         raise UsageError(f"{where}.caption: expected text, got {caption!r}")
-    columns = settings.get("columns", images.columns)
-    if columns is not None:
-        if not (isinstance(columns, dict) and all(isinstance(value, str) for value in columns.values())):
-            raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's (text: prompt), got {columns!r}")
-        if unknown := next((key for key in columns if key not in COLUMNS), None):
-            raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
-    return PictureSource(name=name, key=where, caption=caption, repeats=repeats, weight=float(weight), columns=columns)
+    if unknown := next((key for key in settings.get("columns") or () if key not in COLUMNS), None):
+        raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
+    return PictureSource(key=where, **settings)

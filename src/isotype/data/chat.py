@@ -9,11 +9,9 @@ is found by rendering it once more with other words and comparing.
 from __future__ import annotations
 
 import difflib
+import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,87 +23,6 @@ from ..errors import UsageError
 from .conversations import is_learnt
 from .formats import Example, Message
 from .read import existing_file, read_text
-
-SECONDS = 10.0  # of processor time; stock templates take 0.1 ms a conversation
-MEMORY = 2 << 30  # bytes beyond what the process holds
-CHARACTERS = 1 << 26  # of a conversation's text
-_FIX = "data.chat_template: FILE.jinja names another template"
-
-
-class _OutOfTime(BaseException):
-    """The template took too long. Not an Exception, so that no code handles it as an error of the template itself."""
-
-
-@contextmanager
-def bounded(place: str) -> Iterator[None]:
-    """Runs a template under the limits within this block.
-
-    Time is bounded in the main thread of a POSIX system, memory on Linux; elsewhere neither is.
-    Raises  UsageError naming `place`
-    """
-    timed = _start_clock()
-    limits = _limit_memory()
-    try:
-        yield
-    except _OutOfTime:
-        raise UsageError(f"{place}: the chat template takes more than {SECONDS:g} s for it", fix=_FIX) from None
-    except MemoryError:
-        raise UsageError(f"{place}: the chat template takes more than {MEMORY >> 20} MiB for it", fix=_FIX) from None
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if limits is not None:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def refuse_no_text(text: str, place: str) -> str:
-    """The text, unless it is one that no tokenizer takes: too long, or with half a surrogate pair, which a template's literals may hold."""
-    if len(text) > CHARACTERS:
-        raise UsageError(f"{place}: the chat template makes {len(text):,} characters of it", fix=_FIX)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text", fix=_FIX) from None
-    return text
-
-
-def _ring(*_: Any) -> None:
-    raise _OutOfTime
-
-
-def _start_clock() -> bool:
-    """Limits the CPU time of this process, not wall time, so that a busy machine does not refuse a good template."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGVTALRM) is not _ring:
-        signal.signal(signal.SIGVTALRM, _ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    return True
-
-
-def _limit_memory() -> tuple[int, int] | None:
-    """Lowers the soft limit on address space; returns what it was, None where it cannot be set."""
-    try:
-        import resource
-
-        held = _held()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if soft == resource.RLIM_INFINITY or soft > held + MEMORY:
-            resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
-            return soft, hard
-    except (ImportError, OSError, ValueError):
-        pass
-    return None
-
-
-def _held() -> int:
-    """The process's address space now: a model may have been loaded since the last conversation. 11 of the 16 microseconds of a block."""
-    import resource
-
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +134,20 @@ class Span:
     closed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Roles of the turns that are nowhere in the text, and whether a call, a tool, or reasoning is nowhere in it."""
+
+    roles: frozenset[str] = frozenset()
+    calls: bool = False
+    tools: bool = False
+    reasoning: bool = False
+
+
+_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
+_THOUGHTS = ("reasoning_content", "thinking")  # keys of a turn in which data write reasoning
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template with the tokenizer that renders it."""
@@ -241,25 +172,24 @@ class ChatTemplate:
 
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:
-            with bounded("prompt"):
-                return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
+            return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
         except Exception:  # a template may refuse one form with any error
             return False
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
         """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
         try:
-            with bounded(place):
-                text = self.tokenizer.apply_chat_template(
-                    in_parts(messages) if self.in_parts else list(messages),
-                    chat_template=self.text,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                )
-            return refuse_no_text(text, place)
-        except UsageError:
-            raise
+            text: str = self.tokenizer.apply_chat_template(
+                in_parts(messages) if self.in_parts else list(messages),
+                chat_template=self.text,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+            text.encode()
+            return text
+        except UnicodeEncodeError:
+            raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text") from None
         except RecursionError:
             raise UsageError(f"chat template ({self.source}): nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
@@ -276,6 +206,34 @@ class ChatTemplate:
             if message["role"] == "assistant" and i >= example.learn_from and is_learnt(message):
                 found.append(self._span(messages, i, example, rendered))
         return found
+
+    def left_out(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str) -> LeftOut:
+        """What of a conversation is nowhere in `text`, its rendering: templates drop later system turns, calls or thoughts in silence.
+
+        The words of turns are looked for, each as often as turns have them. Calls and tools are left out once: the text must be another.
+        """
+        wanted: dict[str, list[tuple[str, bool]]] = {}  # words -> of each turn that has them: its role, whether they are its thoughts
+        for m in messages:
+            content = m["content"] if isinstance(m.get("content"), str) else ""
+            parts = [part.strip() for part in _TAG.split(content) if part.strip()]
+            beside = [m[key].strip() for key in _THOUGHTS if isinstance(m.get(key), str) and m[key].strip() not in content]
+            thinks = m["role"] == "assistant" and len(parts) > 1
+            for words, thought in [*((part, thinks) for part in parts), *((words, True) for words in beside)]:
+                wanted.setdefault(words, []).append((m["role"], thought))
+        unseen = [one for words, of in wanted.items() if _times(words, text) < len(of) for one in of]
+        without = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
+        return LeftOut(
+            frozenset(role for role, thought in unseen if not thought),
+            calls=any(m.get("tool_calls") for m in messages) and self._is(text, without, tools, place),
+            tools=bool(tools) and self._is(text, messages, None, place),
+            reasoning=any(thought for _, thought in unseen),
+        )
+
+    def _is(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: str) -> bool:
+        try:
+            return self.render(messages, tools=tools, place=place) == text
+        except UsageError:  # a turn without its calls may be refused
+            return False
 
     def _span(self, messages: list[Message], i: int, example: Example, rendered: str) -> Span:
         place, tools = example.place, example.tools
@@ -324,6 +282,11 @@ def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
 def in_parts(messages: Sequence[Message]) -> list[Message]:
     """The conversation with each text as a list of one part."""
     return [m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m for m in messages]
+
+
+def _times(words: str, text: str) -> int:
+    """How often words are in a text, as they are or as JSON writes them."""
+    return max(text.count(words), *(text.count(json.dumps(words, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)))
 
 
 def _agreeing(one: str, other: str) -> int:

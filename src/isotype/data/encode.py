@@ -23,15 +23,12 @@ from .conversations import LEARN_KEYS
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
-from .written_turns import WrittenTurns
 
 BATCH = 256  # texts handed to the tokenizer at once
 _CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
 _MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
 # keys of a turn whose absence from the text is counted elsewhere, or which only link a result to its call
 _OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
-# what spreadsheets and data frames write where there is no value
-_NO_VALUE = frozenset({"n/a", "#n/a", "na", "<na>", "nan", "null", "none", "nil", "-", "--"})
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -50,8 +47,6 @@ class Tally:
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
     reasoning_unseen: int = 0
     """Rows with reasoning that the template left out, of the content or beside it."""
-    placeholders: Counter[str] = field(default_factory=Counter)
-    """Rows by an answer that tables write where there is none (`n/a`)."""
     turns_unseen: Counter[str] = field(default_factory=Counter)
     """Rows by the role of a turn that the template left out."""
     unread_keys: Counter[str] = field(default_factory=Counter)
@@ -63,30 +58,20 @@ class Tally:
         self.first_dropped.setdefault(reason, place)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
-            "borders": self.borders, "special_in_content": self.special_in_content, "calls_unseen": self.calls_unseen,
-            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "turns_unseen": dict(self.turns_unseen),
-            "placeholders": dict(self.placeholders), "unread_keys": dict(self.unread_keys), "bad": self.bad.as_json(),
-        }  # fmt: skip
+        return vars(self) | {"bad": self.bad.as_json()}
 
     @classmethod
     def sum(cls, counted: Iterable[dict[str, Any]]) -> Tally:
         """Several sides, as `as_json` gave them, as one."""
         total = cls()
         for one in counted:
-            total.dropped.update(one["dropped"])
             total.first_dropped = one["first_dropped"] | total.first_dropped
-            total.end_of_turn.update(one["end_of_turn"])
-            total.borders += one["borders"]
-            total.special_in_content += one["special_in_content"]
-            total.calls_unseen += one["calls_unseen"]
-            total.tools_unseen += one["tools_unseen"]
-            total.reasoning_unseen += one["reasoning_unseen"]
-            total.placeholders.update(one["placeholders"])
-            total.turns_unseen.update(one["turns_unseen"])
-            total.unread_keys.update(one["unread_keys"])
             total.bad.update(one["bad"])
+            for name, value in vars(total).items():
+                if isinstance(value, Counter):
+                    value.update(one[name])
+                elif isinstance(value, int):
+                    setattr(total, name, value + one[name])
         return total
 
 
@@ -135,7 +120,6 @@ class Encoder:
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
         self._read_keys: dict[str, bool] = {}
-        self._written = WrittenTurns(template) if template is not None else None
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
@@ -179,8 +163,6 @@ class Encoder:
 
     def render(self, example: Example, tally: Tally | None = None) -> Rendered:
         """The text of an example and what is learnt of it."""
-        if tally is not None:
-            tally.placeholders.update(placeholders(example))
         messages = as_messages(example) if self.template is not None else None
         if messages is not None:
             assert self.template is not None
@@ -190,8 +172,7 @@ class Encoder:
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
-                assert self._written is not None
-                left_out = self._written.left_out(messages, example.tools, text, example.place)
+                left_out = self.template.left_out(messages, example.tools, text, example.place)
                 tally.turns_unseen.update(left_out.roles)
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools
@@ -416,13 +397,6 @@ class Encoder:
             )
             cut_at, settled = span.start, settled + len(left)
         return ids, offsets
-
-
-def placeholders(example: Example) -> set[str]:
-    """Answers of an example that are words for no value."""
-    answers = [m.get("content") for m in example.messages or () if m["role"] == "assistant"] + [example.completion]
-    words = (answer.strip() for answer in answers if isinstance(answer, str) and len(answer) < 32)
-    return {word for word in words if word.casefold() in _NO_VALUE}
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:

@@ -11,11 +11,8 @@ import numpy as np
 
 from ..errors import UsageError
 from ..wording import counted
-from .chat import bounded
-from .conversations import LEARN_KEYS, is_learnt
-from .encode import Encoder, Tally, as_messages
-from .formats import Example
-from .rows import IGNORED
+from .conversations import LEARN_KEYS
+from .encode import Encoder, Tally
 from .source import Source
 from .tokens import TokenRows
 
@@ -23,7 +20,6 @@ _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
 _MOST_KEYS = 10  # named in notes, of a source
 _MOST_FILES = 3
-COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,55 +104,6 @@ def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     return {"source": template.source, "has_generation_block": template.has_generation_block}
 
 
-def compare_with_own_mask(encoder: Encoder, examples: Sequence[Example]) -> dict[str, Any] | None:
-    """The derived labels against the template's `{% generation %}` mask, on chats that are not cut; None where there is no such mask."""
-    template = encoder.template
-    if template is None or not template.has_generation_block or encoder.loss_on != "assistant":
-        return None
-    compared = equal = 0
-    only_own: Counter[str] = Counter()
-    only_derived: Counter[str] = Counter()
-    for example in examples:
-        messages = as_messages(example)
-        _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
-        if messages is None or row is None or example.learn_from or not all(is_learnt(m) for m in messages):
-            continue
-        with bounded(example.place):
-            own = encoder.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=template.text,
-                tools=example.tools,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-        if len(own["input_ids"]) != len(row.input_ids):
-            continue
-        compared += 1
-        derived = [label != IGNORED for label in row.labels]
-        equal += derived == [bool(m) for m in own["assistant_masks"]]
-        for token, mine, theirs in zip(row.input_ids, derived, own["assistant_masks"]):
-            if mine != bool(theirs):
-                (only_derived if mine else only_own)[encoder.tokenizer.decode([token])] += 1
-    return {"rows_compared": compared, "rows_equal": equal, "only_derived": dict(only_derived), "only_own": dict(only_own)}
-
-
-def add_own_masks(facts: dict[str, Any] | None, compared: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Template facts with the comparisons of all sources as one."""
-    found = [one for one in compared if one]
-    if facts is None or not found:
-        return facts
-    only_derived: Counter[str] = sum((Counter(one["only_derived"]) for one in found), Counter())
-    only_own: Counter[str] = sum((Counter(one["only_own"]) for one in found), Counter())
-    own = {
-        "rows_compared": sum(one["rows_compared"] for one in found),
-        "rows_equal": sum(one["rows_equal"] for one in found),
-        "learnt_only_by_the_derived_labels": dict(only_derived.most_common(5)),
-        "learnt_only_by_the_template": dict(only_own.most_common(5)),
-    }
-    return facts | {"own_mask": own}
-
-
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     """A line a source: what it was read as, why, and how many rows it has."""
     lines = []
@@ -195,7 +142,6 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-            said += [f"{file['path']}: {have(n)} {remark} (first: {first})" for remark, (n, first) in file.get("remarks", {}).items()]
             if crlf := file.get("crlf"):
                 said.append(f"{file['path']}: {_crlf(crlf, several='files' in file)}")
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
@@ -239,11 +185,9 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     if tokens["bos"]["rows_beginning_with_two"]:
         begin = counted(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
         said.append(f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it")
-    own = (template or {}).get("own_mask")
-    if own and own["rows_equal"] < own["rows_compared"]:
+    if template and template["has_generation_block"] and encoder.loss_on == "assistant":
         said.append(
-            f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} "
-            f"of {counted(own['rows_compared'], 'row')}; the derived labels are used"
+            "the template marks with {% generation %} what is learnt; answers are found by rendering, with their thoughts and end of turn"
         )
     for count, what in (
         (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
@@ -252,9 +196,6 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     ):
         if count:
             said.append(f"{have(count)} {what}")
-    placeholders: Counter[str] = sum((t.placeholders for t in tallies), Counter())
-    for word, count in placeholders.most_common():
-        said.append(f"{have(count)} the answer {word!r}, which is learnt as it is: where it stands for no answer, make it empty")
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
         said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")

@@ -92,7 +92,7 @@ def detect(
     record: Record, asked: FormatName | Literal["auto"], columns: Columns = None, *, only: FormatName | None = None
 ) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why. `only`: the one format of which the run's objective learns."""
-    refuse_data_frame(record, {(columns or {}).get(key, key) for form in FORMATS.values() for key in form.keys})
+    refuse_data_frame(record)
     row = renamed(record, columns, only or (None if asked == "auto" else asked))
     if not any(all(key in row for key in form.keys) for form in FORMATS.values()):
         row = {ours: row[key] for ours, key in _folded(row).items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.sources import HUB, SPLITS
+from ..config.sources import HUB
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
 from .bad_rows import BadRow
@@ -25,11 +25,9 @@ class HubSource(Source):
     """`hf:org/name`, `hf:./folder`, or a folder of `save_to_disk`.
 
     streaming  rows come over the network as they are needed
-    others     a saved folder's other splits
     """
 
     streaming: bool = False
-    others: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows: Any = _load(self)
@@ -72,30 +70,6 @@ class HubSource(Source):
             raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}", fix=fix) from error
 
 
-def note_unread_splits(sources: Sequence[Source]) -> None:
-    """Notes of saved folders whose split `train` is read which of their splits nothing reads, and the setting that does.
-
-    sources  all of the run's, of both sides
-    """
-    saved = [one for one in sources if isinstance(one, HubSource) and one.others]
-    read = {_folder(one.name, one.spec.split) for one in sources if isinstance(one, HubSource)}
-    noted = set()
-    for one in saved:
-        others = [split for split in one.others if _folder(one.name, split) not in read]
-        if others and one.spec.split == "train" and one.name not in noted:
-            noted.add(one.name)
-            one.notes.append(
-                f"{one.name}: split train is read, not {', '.join(others)}; "
-                f"to evaluate on another: data.eval: [{{name: {one.name}, split: {others[0]}}}]"
-            )
-
-
-def _folder(name: str, split: str) -> Path:
-    """Where a saved folder has a split: in a folder of that name, or in itself where it has one alone."""
-    saved = Path(name.removeprefix(HUB)).expanduser()
-    return (saved / split if (saved / SPLITS).is_file() else saved).resolve()
-
-
 def _load(source: HubSource) -> Any:
     """The split of a dataset. Turns every error of the library into a UsageError of one line."""
     import datasets
@@ -114,7 +88,6 @@ def _load(source: HubSource) -> Any:
                     meant = next((split for split in found if split.casefold() in TRAINED), next(iter(found)))
                     fix = f"name one, in data.train or data.eval: [{{name: {spec.name}, split: {meant}}}]"
                     raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}", fix=fix)
-                source.others = [split for split in found if split != spec.split]
                 found = found[spec.split]
             return found.to_iterable_dataset() if source.streaming else found
         return datasets.load_dataset(

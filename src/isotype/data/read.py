@@ -1,7 +1,7 @@
 """Reads files as lines: file endings, gzip, encodings. `json_rows.py` and `tables.py` make rows of them.
 
-Lines (or blocks of a file that may be one long line) are read as bytes, one at a time, so that a large file needs only the memory of one
-record, and a byte that is not UTF-8 is reported with its position. Every record stores its file and its line, or its row number.
+Lines are read as bytes, one at a time, so that a large file needs only the memory of one record, and a byte that is not UTF-8 is reported
+with its position. Every record stores its file and its line, or its row number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ _OTHER_KINDS = (
     (b"BZh91AY&SY", "compressed with bzip2", ""),
 )
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
-BLOCK = 1 << 20  # bytes that `text_blocks` reads at a time
 
 
 class NoRows(UsageError):
@@ -62,8 +61,6 @@ class Record:
     unit: str = "line"
     wrong: str | None = None
     """Why the row could not be read; its value is None then."""
-    remark: str | None = None
-    """What the notes say about a row that is used as it is."""
     row: int | None = None
     """The row's number, from 1, where another one begins before it in its line."""
 
@@ -208,31 +205,13 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
         return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
 
 
-def text_blocks(path: Path, name: str, meter: Meter | None = None) -> Iterator[str]:
-    """The text of a plain or gzipped file in blocks of about `BLOCK` bytes, however long its lines are."""
-    offset, line, held = 0, 1, b""
-    with _opened(path, meter) as file:
-        while True:
-            try:
-                block = file.read(BLOCK)
-            except _UNREADABLE as error:
-                raise _unreadable(error, name, line) from None
-            raw = held + block
-            if not raw:
-                return
-            cut = len(raw) - (_unfinished(raw) if block else 0)
-            yield decoded(raw[:cut], file=name, line=line, offset=offset)
-            offset, line, held = offset + cut, line + raw.count(b"\n", 0, cut), raw[cut:]
-
-
-def _unfinished(raw: bytes) -> int:
-    """The number of bytes at the end that belong to a character which continues in the next block."""
-    for back in range(1, min(4, len(raw) + 1)):
-        byte = raw[-back]
-        if byte & 0b1100_0000 != 0b1000_0000:  # the first byte of a character tells how many bytes it has
-            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return back if length > back else 0
-    return 0
+def first_line(path: Path) -> str:
+    """The beginning of the first line that is not blank, without white space around it; "" of a file that cannot be read."""
+    try:
+        with _opened(path, None) as file:
+            return str(file.read(1 << 16).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").partition("\n")[0].rstrip())
+    except _UNREADABLE:
+        return ""
 
 
 _UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)

@@ -7,14 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UsageError
+from .chat import NAMED
 
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
@@ -41,7 +36,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    made.chat_template = CHATML
+    made.chat_template = NAMED["chatml"].text
     made.add_special_tokens({"additional_special_tokens": [TURN]})
     return made
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from ..config.sources import SourceSpec
 from .bad_rows import BadRow, RowError
-from .folder import SPLITS, TRAINED
 from .formats import Example, FormatName, detect, example, ignored_keys
-from .other_shapes import refuse_parts
 from .progress import Meter
 from .read import NoRows, Record
 
 NO_ROWS = "the file holds no rows"
-_SPLIT_KEYS = {"split", "subset", "partition", "fold", "set"}
 _LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
@@ -28,8 +25,6 @@ class Source:
     only      the one format of which the objective learns
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
-    splits    a key such as split, and its value -> how many rows have it and the first one's place, counted while reading
-    remarks   remark -> how many rows have it and the first one's place, counted while reading
     more      whether `limit` left rows unread, known after reading
     """
 
@@ -39,8 +34,6 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    remarks: dict[str, list[Any]] = field(default_factory=dict)
-    splits: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     more: bool = False
 
     @property
@@ -91,41 +84,18 @@ class Source:
             except RowError as error:
                 yield BadRow.of(error, record.place)
                 continue
-            if record.remark:
-                self.remarks.setdefault(record.remark, [0, record.place])[0] += 1
-            ignored = ignored_keys(record.value, form, columns)
-            self.ignored.update(ignored)
-            for key in ignored:
-                if str(key).casefold() in _SPLIT_KEYS and _is_split(record.value[key]):
-                    self.splits.setdefault((key, record.value[key]), [0, record.place])[0] += 1
+            self.ignored.update(ignored_keys(record.value, form, columns))
             yield found
-
-    def counts(self) -> dict[str, Any]:
-        """What data.json has of the rows that were read: keys that nothing reads, and remarks, also on a key that names their split."""
-        do = "to hold them out, write each split to a file of its own, for data.train and data.eval"
-        remarks = {remark: list(found) for remark, found in self.remarks.items()} | {
-            f"the {key} {split!r} and are used like the others: {do}": list(found)
-            for (key, split), found in self.splits.items()
-            if split.casefold() not in TRAINED and sum(other == key for other, _ in self.splits) > 1
-        }
-        return {"ignored_keys": dict(self.ignored)} | ({"remarks": remarks} if remarks else {})
 
     def looked_at(self, records: Iterator[Record], name: str) -> None:
         """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
         first_error: RowError | None = None
-        first = islice(records, _LOOKED_AT)
-        for record in first:
+        for record in islice(records, _LOOKED_AT):
             try:
                 asked: Any = self.spec.format  # config.sources checked it
                 self.forms.append(detect(record, asked, self.spec.columns, only=self.only))
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
                 continue
-            if self.spec.format == "auto" and self.forms[-1][0] == "text":
-                refuse_parts((one, one.value) for one in chain([record], first) if isinstance(one.value, dict))
             return
         raise first_error or NoRows(f"{name}: {NO_ROWS}")
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, str) and value.casefold() in SPLITS

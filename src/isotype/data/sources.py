@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..wording import counted
 from .bad_rows import BadRow, RowError
 from .folder import BESIDE_DATA, is_saved, note_splits, without_runs
 from .formats import Example, FormatName, refuse_other_than
-from .json_rows import first_line, read_json
+from .json_rows import read_json
 from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .source import Source
@@ -57,16 +57,6 @@ class File:
         """Whether it is without a byte, or a text without a character but white space."""
         return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
 
-    @property
-    def is_one_object(self) -> bool:
-        """Whether it is a .json that holds one object, without a list of objects in it, which could be its rows."""
-        if ending(self.path) != ".json" or not first_line(self.path, self.name).startswith("{"):
-            return False
-        first = [record.value for record in islice(self.records(), 2)]
-        if len(first) != 1 or not isinstance(first[0], dict):
-            return False
-        return not any(isinstance(value, list) and value and isinstance(value[0], dict) for value in first[0].values())
-
     def records(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
         kind = ending(self.path)
         read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
@@ -98,38 +88,19 @@ class FileSource(Source):
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        of, below = len(self.files), _folder(self.files)
-        empty: list[File] = []
-        unknown: list[tuple[File, RowError]] = []
-        taken: list[File] = []
+        of = len(self.files)
+        kept: list[File] = []
         for file in self.files:
             try:
-                (taken if self._takes_format(file) else empty).append(file)
-            except RowError as refused:
-                unknown.append((file, refused))
-        beside = self._descriptions(taken, unknown)
-        for file, error in unknown:
-            if file not in beside:
-                raise UsageError(error.message, fix=error.fix or self._advice(file, error.message, taken)) from None
-        kept = [(file, form) for file, form in zip(taken, self.forms) if file not in beside]
+                kept += [file] if self._takes_format(file) else []
+            except RowError as error:
+                raise UsageError(error.message, fix=error.fix or self._advice(file, error.message)) from None
         if not kept:
             raise NoRows(f"{self.name}: none of its {of} files holds a row")
-        self.files, self.forms = [file for file, _ in kept], [form for _, form in kept]
-        if empty:
-            named = ", ".join(_some({file.path for file in empty}, below))
+        if empty := {file.path for file in self.files if file not in kept}:
+            named = ", ".join(_some(empty, Path(os.path.commonpath([file.path.parent for file in self.files]))))
             self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
-        if beside:
-            named = ", ".join(_some({file.path for file in beside}, below))
-            not_read = "is not read: it is one object" if len(beside) == 1 else "are not read: each is one object"
-            self.notes.append(f"{self.name}: {len(beside)} of {of} files {not_read}, without the keys of the other files' rows ({named})")
-
-    def _descriptions(self, taken: Sequence[File], unknown: Sequence[tuple[File, RowError]]) -> list[File]:
-        """Files that describe the others: a .json that is one object without the keys of rows, beside rows in files of other endings."""
-        forms = {form for file, (form, _) in zip(taken, self.forms) if not file.is_text and ending(file.path) != ".json"}
-        if not forms:
-            return []
-        found = [file for file, error in unknown if _no_format(error.message) and file.is_one_object]
-        return found + [file for file, (form, _) in zip(taken, self.forms) if form not in forms and file.is_one_object]
+        self.files = kept
 
     def _takes_format(self, file: File) -> bool:
         """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty.
@@ -154,14 +125,11 @@ class FileSource(Source):
             return False
         return True
 
-    def _advice(self, file: File, said: str, taken: Sequence[File]) -> str | None:
-        """What helps where the first rows of a file have no known columns.
-
-        taken  the files whose rows have a format
-        """
-        others = sorted({ending(one.path) for one in taken})
-        if _no_format(said) and len(others) == 1 and others[0] != ending(file.path):
-            rows = _folder(taken) / "**" / f"*{others[0]}"
+    def _advice(self, file: File, said: str) -> str | None:
+        """What helps where the first rows of a file have no known columns."""
+        others = {ending(one.path) for one in self.files} - {ending(file.path)}
+        if _no_format(said) and len(others) == 1:
+            rows = Path(os.path.commonpath([one.path.parent for one in self.files])) / "**" / f"*{others.pop()}"
             return f"if {file.path.name} holds no rows, name the files that do: '{rows}'; if it does, give it as a source of its own"
         if "data.columns" in said and len(self.files) > 1:
             return (
@@ -275,28 +243,13 @@ def source(spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = No
     return found
 
 
-def read_once(found: Sequence[Source]) -> None:
-    """Leaves a file that several sources of a list lead to in one of them: in that which names it, else in the first.
-
-    Raises  UsageError for a source of which nothing is left
-    """
-    of_files = [one for one in found if isinstance(one, FileSource)]
-    owner: dict[Path, FileSource] = {}
-    for one in sorted(of_files, key=lambda one: not Path(one.name).expanduser().is_file()):
-        for file in one.files:
-            owner.setdefault(file.path.resolve(), one)
-    for one in of_files:
-        again = {file.path: owner[file.path.resolve()] for file in one.files if owner[file.path.resolve()] is not one}
-        if not again:
-            continue
-        others = ", ".join(dict.fromkeys(other.name for other in again.values()))
-        kept = [(file, form) for file, form in zip(one.files, one.forms) if file.path not in again]
-        if not kept:
-            raise UsageError(f"{one.name}: other sources of the list read all its files ({others})", fix="name each file once")
-        these = ", ".join(_some(set(again), _folder(one.files)))
-        one.files, one.forms = [file for file, _ in kept], [form for _, form in kept]
-        read = counted(len(again), "file is read", "files are read")
-        one.notes.append(f"{one.name}: {read} with another source, {others}, and once ({these})")
+def refuse_read_twice(found: Sequence[Source]) -> None:
+    """Raises  UsageError for a file that two sources of a list lead to"""
+    owner: dict[Path, Source] = {}
+    for one in found:
+        for file in one.files if isinstance(one, FileSource) else ():
+            if (other := owner.setdefault(file.path.resolve(), one)) is not one:
+                raise UsageError(f"{file.path}: {other.name} and {one.name} both lead to it", fix="name each file once")
 
 
 def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
@@ -356,17 +309,12 @@ def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Pat
     if broken := next((path for path in links if not (path.parent.resolve() / path.readlink()).exists()), None):
         raise UsageError(f"{broken}: a link to {broken.readlink()}, which does not exist", fix="restore that file, or remove the link")
     files = [path for path in found if path.is_file()]
-    kept = {path.resolve(): path for path in sorted(files, key=lambda path: (path.is_symlink(), len(path.parts), path), reverse=True)}
-    again = len(files) - len(kept)
+    once = list({path.resolve(): path for path in reversed(files)}.values())[::-1]
+    again = len(files) - len(once)
     notes = [f"{name}: links lead to {counted(again, 'file')} a second time; each is read once"] if again else []
     if runs:
         notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
-    return [path for path in files if kept[path.resolve()] == path], notes
-
-
-def _folder(files: Sequence[File]) -> Path:
-    """The nearest folder in which all the files are."""
-    return Path(os.path.commonpath([file.path.parent for file in files]))
+    return once, notes
 
 
 def _some(paths: set[Path], below: Path, most: int = 3) -> list[str]:

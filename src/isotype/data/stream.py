@@ -20,7 +20,7 @@ from ..errors import RunError, UsageError
 from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import COMPARED, add_own_masks, between_facts, compare_with_own_mask, eval_sets, notes, side_facts, template_facts, token_facts
+from .facts import between_facts, eval_sets, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
@@ -147,7 +147,7 @@ def load_stream(
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
     beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
-    counts = [one.counts() for one in sources]  # before any row is read again
+    ignored = [dict(one.ignored) for one in sources]  # before any row is read again
     held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
     train = beginning.select(~held)
     tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
@@ -163,13 +163,13 @@ def load_stream(
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
     facts: dict[str, Any] = {
-        "train": side_facts(train, tally, [one.facts() | found for one, found in zip(sources, counts)]),
+        "train": side_facts(train, tally, [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)]),
         "eval": side_facts(evaluation, tallies[1], [one.facts() for one in eval_sources]) | {"held_out": was_held_out},
         **between_facts(train, evaluation),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": share if was_held_out else None,
-        "template": add_own_masks(template_facts(encoder), [compare_with_own_mask(encoder, examples[:COMPARED])]),
+        "template": template_facts(encoder),
         "tokens": token_facts(encoder, [train, evaluation], tallies),
         "packing": rows.facts() if data.packing else None,
         "mix": None,

@@ -20,14 +20,11 @@ from .read import NoRows, Record, column_name, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
-_RULE = re.compile(r"[\s:+|-]*")  # what Markdown and database clients draw under the names of the columns
-_ESCAPED = re.compile(r"\\[nt]")
 _NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
 _QUOTES = '; CSV doubles the quotes inside a cell, and this file may have \\" in their place'
-AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
@@ -55,7 +52,6 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
     rows = csv.reader(chain([first] if first else [], source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    header_at = 0
     while True:
         cells: list[str] = []
         try:
@@ -70,11 +66,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             if at > begins or "unexpected end of data" in str(error):  # its cell ran on into the rows below
                 raise UsageError(f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled inside it") from None
             wrong = wrong or f"broken CSV: {error}{_QUOTES if ' expected after ' in str(error) else ''}"
-        ruled = any("---" in cell for cell in cells) and all(_RULE.fullmatch(cell) for cell in cells)
-        if ruled and (header is None or begins == header_at + 1):
-            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=AS_CSV)
         if header is None and cells:
-            header_at = begins
             header = _header([column_name(cell) for cell in cells], name)
         elif header is not None and (any(cell.strip() for cell in cells) or wrong):  # else a blank line, or `;;` as spreadsheets write it
             wrong = wrong or _wrong_cells(cells, header)
@@ -83,7 +75,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             else:
                 # spreadsheets end rows in empty columns
                 row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
-                yield Record(name, begins, None if wrong else row, wrong=wrong, remark=_remark(cells, header, delimiter))
+                yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:
         raise NoRows(f"{name}: the file holds no header")
@@ -104,16 +96,6 @@ def _wrong_cells(cells: list[str], header: list[str]) -> str | None:
     else:
         hint = "; quote a cell that holds the delimiter"
     return f"{len(cells)} cells, {'more' if len(cells) > len(header) else 'fewer'} than the header's {len(header)}{hint}"
-
-
-def _remark(cells: list[str], header: list[str], delimiter: str) -> str | None:
-    """What a reader of the file may not expect of a row that can be used."""
-    inner = [line for cell in cells for line in cell.splitlines()[1:-1]]
-    if len(header) > 1 and len(inner) > 1 and all(line.count(delimiter) == len(header) - 1 for line in inner):
-        return "a quoted cell of several lines that look like rows: is a quote before them not closed, or not doubled?"
-    if delimiter == "\t" and any(_ESCAPED.search(cell) for cell in cells):
-        return rf"\n or \t in a cell, learnt as two characters: where a database wrote them for line ends and tabs, {AS_CSV}"
-    return None
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:

@@ -7,7 +7,6 @@ MASTER_ADDR, MASTER_PORT.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,19 +51,6 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     return Rank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
 
 
-def asked_but_not_started(environ: Mapping[str, str] = os.environ, command: str | None = None) -> str | None:
-    """What to tell where `accelerate launch` was asked for several processes and started one, as it does with --cpu; else None.
-
-    command  of the launcher; by default the parent process's
-    """
-    if "ACCELERATE_MIXED_PRECISION" not in environ or "RANK" in environ:
-        return None
-    asked = re.search(r"--num[_-]processes[ =](\d+)", command if command is not None else _parent_command())
-    if asked is None or int(asked[1]) < 2:
-        return None
-    return f"accelerate was asked for {asked[1]} processes and started one; isotype train --processes {asked[1]} starts them"
-
-
 def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1:
@@ -80,13 +66,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise UsageError(f"{name}={environ[name]!r} is not a number", fix="start with torchrun, which sets it") from None
-
-
-def _parent_command() -> str:
-    try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """The environment of this process: versions, devices, and environment variables that change the precision.
 
-`environment()` becomes a run's `env.json`; `requirements()` turns one back into pins. torch is imported only to look at devices.
+`environment()` becomes a run's `env.json`. torch is imported only to look at devices.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -13,10 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from ..errors import IsotypeError, UsageError
+from ..errors import IsotypeError
 from ..finding import Finding, Place, Severity
 from ..version import __version__
 from .hardware import detect
@@ -25,7 +23,6 @@ KEY_PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "triton", "trl", "liger-kernel", "datasets", "tokenizers", "safetensors",
     "diffusers", "deepspeed", "flash-attn", "xformers", "torchao", "torchvision", "numpy", "pydantic",
 )  # fmt: skip
-LOCAL = "a local folder"
 VARIABLES = (
     "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DOWNCAST_BF16", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "PYTORCH_ENABLE_MPS_FALLBACK", "CUBLAS_WORKSPACE_CONFIG",
@@ -50,7 +47,6 @@ def environment() -> dict[str, Any]:
         "devices": devices(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "distributions": dict(sorted(everything.items())),
-        "sources": _sources(),
     }
 
 
@@ -110,47 +106,6 @@ def _import_torch() -> Any:
     except (ImportError, OSError):  # not installed, or its libraries do not load
         return None
     return torch
-
-
-def _sources() -> dict[str, str]:
-    """Distributions that no package index has: name -> where they were installed from."""
-    found = {}
-    for distribution in metadata.distributions():
-        text = distribution.read_text("direct_url.json")
-        if text and distribution.metadata["Name"]:
-            given = json.loads(text)
-            vcs = given.get("vcs_info")
-            url = f"{vcs['vcs']}+{given['url']}@{vcs['commit_id']}" if vcs else given["url"]
-            found[normalised(distribution.metadata["Name"])] = LOCAL if url.startswith("file:") else url
-    return found
-
-
-def requirements(run: Path) -> str:
-    """Pins that re-create the environment of a run, as pip reads them (`pip install -r`). Raises UsageError."""
-    file = run / "env.json" if run.is_dir() else run
-    try:
-        recorded = json.loads(file.read_text(encoding="utf-8"))
-        pins: dict[str, str] = dict(recorded["distributions"])
-        python = recorded["python"]
-    except FileNotFoundError:
-        raise UsageError(f"--requirements {run}: no env.json there: not a run folder") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--requirements {run}: not the env.json of a run ({type(error).__name__}: {error})") from None
-    sources = recorded.get("sources", {})
-    lines = [f"# The environment of {run}: Python {python}, {recorded.get('platform', 'unknown platform')}"]
-    # a local version (2.13.0+cpu) is on no public index but torch's own
-    local = pins.get("torch", "").partition("+")[2]
-    if local.startswith(("cpu", "cu", "rocm", "xpu")):
-        lines.append(f"--extra-index-url https://download.pytorch.org/whl/{local}")
-    for name, version in sorted(pins.items()):
-        source = sources.get(name)
-        if source is None:
-            lines.append(f"{name}=={version}")
-        elif source == LOCAL:
-            lines.append(f"# {name}=={version} was installed from {LOCAL}")
-        else:
-            lines.append(f"{name} @ {source}")
-    return "\n".join(lines) + "\n"
 
 
 _EXTRAS = ("", "train", "quant", "kernels")

@@ -24,7 +24,6 @@ from ..model.export import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..runs.checkpoint.snapshot import averaged, restore_model
-from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline import PipelineFolder
@@ -32,7 +31,7 @@ from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
 from ..tasks.diffusion.sample import Prompt, Sample, texts_of
 from ..tasks.diffusion.task import EMPTY, DiffusionTask
 from ..training.task import Evaluation, eval_mode
-from .loaded import name_in, result_of
+from .loaded import load_newest, name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
@@ -191,11 +190,8 @@ def _load_run(
     if result is not None:
         model, taken = task.reload(result, precision, device), name_in(folder, result)
     else:
-        store = CheckpointStore(RunFolder(folder).checkpoints)
-        step, _ = store.newest_whole()
-        if step is None:
-            raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet", fix=f"isotype train --resume {folder}")
+        checkpoint = load_newest(folder)
         model, _ = task.denoiser(precision, device)
-        restore_model(model, averaged(store.load(step).tensors, task.config.train.beta1))
-        taken = f"checkpoint step_{step}"
+        restore_model(model, averaged(checkpoint.tensors, task.config.train.beta1))
+        taken = f"checkpoint step_{checkpoint.step}"
     return task, model.eval(), device, taken

@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_TRIES = 5  # a run would have to save, and remove its oldest, once in each
-
-
 @dataclass(frozen=True)
 class LoadedRun:
     """A loaded model with tokenizer and precision. `taken` is the source of its weights: `adapter`, `model` or `checkpoint step_N`."""
@@ -91,7 +88,7 @@ def load_run(folder: Path) -> LoadedRun:
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, name_in(folder, result))
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
-    checkpoint = _load_newest(CheckpointStore(run.checkpoints), folder)
+    checkpoint = load_newest(folder)
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
@@ -116,30 +113,21 @@ def name_in(run: Path, result: Path) -> str:
     return result.relative_to(run.absolute()).as_posix()
 
 
-def _newest(store: CheckpointStore, folder: Path) -> int:
-    looked_at = store.steps()
-    step, passed = store.newest_whole()
-    if step is None and looked_at != store.steps():
-        return _newest(store, folder)  # a running run has removed what was looked at, and has a newer one
-    if step is None:
-        raise UsageError(
-            f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
-            fix=f"isotype train --resume {folder}",
-        )
-    return step
-
-
-def _load_newest(store: CheckpointStore, folder: Path) -> Checkpoint:
-    """The newest whole checkpoint, also where the run removes one while it is read."""
-    for _ in range(_TRIES):
-        step = _newest(store, folder)
+def load_newest(folder: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run. Raises UsageError where there is none."""
+    store = CheckpointStore(RunFolder(folder).checkpoints)
+    for last in (False, True):
+        step, passed = store.newest_whole()
         try:
-            return store.load(step)
-        except RunError:
-            # whole a moment ago: if it still is, something else is wrong with it
-            if store.fault(step) is None:
+            if step is not None:
+                return store.load(step)
+        except RunError:  # a run that goes on has removed it meanwhile, and has a newer one
+            if last:
                 raise
-    return store.load(_newest(store, folder))
+    raise UsageError(
+        f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
+        fix=f"isotype train --resume {folder}",
+    )
 
 
 def refuse_scores(folder: Path) -> NoReturn:

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..dtypes import itemsize
 from ..finding import Finding, Place, Severity
-from ..pages import sheets
-from ..pages.rules import docstring_page
+from ..pages import docstring_page, sheets
 from .packing import WORDS as PACKED
 from .precision import EIGHT_BIT
 

@@ -20,10 +20,9 @@ from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
 from .page import Tile, samples, status, subtitle, tiles
-from .plots import Plot, length_bars, loss_plot, plots
-from .record import RunRecord, dict_of, pictures_over_time
+from .plots import Plot, loss_plot, plots
+from .record import RunRecord, pictures_over_time
 from .verdicts import precision, preflight, verdict
-from .words import count
 
 WIDTH, DPI, MARGIN, GAP = 12.0, 120, 0.45, 0.16  # inches, dots an inch
 PAGE, CARD, INK, SOFT, FAINT, LINE = "#f5f5f2", "#ffffff", "#171714", "#54534d", "#6a6962", "#e4e3dc"
@@ -62,7 +61,7 @@ def picture(record: RunRecord) -> bytes:
         sheet.down(2.0)
     if same := [f"{plot.title}: {plot.constant}" for plot in every if plot.constant is not None]:
         _lines(sheet, wrap(f"The same throughout: {',  '.join(same)}", 150), colour=SOFT, back=CARD, mono=False)
-    _facts(sheet, record)
+    _precision(sheet, record)
     _samples(sheet, record)
     return sheet.png()
 
@@ -115,10 +114,10 @@ class _Sheet:
         )  # fmt: skip
         self.figure.add_artist(box)
 
-    def axes(self, left: float, width: float, height: float, *, pads: tuple[float, float, float, float] = (0.72, 0.82, 0.52, 0.34)) -> Axes:
-        """A card with axes inside, `pads` (left, right, top, bottom) from its edges."""
+    def axes(self, left: float, width: float, height: float) -> Axes:
+        """A card with axes inside."""
         self.card(left, width, height)
-        before, after, above, below = pads
+        before, after, above, below = 0.72, 0.82, 0.52, 0.34  # from its edges
         return self.figure.add_axes(
             (
                 (left + before) / WIDTH,
@@ -224,48 +223,22 @@ def _style(axes: Axes, title: str, written: Callable[[float], str], ticks: Seque
     axes.spines["bottom"].set_color(FAINT)
 
 
-def _facts(sheet: _Sheet, record: RunRecord) -> None:
-    """Precision on the left; preflight and the lengths of the rows on the right."""
-    table, checked = precision(record), preflight(record)
-    bars = length_bars(dict_of(record.data.get("train")))
-    rows = table["rows"]
-    if not rows and not bars and checked is None:
+def _precision(sheet: _Sheet, record: RunRecord) -> None:
+    rows = precision(record)["rows"]
+    if not rows:
         return
-    (left, wide), (right, narrow) = (MARGIN, 6.6), (MARGIN + 6.6 + GAP, WIDTH - 2 * MARGIN - 6.6 - GAP)
-    height = max(0.75 + 0.215 * len(rows), 2.75)
-    sheet.card(left, wide, height)
-    sheet.text(left + 0.18, 0.16, "Precision, declared and observed", size=10.5, weight="bold")
+    height = 0.75 + 0.215 * len(rows)
+    sheet.card(MARGIN, WIDTH - 2 * MARGIN, height)
+    checked = preflight(record)
+    said = f"; preflight: {checked['passed']} of {len(checked['checks'])} checks passed" if checked else ""
+    sheet.text(MARGIN + 0.18, 0.16, f"Precision, declared and observed{said}", size=10.5, weight="bold")
     for i, row in enumerate(rows):
         y = 0.52 + 0.215 * i
-        sheet.text(left + 0.18, y, _clean(row["role"]), size=8.5, colour=SOFT, mono=True)
-        sheet.text(left + 1.75, y, _clean(str(row["declared"] or ""))[:28], size=8.5, mono=True)
+        sheet.text(MARGIN + 0.18, y, _clean(row["role"]), size=8.5, colour=SOFT, mono=True)
+        sheet.text(MARGIN + 1.75, y, _clean(str(row["declared"] or ""))[:40], size=8.5, mono=True)
         sign = {"good": "✓ ", "bad": "✗ "}.get(row["mood"], "")
         colour = MOODS[row["mood"]][0] if row["mood"] else FAINT
-        sheet.text(left + 4.2, y, (sign + _clean(row["observed"]))[:34], size=8.5, colour=colour)
-    top = 0.0
-    if checked is not None:
-        findings = [f"{f['code']} {f['message']}" for f in checked["findings"]]
-        lines = [line for text in findings[:3] for line in wrap(_clean(text), 58)[:2]]
-        left_out = f", {len(checked['skipped'])} left out" if checked["skipped"] else ""
-        sheet.card(right, narrow, 0.62 + 0.18 * len(lines))
-        sheet.text(right + 0.18, 0.16, "Preflight", size=10.5, weight="bold")
-        sheet.text(right + 1.15, 0.18, f"{checked['passed']} of {len(checked['checks'])} checks passed{left_out}", size=9, colour=SOFT)
-        for i, line in enumerate(lines):
-            sheet.text(right + 0.18, 0.46 + 0.18 * i, line, size=8, colour=MOODS["warn"][0])
-        top = 0.62 + 0.18 * len(lines) + GAP
-    if bars and height - top > 1.2:
-        sheet.used += top
-        axes = sheet.axes(right, narrow, height - top, pads=(0.4, 0.3, 0.5, 0.5))
-        sheet.used -= top
-        axes.bar(range(len(bars)), [n for _, n in bars], width=0.8, color=COLOURS[1], alpha=0.85)
-        _style(axes, "Training rows by length", count, [0, max(n for _, n in bars) * 1.15])
-        axes.set_xlabel("tokens in a row", fontsize=7.5, color=FAINT, labelpad=2)
-        axes.set_ylabel("rows", fontsize=7.5, color=FAINT, labelpad=2)
-        axes.set_yticks([])
-        every = math.ceil(len(bars) / 8)
-        axes.set_xticks(range(every - 1, len(bars), every), [f"≤{edge:,}" for edge, _ in bars][every - 1 :: every])
-        most = max(range(len(bars)), key=lambda i: bars[i][1])
-        axes.annotate(f"{bars[most][1]:,}", (most, bars[most][1]), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+        sheet.text(MARGIN + 5.2, y, (sign + _clean(row["observed"]))[:60], size=8.5, colour=colour)
     sheet.down(height)
 
 

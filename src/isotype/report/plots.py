@@ -30,7 +30,7 @@ def losses_told(record: RunRecord) -> str:
 MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
-_NOISY = ("grad_norm", "tokens_per_second", "mfu", "share_changed")
+_NOISY = ("tokens_per_second", "mfu", "share_changed")
 
 
 @dataclass(frozen=True)
@@ -130,116 +130,72 @@ class Plot:
 
 def loss_plot(record: RunRecord) -> Plot | None:
     """Training loss, raw and smoothed, with the evaluations."""
-    loss, evaluations = record.curve("loss"), record.curve("eval_loss")
-    many = len(loss) > MANY
-    series = [Series("training loss", loss, "faint" if many else "line")] if loss else []
-    series += [Series("training loss, smoothed over 4% of the steps", smoothed(loss))] if many else []
-    series += [Series("evaluation loss", evaluations, "dots", colour=2)] if evaluations else []
-    plot = Plot(
-        key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations), resumed=record.resumed_at,
-        note=losses_told(record),
+    plot = _plot(
+        record, "loss", "Loss", record.curve("eval_loss"), name="training loss", smoothing="smoothed over 4% of the steps",
+        evaluated="evaluation loss", note=losses_told(record), from_zero=False,
     )  # fmt: skip
     return plot if plot.finite else None
 
 
+# key, title, note, how values are written; those with evaluations
+_OF_PREFERENCES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
+    ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
+    ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
+    ("rewards/accuracies", "Accuracy", "Pairs with the larger reward on the chosen side; of kto, answers on their side of its reference.",
+     percent),
+)  # fmt: skip
+_OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("share_changed", "Share changed", "Trained elements that a step really moved. Low: updates vanish in rounding.", percent),
+    ("learning_rate", "Learning rate", "", plain),
+    ("tokens_per_second", "Tokens per second", "", count),
+    ("memory_bytes", "Peak memory", "", bytes_written),
+    ("mfu", "Model FLOPs utilisation", "Share of this machine's measured peak in matrix products.", percent),
+    ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
+    ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
+)
+
+
 def plots(record: RunRecord) -> list[Plot]:
     """The smaller ones; a metric that the run did not write has none."""
-    found = [*_evaluation_sets(record), *_preferences(record), _norm(record)]
+    found, sets = [], record.setting("data", "eval")
+    for name in sets if isinstance(sets, dict) else ():
+        key, title = f"eval_loss_{name}", f"Evaluation loss, {name}"
+        found.append(_plot(record, key, title, record.curve(key), points=[], evaluated=title.lower(), note=LOSSES, from_zero=False))
+    for key, title, note, written in _OF_PREFERENCES:
+        found.append(_plot(record, key, title, record.curve(f"eval_{key}"), name="training", note=note, written=written))
+    found.append(_norm(record))
     overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
     skipped = f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped." if any(overflowed) else ""
-    for key, title, note, written in (
-        (
-            "share_changed",
-            "Share changed",
-            "Trained elements that a step really moved. Low: updates vanish in rounding.",
-            percent,
-        ),
-        ("learning_rate", "Learning rate", "", plain),
-        ("tokens_per_second", "Tokens per second", "", count),
-        ("memory_bytes", "Peak memory", "", bytes_written),
-        ("mfu", "Model FLOPs utilisation", "Share of this machine's measured peak in matrix products.", percent),
-        ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
-        ("loss_scale", "Loss scale", f"One that keeps falling means gradients that overflow.{skipped}", count),
-    ):
-        points = record.curve(key)
-        if key == "promotions" and not any(v for _, v in points):
-            continue
-        found.append(
-            Plot(
-                key=key,
-                title=title,
-                note=note,
-                series=_lines(key, title, points),
-                written=written,
-                trouble=_lost(points),
-                resumed=record.resumed_at,
-            )
-        )
+    for key, title, note, written in _OTHERS:
+        if key != "promotions" or any(v for _, v in record.curve(key)):
+            note += skipped if key == "loss_scale" else ""
+            found.append(_plot(record, key, title, noisy=key in _NOISY, note=note, written=written))
     return [plot for plot in found if plot.finite]
 
 
-def _preferences(record: RunRecord) -> list[Plot]:
-    """Of a run that learns from pairs: how far the chosen answer is ahead, and in how many pairs it is."""
-    found = []
-    for key, title, note, written in (
-        ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", plain),
-        ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", plain),
-        ("accuracy", "Accuracy", "Pairs in which the chosen answer has the higher score.", percent),
-        (
-            "rewards/accuracies",
-            "Accuracy",
-            "Pairs with the larger reward on the chosen side; of kto, answers on their side of its reference point.",
-            percent,
-        ),
-    ):
-        points, evaluations = record.curve(key), record.curve(f"eval_{key}")
-        many = len(points) > MANY
-        series = [Series("training", points, "faint" if many else "line")] if points else []
-        series += [Series("training, smoothed", smoothed(points))] if many else []
-        series += [Series("evaluation", evaluations, "dots", colour=2)] if evaluations else []
-        found.append(
-            Plot(key=key, title=title, note=note, series=series, written=written, trouble=_lost(points + evaluations),
-                 resumed=record.resumed_at)
-        )  # fmt: skip
-    return found
-
-
-def _evaluation_sets(record: RunRecord) -> list[Plot]:
-    """The loss of each named set of `data.eval`."""
-    sets, found = record.setting("data", "eval"), []
-    for name in sets if isinstance(sets, dict) else ():
-        points, title = record.curve(f"eval_loss_{name}"), f"Evaluation loss, {name}"
-        series = [Series(title.lower(), points, "dots", colour=2)] if points else []
-        found.append(Plot(key=f"eval_loss_{name}", title=title, note=LOSSES, series=series, from_zero=False, trouble=_lost(points),
-                          resumed=record.resumed_at))  # fmt: skip
-    return found
+def _plot(
+    record: RunRecord, key: str, title: str, evaluations: Sequence[Point] = (), *, points: list[Point] | None = None, name: str = "",
+    noisy: bool = True, smoothing: str = "smoothed", evaluated: str = "evaluation", **how: Any,
+) -> Plot:  # fmt: skip
+    """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed line. `points`: by default `key`'s."""
+    points, name = record.curve(key) if points is None else points, name or title.lower()
+    many = noisy and len(points) > MANY
+    series = [Series(name, points, "faint" if many else "line")] if points else []
+    series += [Series(f"{name}, {smoothing}", smoothed(points))] if many else []
+    series += [Series(evaluated, evaluations, "dots", colour=2)] if evaluations else []
+    return Plot(key=key, title=title, series=series, trouble=_lost([*points, *evaluations]), resumed=record.resumed_at, **how)
 
 
 def _norm(record: RunRecord) -> Plot:
-    clip, norm = record.setting("train", "clip"), record.curve("grad_norm")
-    finite = [v for _, v in norm if math.isfinite(v)]
+    clip = record.setting("train", "clip")
+    finite = [v for _, v in record.curve("grad_norm") if math.isfinite(v)]
     guides, note = [], "Not clipped."
     if isinstance(clip, int | float) and clip > 0:
         over = sum(v > clip for v in finite) / len(finite) if finite else 0.0
         note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
         guides = [Guide(float(clip), f"clip {plain(float(clip))}")]
-    title = "Gradient norm"
-    return Plot(
-        key="grad_norm",
-        title=title,
-        note=note,
-        series=_lines("grad_norm", title, norm),
-        guides=guides,
-        trouble=_lost(norm),
-        resumed=record.resumed_at,
-    )
-
-
-def _lines(key: str, title: str, points: list[Point]) -> list[Series]:
-    name = title.lower()
-    if key in _NOISY and len(points) > MANY:
-        return [Series(name, points, "faint"), Series(f"{name}, smoothed", smoothed(points))]
-    return [Series(name, points)] if points else []
+    return _plot(record, "grad_norm", "Gradient norm", note=note, guides=guides)
 
 
 def _lost(points: Sequence[Point]) -> str:

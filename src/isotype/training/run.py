@@ -9,7 +9,6 @@ from typing import Any
 
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
-from ..distributed.rank import asked_but_not_started
 from ..distributed.world import World, join
 from ..environment.hardware import measured_matmul_peak
 from ..environment.out_of_memory import out_of_memory
@@ -154,8 +153,6 @@ class _Run:
         with world.exchanging():
             dtype = prepared.resolved.precision.loss
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
-        if world.size == 1 and (note := asked_but_not_started()):
-            console.say(f"warning   {note}")
         loop.precision_record.watched(list(subject.seen))
         if self.resuming:
             for reason in passed:

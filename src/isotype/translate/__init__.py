@@ -1,12 +1,13 @@
 """`isotype import`: another tool's training configuration becomes one of Isotype, and each of its keys is accounted for. Imports no torch.
 
-source       a file's keys with their lines, and the tool they belong to (simpletuner_files, simpletuner_datasets: SimpleTuner's files)
+source       a file's keys with their lines, and the tool they belong to; `picture_files` reads those of the tools for pictures
 TOOL         a module for each tool: `KEYS`, its table, `refusal` and `finish`
-transforms   what the tables are made of
-draft        what became of each key, and the settings that came of them
+pictures     what the tables of the tools for pictures share
+transforms   what the tables are made of: what became of each key, and the settings that came of them
 translation  puts these together
 """
 
+from .transforms import Fate
 from .translation import TOOLS, Translation, translate
 
-__all__ = ["TOOLS", "Translation", "translate"]
+__all__ = ["TOOLS", "Fate", "Translation", "translate"]

@@ -5,34 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from .draft import Draft, Given
+from . import transforms as t
 from .hugging_face import TRAINER
 from .source import Source
-from .transforms import (
-    GPUS,
-    IRRELEVANT,
-    OWN_OPS,
-    REFERENCE,
-    Handler,
-    changed,
-    each,
-    held_out,
-    hold_out_nothing,
-    no_effect,
-    not_offered,
-    optimizer,
-    schedule,
-    start,
-    targets,
-    to,
-    to_count,
-    to_either,
-    to_number,
-    to_preference,
-    to_truth,
-    when_on,
-    without_what_preferences_refuse,
-)
+from .transforms import Draft, Given
 
 _FORMATS = {
     "alpaca": "alpaca",
@@ -57,14 +33,14 @@ def _objective(draft: Draft) -> str | None:
 
 
 # a setting of `preference`, wherever in the file `rl` stands
-_of = partial(to_preference, of=_objective)
+_of = partial(t.preference, of=_objective)
 
 
 def _rl(draft: Draft, given: Given) -> None:
     if (objective := _objective(draft)) is None:
         draft.no_effect(given, "training is on given answers")
     else:
-        draft.set(given, "train.objective", objective, REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+        draft.set(given, "train.objective", objective, t.REFERENCE if objective in ("dpo", "ipo", "kto") else "")
 
 
 def refusal(source: Source) -> str | None:
@@ -93,7 +69,7 @@ def _adapter(draft: Draft, given: Given) -> None:
     draft.set(given, "adapter.kind", "lora" if given.value else "none", note)
 
 
-def _datasets(target: str) -> Handler:
+def _datasets(target: str) -> t.Handler:
     def handler(draft: Draft, given: Given) -> None:
         entries, notes = [], []
         for one in given.value if isinstance(given.value, list) else []:
@@ -161,7 +137,7 @@ def _pretraining(draft: Draft, given: Given) -> None:
 
 def _lora_targets(draft: Draft, given: Given) -> None:
     if given.value:
-        targets(draft, given)
+        t.targets(draft, given)
     else:
         draft.no_effect(given, "lora_target_linear decides")
 
@@ -181,9 +157,75 @@ def _wandb_project(draft: Draft, given: Given) -> None:
         draft.no_effect(given, "off")
 
 
-def _times_an_epoch(target: str) -> Handler:
+def _times_an_epoch(target: str) -> t.Handler:
     """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
     return lambda draft, given: draft.not_offered(given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint")
+
+
+_NO_EFFECT = {
+    "the model's own class is used": "model_type tokenizer_type tokenizer_use_fast",
+    "rows are tokenised once and cached: data.cache": "dataset_prepared_path",
+    "short rows are kept": "min_sample_len",
+    "rows are packed before training, in one way": "sample_packing_*",
+    "evaluation rows are never packed; the loss is the same": "eval_sample_packing",
+    "rows are padded to the longest of their batch; the loss is the same": "pad_to_sequence_len",
+    "embeddings keep their size": "resize_token_embeddings_to_32x",
+    "part of train.objective": "dpo_loss_type",
+    t.REFERENCE: "precompute_ref_log_probs rl_adapter_ref_model",
+    t.OWN_OPS: (
+        "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
+        "flash_attn_fuse_mlp cut_cross_entropy liger_* use_kernels fused_attn_kernel tiled_mlp flash_attn_cross_entropy "
+        "flash_attn_rms_norm gemma4_hybrid_attn_impl use_dsv4_kernels"
+    ),
+    "samples come by run.sample_every": "dpo_generate_during_eval",
+    "a reward model has one": "num_labels",
+    "seen from the layer": "lora_fan_in_fan_out",
+    "evaluations come by train.eval_every, by default ten in a run": "evaluation_strategy",
+    "wandb reads its own environment variables (WANDB_NAME, WANDB_MODE, ...)": (
+        "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id"
+    ),
+    "gradients are summed once a step without DDP": "dp_replicate_size context_* accelerator_config",
+    "given by the launcher": "local_rank",
+    t.IRRELEVANT: (
+        "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "
+        "max_packed_sequence_len batch_size experimental_skip_move_to_device trackio_* tokenizer_use_mistral_common tokenizer_legacy "
+        "flash_optimum eval_table_size total_num_tokens base_model_ignore_patterns streaming_multipack_buffer_size low_cpu_mem_usage "
+        "flex_attn_compile_kwargs do_bench"
+    ),
+}
+_NOT_OFFERED = {
+    "the model's own configuration is used": ("model_config model_quantization_config model_quantization_config_kwargs cls_model_config"),
+    "remove repeated rows beforehand": "dataset_exact_deduplication",
+    "data.chat_template: a file with this text": "chat_template_jinja",
+    "write the system message into the rows": "default_system_message",
+    "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
+    "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": "special_tokens tokens",
+    "a pair's weight is 1": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
+    "ReLoRA is not offered": "relora* jagged_restart_*",
+    "LISA is not offered": "lisa_*",
+    "adapter.* has what is offered of PEFT's settings": "peft",
+    "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
+    "model.init: random builds fresh weights": "reinit_weights",
+    "pruning is not offered": "llmcompressor",
+    "products are bf16, fp16 or fp32": "fp8_* nvfp4_* dsv4_*",
+    "model.attention is sdpa, eager, flash or flex; sdpa is used": "xformers_attention",
+    "shifted sparse attention is not offered": "s2_attention",
+    t.OWN_OPS: "plugins",
+    "stacked experts stay as they are (model.allow_unquantised)": (
+        "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe use_sonicmoe llama4_linearized_experts"
+    ),
+    "train.schedule: wsd has a constant part": "cosine_constant_lr_ratio",
+    "train.min_learning_rate is a share of the peak": "eta_min",
+    "warm-up is linear": "lr_quadratic_warmup",
+    "the loss is cross-entropy; a loss of your own is a function in Python": "use_eaft eaft_*",
+    "isotype train --resume RUN": "auto_resume_from_checkpoints",
+    "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
+    t.GPUS: (
+        "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size "
+        "use_ray ray_*"
+    ),
+}
 
 
 def _rope(given: dict[str, Any]) -> dict[str, Any]:
@@ -191,46 +233,29 @@ def _rope(given: dict[str, Any]) -> dict[str, Any]:
     return {("rope_type" if key == "type" else key): value for key, value in given.items()}
 
 
-KEYS: dict[str, Handler] = {
+KEYS: dict[str, t.Handler] = {
     **TRAINER,
-    "base_model": to("model.name"),
-    "revision_of_model": to("model.revision"),
-    "tokenizer_config": to("model.tokenizer"),
-    "rope_scaling": to("model.rope_parameters", _rope),
-    "noisy_embedding_alpha": to_number("train.embedding_noise"),
-    **each(
-        not_offered("the model's own configuration is used"),
-        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config",
-    ),
-    **each(no_effect("the model's own class is used"), "model_type tokenizer_type tokenizer_use_fast"),
+    **t.table(t.no_effect, _NO_EFFECT),
+    **t.table(t.not_offered, _NOT_OFFERED),
+    "base_model": t.to("model.name"),
+    "revision_of_model": t.to("model.revision"),
+    "tokenizer_config": t.to("model.tokenizer"),
+    "rope_scaling": t.to("model.rope_parameters", _rope),
+    "noisy_embedding_alpha": t.number("train.embedding_noise"),
     # data
     "datasets": _datasets("data.train"),
     "test_datasets": _datasets("data.eval"),
     "pretraining_dataset": _pretraining,
-    "streaming": to_truth("data.stream"),
-    "shuffle_merged_datasets": to_truth("data.shuffle"),
-    "sample_packing": to_truth("data.packing"),
-    "val_set_size": held_out,
-    **each(no_effect("rows are tokenised once and cached: data.cache"), "dataset_prepared_path"),
-    "dataset_exact_deduplication": not_offered("remove repeated rows beforehand"),
-    "sequence_len": to_count("data.max_length"),
-    "min_sample_len": no_effect("short rows are kept"),
-    **each(no_effect("rows are packed before training, in one way"), "sample_packing_*"),
-    "eval_sample_packing": no_effect("evaluation rows are never packed; the loss is the same"),
-    "pad_to_sequence_len": no_effect("rows are padded to the longest of their batch; the loss is the same"),
-    "train_on_inputs": to_either("data.loss_on", "all", "assistant"),
+    "streaming": t.truth("data.stream"),
+    "shuffle_merged_datasets": t.truth("data.shuffle"),
+    "sample_packing": t.truth("data.packing"),
+    "val_set_size": t.held_out,
+    "sequence_len": t.count("data.max_length"),
+    "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
     "chat_template": _chat_template,
-    "chat_template_jinja": not_offered("data.chat_template: a file with this text"),
-    "default_system_message": not_offered("write the system message into the rows"),
-    "curriculum_sampling": not_offered("data.shuffle: rows in the order of the file, or shuffled"),
-    "eot_tokens": changed("the end of a turn is what the chat template writes; it is always learnt"),
-    **each(
-        not_offered("the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer"),
-        "special_tokens tokens",
-    ),
-    "resize_token_embeddings_to_32x": no_effect("embeddings keep their size"),
+    "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences
-    **each(_rl, "rl reward_model"),
+    **t.each(_rl, "rl reward_model"),
     "rl_beta": _of("beta", "dpo", "ipo", "simpo", "kto"),
     "orpo_alpha": _of("beta", "orpo"),
     "simpo_gamma": _of("simpo_gamma", "simpo"),
@@ -240,106 +265,47 @@ KEYS: dict[str, Handler] = {
     "kto_desirable_weight": _of("desirable_weight", "kto"),
     "kto_undesirable_weight": _of("undesirable_weight", "kto"),
     "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
-    "dpo_loss_type": no_effect("part of train.objective"),
-    **each(no_effect(REFERENCE), "precompute_ref_log_probs rl_adapter_ref_model"),
-    **each(no_effect(OWN_OPS), "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free"),
-    **each(not_offered("a pair's weight is 1"), "dpo_use_weighting dpo_norm_loss dpo_loss_weights"),
-    "dpo_generate_during_eval": no_effect("samples come by run.sample_every"),
-    "num_labels": no_effect("a reward model has one"),
     # adapter
     "adapter": _adapter,
     "lora_target_modules": _lora_targets,
-    "lora_target_linear": when_on("adapter.targets", "all-linear", "adapter.targets"),
-    "lora_fan_in_fan_out": no_effect("seen from the layer"),
-    "peft_use_rslora": to_truth("adapter.rslora"),
-    "peft_use_dora": to_truth("adapter.dora"),
-    "peft_init_lora_weights": start,
-    "lora_model_dir": to("adapter.start_from"),
-    "lora_target_parameters": to("adapter.parameters"),
-    **each(not_offered("ReLoRA is not offered"), "relora* jagged_restart_*"),
-    "lisa_*": not_offered("LISA is not offered"),
-    "peft": not_offered("adapter.* has what is offered of PEFT's settings"),
-    "loraplus_lr_ratio": to_number("adapter.plus"),
-    "unfrozen_parameters": not_offered("every weight (adapter.kind: none) or adapter.modules_to_save"),
-    "reinit_weights": not_offered("model.init: random builds fresh weights"),
-    "llmcompressor": not_offered("pruning is not offered"),
+    "lora_target_linear": t.when_on("adapter.targets", "all-linear", "adapter.targets"),
+    "peft_use_rslora": t.truth("adapter.rslora"),
+    "peft_use_dora": t.truth("adapter.dora"),
+    "peft_init_lora_weights": t.start,
+    "loraplus_lr_ratio": t.number("adapter.plus"),
+    "lora_model_dir": t.to("adapter.start_from"),
+    "lora_target_parameters": t.to("adapter.parameters"),
     # precision
-    **each(Draft.precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"),
-    **each(not_offered("products are bf16, fp16 or fp32"), "fp8_* nvfp4_* dsv4_*"),
+    **t.each(t.Draft.precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"),
     # attention and kernels
-    "flash_attention": when_on("model.attention", "flash"),
-    "sdp_attention": when_on("model.attention", "sdpa"),
-    "eager_attention": when_on("model.attention", "eager"),
-    "flex_attention": when_on("model.attention", "flex"),
-    "xformers_attention": not_offered("model.attention is sdpa, eager, flash or flex; sdpa is used"),
-    "s2_attention": not_offered("shifted sparse attention is not offered"),
-    "plugins": not_offered(OWN_OPS),
-    **each(
-        no_effect(OWN_OPS),
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel flash_attn_fuse_mlp cut_cross_entropy liger_* use_kernels fused_attn_kernel "
-        "tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm gemma4_hybrid_attn_impl use_dsv4_kernels",
-    ),
-    **each(
-        not_offered("stacked experts stay as they are (model.allow_unquantised)"),
-        "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe use_sonicmoe llama4_linearized_experts",
-    ),
+    "flash_attention": t.when_on("model.attention", "flash"),
+    "sdp_attention": t.when_on("model.attention", "sdpa"),
+    "eager_attention": t.when_on("model.attention", "eager"),
+    "flex_attention": t.when_on("model.attention", "flex"),
     # steps
-    "micro_batch_size": to_number("train.batch_size"),
-    "eval_batch_size": to_number("train.eval_batch_size"),
-    "num_epochs": to_number("train.epochs"),
-    "cosine_min_lr_ratio": to_number("train.min_learning_rate"),
-    "adam_eps": to_number("train.epsilon"),
-    "optimizer": optimizer,
-    "lr_scheduler": schedule,
-    "cosine_constant_lr_ratio": not_offered("train.schedule: wsd has a constant part"),
-    "eta_min": not_offered("train.min_learning_rate is a share of the peak"),
-    "lr_quadratic_warmup": not_offered("warm-up is linear"),
-    **each(not_offered("the loss is cross-entropy; a loss of your own is a function in Python"), "use_eaft eaft_*"),
+    "micro_batch_size": t.number("train.batch_size"),
+    "eval_batch_size": t.number("train.eval_batch_size"),
+    "num_epochs": t.number("train.epochs"),
+    "cosine_min_lr_ratio": t.number("train.min_learning_rate"),
+    "adam_eps": t.number("train.epsilon"),
+    "optimizer": t.optimizer,
+    "lr_scheduler": t.schedule,
     # evaluation, saving, logging
     "evals_per_epoch": _times_an_epoch("train.eval_every"),
     "saves_per_epoch": _times_an_epoch("run.save_every"),
-    **each(no_effect("evaluations come by train.eval_every, by default ten in a run"), "evaluation_strategy"),
-    "auto_resume_from_checkpoints": not_offered("isotype train --resume RUN"),
-    "hub_model_id": to("run.push_to_hub"),
-    "use_tensorboard": when_on("run.trackers", ["tensorboard"], "off"),
-    "use_wandb": when_on("run.trackers", ["wandb"], "off"),
+    "hub_model_id": t.to("run.push_to_hub"),
+    "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
+    "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": _wandb_project,
-    **each(
-        no_effect("wandb reads its own environment variables (WANDB_NAME, WANDB_MODE, ...)"),
-        "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
-    ),
-    **each(
-        not_offered("run.trackers is tensorboard or wandb"),
-        "use_swanlab swanlab_* use_otel_metrics otel_*",
-    ),
     # machine
-    **each(
-        not_offered(GPUS),
-        "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size use_ray "
-        "ray_*",
-    ),
-    **each(no_effect("gradients are summed once a step without DDP"), "dp_replicate_size context_* accelerator_config"),
-    "local_rank": no_effect("given by the launcher"),
-    **each(
-        no_effect(IRRELEVANT),
-        "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "
-        "max_packed_sequence_len batch_size experimental_skip_move_to_device trackio_* tokenizer_use_mistral_common tokenizer_legacy "
-        "flash_optimum eval_table_size total_num_tokens base_model_ignore_patterns streaming_multipack_buffer_size low_cpu_mem_usage "
-        "flex_attn_compile_kwargs do_bench",
-    ),
 }
 
 
 def finish(draft: Draft, source: Source) -> None:
     """axolotl's defaults where they are not Isotype's."""
     draft.settings.setdefault("adapter.kind", "none")
-    draft.without_adapter()
-    draft.default("train.batch_size", 1)
-    draft.default("train.accumulate", 1)
-    draft.default("data.max_length", 512)
-    draft.default("train.schedule", "cosine")
+    draft.default_adapter("none")
+    draft.default_all({"train.batch_size": 1, "train.accumulate": 1, "data.max_length": 512, "train.schedule": "cosine"})
     if draft.settings.get("train.objective") == "simpo":
         draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
-    hold_out_nothing(draft)
-    without_what_preferences_refuse(draft)
+    t.finish_text(draft)

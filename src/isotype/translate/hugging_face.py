@@ -4,35 +4,9 @@ from __future__ import annotations
 
 import re
 
-from .draft import Draft, Given
+from . import transforms as t
 from .source import Source
-from .transforms import (
-    GPUS,
-    IRRELEVANT,
-    Handler,
-    attention,
-    checkpointing,
-    each,
-    evaluation,
-    no_effect,
-    not_offered,
-    number,
-    only,
-    optimizer,
-    schedule,
-    schedule_details,
-    start,
-    targets,
-    to,
-    to_count,
-    to_either,
-    to_number,
-    to_truth,
-    trackers,
-    warmup_ratio,
-    warmup_steps,
-    when_on,
-)
+from .transforms import Draft, Given
 
 _METHOD = re.compile(r"^(DPO|GRPO|KTO|ORPO|CPO|Reward|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$")
 _TASK = re.compile(r"^(?:Auto\w*|\w+?)(?:ModelFor|For)(?!CausalLM)(\w+)$|^(Diffusion|StableDiffusion|Flux)\w*Pipeline$")
@@ -96,7 +70,7 @@ def _data_files(draft: Draft, given: Given) -> None:
         draft.set(given, "data.train", given.value)
 
 
-def _of_the_dataset(key: str, usual: tuple[str, ...]) -> Handler:
+def _of_the_dataset(key: str, usual: tuple[str, ...]) -> t.Handler:
     """`split` and `subset` of a hub dataset become keys of data.train's mapping."""
 
     def handler(draft: Draft, given: Given) -> None:
@@ -128,179 +102,220 @@ def _mixture(draft: Draft, given: Given) -> None:
     draft.set(given, "data.train", entries, note)
 
 
-def _eval_share(draft: Draft, given: Given) -> None:
-    if number(given.value) < 1:
-        to_number("data.eval_split")(draft, given)
+def _schedule_details(draft: Draft, given: Given) -> None:
+    """`lr_scheduler_kwargs`: the lowest learning rate is the only one that is offered."""
+    details = given.value if isinstance(given.value, dict) else {}
+    rate = details.get("min_lr_rate")
+    if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
+        rate = float(details["min_lr"]) / float(draft.keys["learning_rate"])
+    if rate is None:
+        draft.not_offered(given, "train.decay and train.min_learning_rate are what schedules take")
     else:
-        draft.not_offered(given, "data.eval_split is a share of the rows")
+        draft.set(given, "train.min_learning_rate", float(rate))
 
 
-LOSS_ON = to_either("data.loss_on", "assistant", "all")
-LIGER = when_on("model.optimize", True, "switched off; model.optimize is on by default", "Isotype's own ops instead of Liger's")
+def _warmup_ratio(draft: Draft, given: Given) -> None:
+    value = t.as_number(given.value or 0)
+    if draft.keys.get("warmup_steps") and t.as_number(draft.keys["warmup_steps"]) > 0:
+        draft.no_effect(given, "warmup_steps wins, there too")
+    elif draft.settings.get("train.schedule") == "constant" and draft.settings.get("train.warmup") == 0 and value:
+        draft.no_effect(given, "a constant schedule has no warm-up, there too")
+    else:
+        draft.set(given, "train.warmup", value)
+
+
+def _warmup_steps(draft: Draft, given: Given) -> None:
+    value = t.as_number(given.value or 0)
+    if value == 0 and "warmup_ratio" in draft.keys:
+        draft.no_effect(given, "warmup_ratio decides")
+    else:
+        draft.set(given, "train.warmup", value)
+
+
+def _checkpointing(draft: Draft, given: Given) -> None:
+    if str(given.value).lower() in ("unsloth", "offload", "offload_disk"):
+        note = "recomputes layers and keeps what is left in host memory (GPU only)"
+        draft.set(given, "train.gradient_checkpointing", "layers+offload", note)
+    else:
+        t.either("train.gradient_checkpointing", "layers", "none")(draft, given)
+
+
+LIGER = t.when_on("model.optimize", True, "switched off; model.optimize is on by default", "Isotype's own ops instead of Liger's")
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
-TRAINER: dict[str, Handler] = {
-    "model_revision": to("model.revision"),
-    "tokenizer_name": to("model.tokenizer"),
-    "trust_remote_code": to_truth("model.trust_remote_code"),
-    "attn_implementation": attention,
+_TRAINER_NO_EFFECT = {
+    "recomputation is always the non-reentrant one": "gradient_checkpointing_kwargs",
+    "train.seed": "data_seed",
+    "isotype train trains": "do_train",
+    "evaluation rows are held out: data.eval_split": "do_eval",
+    "checkpoints come by run.save_every, by default at every evaluation, and one at the end": "save_strategy",
+    "the best checkpoint is always kept, and the report names it": "load_best_model_at_end",
+    "the evaluation loss; lower is better": "prediction_loss_only",
+    "every line is written: run.log_every": "logging_strategy",
+    "everything lies in run.folder, which names the run": "run_name",
+    "a folder that holds a run is never overwritten": "overwrite_output_dir",
+    "nothing is uploaded": "hub_model_id hub_strategy",
+    "always safetensors": "save_safetensors",
+    "checkpoints always hold the optimizer, and can be resumed from": "save_only_model",
+    "metrics.jsonl is always written": "trackio_*",
+    "rows are tokenised before training and read from one array": "dataloader_num_workers",
+    "gradients are summed once a step without DDP": "ddp_find_unused_parameters",
+    "no such limit": "ddp_timeout",
+    "model.device; one process uses one device": "device_map",
+    "weights are always loaded that way": "low_cpu_mem_usage",
+    "off in training, on in samples": "use_cache",
+    "HF_TOKEN in the environment": "token",
+    "losses are always divided by the tokens of the whole step": "average_tokens_across_devices accelerator_config",
+    "tokens a second are always shown": "include_tokens_per_second",
+    "rows of like length are put together where it saves padding": "group_by_length",
+}
+_TRAINER_NOT_OFFERED = {
+    "one learning rate for all weights": "embedding_learning_rate",
+    "isotype plan says which batch fits": "auto_find_batch_size",
+    "train.beta1, train.beta2 and train.epsilon are the optimizer's settings": "optim_args",
+    "no label smoothing in a run; isotype.ops.cross_entropy has it": "label_smoothing_factor",
+    "train without it: the fused ops are used by default (model.optimize)": "torch_compile",
+    "run.push_to_hub: ORG/NAME pushes the result": "push_to_hub",
+    "isotype train --resume RUN": "resume_from_checkpoint",
+    "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": "deepspeed",
+    t.GPUS: "fsdp fsdp_config",
+    "model.device is auto, cuda or cpu": "use_mps_device",
+}
+TRAINER: dict[str, t.Handler] = {
+    **t.table(t.no_effect, _TRAINER_NO_EFFECT),
+    **t.table(t.not_offered, _TRAINER_NOT_OFFERED),
+    "model_revision": t.to("model.revision"),
+    "tokenizer_name": t.to("model.tokenizer"),
+    "trust_remote_code": t.truth("model.trust_remote_code"),
+    "attn_implementation": t.attention,
     # adapter
-    "lora_r": to_count("adapter.r"),
-    "lora_alpha": to_number("adapter.alpha"),
-    "lora_dropout": to("adapter.dropout", lambda value: number(value or 0)),
-    "lora_target_modules": targets,
-    "lora_modules_to_save": to("adapter.modules_to_save"),
-    **each(not_offered("one learning rate for all weights"), "embedding_learning_rate"),
+    "lora_r": t.count("adapter.r"),
+    "lora_alpha": t.number("adapter.alpha"),
+    "lora_dropout": t.to("adapter.dropout", lambda value: t.as_number(value or 0)),
+    "lora_target_modules": t.targets,
+    "lora_modules_to_save": t.to("adapter.modules_to_save"),
     # precision: decided together
-    **each(
-        Draft.precision,
+    **t.each(
+        t.Draft.precision,
         "bf16 fp16 tf32 dtype torch_dtype load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning bnb_4bit_quant_type "
         "bnb_4bit_compute_dtype bnb_4bit_use_double_quant use_bnb_nested_quant bnb_4bit_quant_storage",
     ),
     # steps
-    "max_steps": to_count("train.steps"),
-    "num_train_epochs": to_number("train.epochs"),
-    "per_device_train_batch_size": to_number("train.batch_size"),
-    "per_device_eval_batch_size": to_number("train.eval_batch_size"),
-    "gradient_accumulation_steps": to_number("train.accumulate"),
-    "learning_rate": to_number("train.learning_rate"),
-    "weight_decay": to_number("train.weight_decay"),
-    "adam_beta1": to_number("train.beta1"),
-    "adam_beta2": to_number("train.beta2"),
-    "adam_epsilon": to_number("train.epsilon"),
-    "max_grad_norm": to_number("train.clip"),
-    "seed": to_number("train.seed"),
-    "auto_find_batch_size": not_offered("isotype plan says which batch fits"),
-    "lr_scheduler_type": schedule,
-    "lr_scheduler_kwargs": schedule_details,
-    "warmup_ratio": warmup_ratio,
-    "warmup_steps": warmup_steps,
-    "optim": optimizer,
-    "optim_args": not_offered("train.beta1, train.beta2 and train.epsilon are the optimizer's settings"),
-    **each(checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
-    "gradient_checkpointing_kwargs": no_effect("recomputation is always the non-reentrant one"),
-    "activation_offloading": when_on("train.gradient_checkpointing", "layers+offload", "off"),
-    "data_seed": no_effect("train.seed"),
-    "full_determinism": to_truth("train.deterministic"),
-    "neftune_noise_alpha": to_number("train.embedding_noise"),
-    "label_smoothing_factor": not_offered("no label smoothing in a run; isotype.ops.cross_entropy has it"),
-    "torch_compile": not_offered("train without it: the fused ops are used by default (model.optimize)"),
+    "max_steps": t.count("train.steps"),
+    "num_train_epochs": t.number("train.epochs"),
+    "per_device_train_batch_size": t.number("train.batch_size"),
+    "per_device_eval_batch_size": t.number("train.eval_batch_size"),
+    "gradient_accumulation_steps": t.number("train.accumulate"),
+    "learning_rate": t.number("train.learning_rate"),
+    "weight_decay": t.number("train.weight_decay"),
+    "adam_beta1": t.number("train.beta1"),
+    "adam_beta2": t.number("train.beta2"),
+    "adam_epsilon": t.number("train.epsilon"),
+    "max_grad_norm": t.number("train.clip"),
+    "seed": t.number("train.seed"),
+    "lr_scheduler_type": t.schedule,
+    "lr_scheduler_kwargs": _schedule_details,
+    "warmup_ratio": _warmup_ratio,
+    "warmup_steps": _warmup_steps,
+    "optim": t.optimizer,
+    **t.each(_checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
+    "activation_offloading": t.when_on("train.gradient_checkpointing", "layers+offload", "off"),
+    "full_determinism": t.truth("train.deterministic"),
+    "neftune_noise_alpha": t.number("train.embedding_noise"),
     # evaluation, saving, logging
-    **each(evaluation, "eval_strategy evaluation_strategy"),
-    "do_train": no_effect("isotype train trains"),
-    "do_eval": no_effect("evaluation rows are held out: data.eval_split"),
-    "eval_steps": to_count("train.eval_every"),
-    "save_steps": to_count("run.save_every"),
-    "save_total_limit": to_count("run.keep"),
-    "logging_steps": to_count("run.log_every"),
-    "early_stopping_patience": to_count("train.patience"),
-    "save_strategy": no_effect("checkpoints come by run.save_every, by default at every evaluation, and one at the end"),
-    "load_best_model_at_end": no_effect("the best checkpoint is always kept, and the report names it"),
-    **each(no_effect("the evaluation loss; lower is better"), "prediction_loss_only"),
-    **each(no_effect("every line is written: run.log_every"), "logging_strategy"),
-    "report_to": trackers,
-    "output_dir": to("run.folder"),
-    **each(no_effect("everything lies in run.folder, which names the run"), "run_name"),
-    "overwrite_output_dir": no_effect("a folder that holds a run is never overwritten"),
-    "push_to_hub": not_offered("run.push_to_hub: ORG/NAME pushes the result"),
-    **each(no_effect("nothing is uploaded"), "hub_model_id hub_strategy"),
-    "resume_from_checkpoint": not_offered("isotype train --resume RUN"),
-    "save_safetensors": no_effect("always safetensors"),
-    "save_only_model": no_effect("checkpoints always hold the optimizer, and can be resumed from"),
-    **each(no_effect("metrics.jsonl is always written"), "trackio_*"),
-    # machine
-    **each(
-        no_effect("rows are tokenised before training and read from one array"),
-        "dataloader_num_workers",
+    **t.each(
+        t.word(
+            "data.eval_split",
+            dict.fromkeys(("no", "false", "none"), (0, "no rows are held out")),
+            "evaluations come by train.eval_every, by default ten in a run",
+            fate="no_effect",
+        ),
+        "eval_strategy evaluation_strategy",
     ),
-    "deepspeed": not_offered("a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place"),
-    **each(not_offered(GPUS), "fsdp fsdp_config"),
-    "ddp_find_unused_parameters": no_effect("gradients are summed once a step without DDP"),
-    "ddp_timeout": no_effect("no such limit"),
-    **each(no_effect("model.device; one process uses one device"), "device_map"),
-    "use_cpu": when_on("model.device", "cpu", "model.device: auto"),
-    "use_mps_device": not_offered("model.device is auto, cuda or cpu"),
-    "low_cpu_mem_usage": no_effect("weights are always loaded that way"),
-    "use_cache": no_effect("off in training, on in samples"),
-    "token": no_effect("HF_TOKEN in the environment"),
-    **each(no_effect("losses are always divided by the tokens of the whole step"), "average_tokens_across_devices accelerator_config"),
-    **each(no_effect("tokens a second are always shown"), "include_tokens_per_second"),
-    "group_by_length": no_effect("rows of like length are put together where it saves padding"),
+    "eval_steps": t.count("train.eval_every"),
+    "save_steps": t.count("run.save_every"),
+    "save_total_limit": t.count("run.keep"),
+    "logging_steps": t.count("run.log_every"),
+    "early_stopping_patience": t.count("train.patience"),
+    "report_to": t.trackers,
+    "output_dir": t.to("run.folder"),
+    # machine
+    "use_cpu": t.when_on("model.device", "cpu", "model.device: auto"),
 }
-KEYS: dict[str, Handler] = {
+_NO_EFFECT = {
+    "train.seed": "dataset_mixture.seed",
+    "data.eval names the evaluation data; without it data.eval_split is held out": "dataset_test_split",
+    "rows are packed whole, longest first, and never cut": "packing_strategy",
+    "data.packing has no padding": "padding_free",
+    "rows with `text` are recognised; another key: data.columns": "dataset_text_field",
+    "rows are read by data.* (docs/data.md)": "dataset_num_proc num_proc dataset_kwargs remove_unused_columns",
+    "rows are shuffled in every epoch: data.shuffle": "train_sampling_strategy",
+    "the tokenizer's own; the end-of-turn token is always learnt": "eos_token",
+    "always CAUSAL_LM": "task_type",
+    "train.seed makes the adapter's first weights": "lora_seed",
+    "evaluation runs under the run's precision, and leaves the weights as they are": "fp16_full_eval",
+    "samples come from the model that is trained": "fast_inference",
+    t.IRRELEVANT: "log_level unsloth_force_compile",
+}
+_NOT_OFFERED = {
+    "data.chat_template: a file with this text; without it the tokenizer's own is used": "chat_template",
+    "biases are not trained": "lora_bias",
+    "LoftQ is not offered": "loftq",
+    "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
+    "adapter.targets names the modules": "finetune_*",
+    "quantisation-aware training is not offered": "qat_scheme",
+    "the input embedding stays on the device": "offload_embedding",
+}
+KEYS: dict[str, t.Handler] = {
     **TRAINER,
-    "model_name_or_path": to("model.name"),
-    "revision": to("model.revision"),
-    "tokenizer_name_or_path": to("model.tokenizer"),
-    **each(LIGER, "use_liger_kernel use_liger"),
+    **t.table(t.no_effect, _NO_EFFECT),
+    **t.table(t.not_offered, _NOT_OFFERED),
+    "model_name_or_path": t.to("model.name"),
+    "revision": t.to("model.revision"),
+    "tokenizer_name_or_path": t.to("model.tokenizer"),
+    **t.each(LIGER, "use_liger_kernel use_liger"),
     # data
     "dataset_name": _dataset,
-    **each(_of_the_dataset("subset", ("default", "main")), "dataset_config dataset_config_name"),
+    **t.each(_of_the_dataset("subset", ("default", "main")), "dataset_config dataset_config_name"),
     "dataset_train_split": _of_the_dataset("split", ("train",)),
-    **each(_mixture, "dataset_mixture.datasets datasets"),
-    "dataset_mixture.test_split_size": _eval_share,
-    "dataset_mixture.seed": no_effect("train.seed"),
-    "dataset_test_split": no_effect("data.eval names the evaluation data; without it data.eval_split is held out"),
+    **t.each(_mixture, "dataset_mixture.datasets datasets"),
+    "dataset_mixture.test_split_size": t.held_out,
     "data_files": _data_files,
-    "train_file": to("data.train"),
-    "validation_file": to("data.eval"),
-    "chat_template_path": to("data.chat_template"),
-    **each(to_count("data.max_length"), "max_length max_seq_length"),
-    "max_train_samples": to_count("data.limit"),
-    "packing": to_truth("data.packing"),
-    "packing_strategy": no_effect("rows are packed whole, longest first, and never cut"),
-    "padding_free": no_effect("data.packing has no padding"),
-    "dataset_text_field": no_effect("rows with `text` are recognised; another key: data.columns"),
-    **each(
-        no_effect("rows are read by data.* (docs/data.md)"),
-        "dataset_num_proc num_proc dataset_kwargs remove_unused_columns",
-    ),
-    "chat_template": not_offered("data.chat_template: a file with this text; without it the tokenizer's own is used"),
-    **each(LOSS_ON, "assistant_only_loss completion_only_loss"),
-    **each(no_effect("rows are shuffled in every epoch: data.shuffle"), "train_sampling_strategy"),
-    "eos_token": no_effect("the tokenizer's own; the end-of-turn token is always learnt"),
-    **each(to_truth("data.stream"), "streaming dataset_streaming"),
+    "train_file": t.to("data.train"),
+    "validation_file": t.to("data.eval"),
+    "chat_template_path": t.to("data.chat_template"),
+    **t.each(t.count("data.max_length"), "max_length max_seq_length"),
+    "max_train_samples": t.count("data.limit"),
+    "packing": t.truth("data.packing"),
+    **t.each(t.either("data.loss_on", "assistant", "all"), "assistant_only_loss completion_only_loss"),
+    **t.each(t.truth("data.stream"), "streaming dataset_streaming"),
     # adapter
-    "use_peft": to_either("adapter.kind", "lora", "none"),
-    "lora_bias": not_offered("biases are not trained"),
-    **each(no_effect("always CAUSAL_LM"), "task_type"),
-    "use_rslora": to_truth("adapter.rslora"),
-    "use_dora": to_truth("adapter.dora"),
-    **each(start, "init_lora_weights lora_init"),
-    "rank_pattern": to("adapter.rank_pattern"),
-    "alpha_pattern": to("adapter.alpha_pattern"),
-    "loftq": not_offered("LoftQ is not offered"),
-    "lora_seed": no_effect("train.seed makes the adapter's first weights"),
-    "layers_to_transform": not_offered("adapter.targets takes names of modules, as PEFT understands them"),
-    "finetune_*": not_offered("adapter.targets names the modules"),
+    "use_peft": t.either("adapter.kind", "lora", "none"),
+    "use_rslora": t.truth("adapter.rslora"),
+    "use_dora": t.truth("adapter.dora"),
+    **t.each(t.start, "init_lora_weights lora_init"),
+    "rank_pattern": t.to("adapter.rank_pattern"),
+    "alpha_pattern": t.to("adapter.alpha_pattern"),
     # the rest
-    **each(no_effect("evaluation runs under the run's precision, and leaves the weights as they are"), "fp16_full_eval"),
-    **each(no_effect("samples come from the model that is trained"), "fast_inference"),
-    "loss_type": only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
-    "qat_scheme": not_offered("quantisation-aware training is not offered"),
-    "offload_embedding": not_offered("the input embedding stays on the device"),
-    **each(no_effect(IRRELEVANT), "log_level unsloth_force_compile"),
+    "loss_type": t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
 }
 
 
 def finish(draft: Draft, source: Source) -> None:
     """Without PEFT every weight is trained; the defaults that differ from Isotype's are written down."""
     peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.calls & {"LoraConfig", "get_peft_model"}
-    draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
     sft = "SFTConfig" in source.calls or "sft" in source.method
-    draft.default("train.batch_size", 8)
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
-    draft.default("train.learning_rate", 2e-5 if sft else 5e-5)
-    draft.default("train.schedule", "linear")
-    draft.default("train.warmup", 0)
+    draft.default_all({"train.batch_size": 8, "train.learning_rate": 2e-5 if sft else 5e-5, "train.schedule": "linear", "train.warmup": 0})
     if sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here the answers only (data.loss_on: all)"
         )
-    if draft.without_adapter():
-        return
-    rank = 16 if source.tool == "unsloth" else 8
-    draft.default("adapter.r", rank)
-    draft.default("adapter.alpha", float(rank))
-    if "adapter.targets" not in draft.settings and source.tool != "unsloth":
+    draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
+    unsloth = source.tool == "unsloth"
+    if (
+        draft.default_adapter("lora", 16 if unsloth else 8, 16.0 if unsloth else 8.0)
+        and "adapter.targets" not in draft.settings
+        and not unsloth
+    ):
         draft.notes.append("adapter.targets: there PEFT chooses modules by the model's family; here all linear layers get an adapter")

@@ -7,35 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .draft import Draft, Given
+from . import transforms as t
 from .hugging_face import KEYS as TRAINER
 from .hugging_face import LIGER
 from .source import Source
-from .transforms import (
-    GPUS,
-    OTHER_OPTIMIZERS,
-    OWN_OPS,
-    REFERENCE,
-    Handler,
-    attention,
-    changed,
-    each,
-    held_out,
-    hold_out_nothing,
-    no_effect,
-    not_offered,
-    number,
-    targets,
-    to,
-    to_count,
-    to_either,
-    to_number,
-    to_preference,
-    to_truth,
-    truth,
-    when_on,
-    without_what_preferences_refuse,
-)
+from .transforms import Draft, Given
 
 _FORMATTING = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
@@ -52,7 +28,7 @@ def _objective(draft: Draft) -> str | None:
 
 
 # a setting of `preference`, wherever in the file `stage` stands
-_of = partial(to_preference, of=_objective)
+_of = partial(t.preference, of=_objective)
 
 
 def _ftx(draft: Draft, given: Given) -> None:
@@ -60,7 +36,7 @@ def _ftx(draft: Draft, given: Given) -> None:
     if _objective(draft) == "orpo":
         draft.set(given, "preference.nll", 1.0 + float(given.value), "beside the 1 that orpo has")
     elif _objective(draft) == "kto":
-        not_offered("kto has no likelihood part")(draft, given)
+        t.not_offered("kto has no likelihood part")(draft, given)
     else:
         _of("nll", "dpo", "ipo", "simpo")(draft, given)
 
@@ -78,7 +54,7 @@ def refusal(source: Source) -> str | None:
     if source.has("export_dir"):
         return "an export: isotype merge RUN writes the merged model"
     train = source.has("do_train")
-    if train is not None and not truth(train.value):
+    if train is not None and not t.is_on(train.value):
         return "do_train: false; isotype eval and isotype sample look at a trained model"
     if train is None and source.has("infer_backend", "do_predict"):
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
@@ -91,14 +67,14 @@ def refusal(source: Source) -> str | None:
 
 def _stage(draft: Draft, given: Given) -> None:
     if (objective := _objective(draft)) is not None:
-        draft.set(given, "train.objective", objective, REFERENCE if objective in ("dpo", "ipo", "kto") else "")
+        draft.set(given, "train.objective", objective, t.REFERENCE if objective in ("dpo", "ipo", "kto") else "")
     elif given.value == "pt":
         draft.set(given, "data.format", "text", "plain text, learnt whole")
     else:
         draft.no_effect(given, "training is on given answers")
 
 
-def _datasets(target: str) -> Handler:
+def _datasets(target: str) -> t.Handler:
     def handler(draft: Draft, given: Given) -> None:
         names = given.value if isinstance(given.value, list) else str(given.value).split(",")
         entries, unknown = [], []
@@ -151,100 +127,97 @@ def _entry(draft: Draft, name: str, described: dict[str, Any]) -> dict[str, Any]
     return entry
 
 
-def _saves_memory(name: str) -> Handler:
-    return not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
+def _saves_memory(name: str) -> t.Handler:
+    return t.not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
 
 
-KEYS: dict[str, Handler] = {
+_NO_EFFECT = {
+    "PiSSA's start is an exact SVD": "pissa_iter",
+    "such an adapter is always saved as an ordinary one, for the untouched base": "pissa_convert",
+    t.OWN_OPS: "use_v1_kernels",
+    "part of train.objective": "pref_loss",
+    "part of the paths in data.train": "dataset_dir",
+    "rows are tokenised once and cached by their content: data.cache": "overwrite_cache preprocessing_num_workers tokenized_path",
+    "bitsandbytes' nf4": "quantization_method",
+    "nf4 with double quantisation": "double_quantization",
+    "report.html and report.png are always written": "plot_loss",
+}
+_NOT_OFFERED = {
+    "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": "rope_scaling",
+    "the model is trained as it is": "mixture_of_depths",
+    "add tokens to a tokenizer and name it in model.tokenizer": "resize_vocab",
+    "shifted sparse attention is not offered": "shift_attn",
+    "the loss has no classifier of answers": "pref_bco_weight",
+    "every token of an answer counts alike": "ld_alpha",
+    t.REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
+    "data.loss_on: every answer of a conversation is learnt, or everything": "mask_history",
+    "data.train: each source may have a weight": "interleave_probs",
+    "fp8 is not offered; products are bf16": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+    t.OTHER_OPTIMIZERS: "use_adam_mini",
+    "the loss is cross-entropy; a loss of your own is a function in Python": (
+        "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
+    ),
+    "KTransformers is not offered": "use_kt kt_*",
+    t.GPUS: (
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel "
+        "ray_* use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
+    ),
+}
+KEYS: dict[str, t.Handler] = {
     **TRAINER,
-    "model_name_or_path": to("model.name"),
-    "rope_scaling": not_offered("model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions"),
-    "moe_aux_loss_coef": to("train.aux_loss", number),
-    "mixture_of_depths": not_offered("the model is trained as it is"),
-    **each(not_offered("add tokens to a tokenizer and name it in model.tokenizer"), "resize_vocab"),
-    "flash_attn": attention,
-    "shift_attn": not_offered("shifted sparse attention is not offered"),
+    **t.table(t.no_effect, _NO_EFFECT),
+    **t.table(t.not_offered, _NOT_OFFERED),
+    "model_name_or_path": t.to("model.name"),
+    "moe_aux_loss_coef": t.to("train.aux_loss", t.as_number),
+    "flash_attn": t.attention,
     "enable_liger_kernel": LIGER,
-    **each(no_effect(OWN_OPS), "use_v1_kernels"),
     # adapter
     "stage": _stage,
-    "finetuning_type": to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
-    "lora_rank": to_count("adapter.r"),
-    "lora_target": targets,
-    "additional_target": to(
+    "finetuning_type": t.to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
+    "lora_rank": t.count("adapter.r"),
+    "lora_target": t.targets,
+    "additional_target": t.to(
         "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     ),
-    "adapter_name_or_path": to("adapter.start_from"),
-    "loraplus_lr_ratio": to_number("adapter.plus"),
-    "pissa_init": when_on("adapter.start", "pissa"),
-    "pissa_iter": no_effect("PiSSA's start is an exact SVD"),
-    "pissa_convert": no_effect("such an adapter is always saved as an ordinary one, for the untouched base"),
+    "adapter_name_or_path": t.to("adapter.start_from"),
+    "loraplus_lr_ratio": t.number("adapter.plus"),
+    "pissa_init": t.when_on("adapter.start", "pissa"),
     # preferences
-    "pref_loss": no_effect("part of train.objective"),
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
     "pref_ftx": _ftx,
     "simpo_gamma": _of("simpo_gamma", "simpo"),
     "dpo_label_smoothing": _of("label_smoothing", "dpo"),
     "kto_chosen_weight": _of("desirable_weight", "kto"),
     "kto_rejected_weight": _of("undesirable_weight", "kto"),
-    "pref_bco_weight": not_offered("the loss has no classifier of answers"),
-    "ld_alpha": not_offered("every token of an answer counts alike"),
-    **each(not_offered(REFERENCE), "ref_model ref_model_adapters ref_model_quantization_bit"),
     # data
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
-    "dataset_dir": no_effect("part of the paths in data.train"),
-    "template": changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
-    "cutoff_len": to_count("data.max_length"),
-    "max_samples": to_count("data.limit"),
-    "buffer_size": to_count("data.shuffle_buffer"),
-    "val_size": held_out,
-    "train_on_prompt": to_either("data.loss_on", "all", "assistant"),
-    "mask_history": not_offered("data.loss_on: every answer of a conversation is learnt, or everything"),
-    **each(to_truth("data.packing"), "neat_packing packing"),
-    **each(
-        no_effect("rows are tokenised once and cached by their content: data.cache"),
-        "overwrite_cache preprocessing_num_workers tokenized_path",
-    ),
-    **each(not_offered("data.train: each source may have a weight"), "interleave_probs"),
+    "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
+    "cutoff_len": t.count("data.max_length"),
+    "max_samples": t.count("data.limit"),
+    "buffer_size": t.count("data.shuffle_buffer"),
+    "val_size": t.held_out,
+    "train_on_prompt": t.either("data.loss_on", "all", "assistant"),
+    **t.each(t.truth("data.packing"), "neat_packing packing"),
     # precision
-    **each(Draft.precision, "pure_bf16 quantization_bit"),
-    "quantization_method": no_effect("bitsandbytes' nf4"),
-    "double_quantization": no_effect("nf4 with double quantisation"),
-    **each(not_offered("fp8 is not offered; products are bf16"), "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    **t.each(t.Draft.precision, "pure_bf16 quantization_bit"),
     # steps
-    "disable_gradient_checkpointing": to_either("train.gradient_checkpointing", "none", "layers"),
-    **each(_saves_memory("GaLore"), "use_galore galore_*"),
-    **each(_saves_memory("BAdam"), "use_badam badam_*"),
-    **each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
-    "use_muon": when_on("train.optimizer", "muon"),
-    "use_adam_mini": not_offered(OTHER_OPTIMIZERS),
-    **each(
-        not_offered("the loss is cross-entropy; a loss of your own is a function in Python"),
-        "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha",
-    ),
+    "use_muon": t.when_on("train.optimizer", "muon"),
+    "disable_gradient_checkpointing": t.either("train.gradient_checkpointing", "none", "layers"),
+    **t.each(_saves_memory("GaLore"), "use_galore galore_*"),
+    **t.each(_saves_memory("BAdam"), "use_badam badam_*"),
+    **t.each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
     # the rest
-    "plot_loss": no_effect("report.html and report.png are always written"),
-    **each(not_offered("KTransformers is not offered"), "use_kt kt_*"),
-    **each(
-        not_offered(GPUS),
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel ray_* "
-        "use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap",
-    ),
 }
 
 
 def finish(draft: Draft, source: Source) -> None:
     """LLaMA-Factory's defaults where they are not Isotype's."""
-    draft.default("adapter.kind", "lora")
-    if not draft.without_adapter():
-        draft.default("adapter.r", 8)
-        draft.default("adapter.alpha", 2.0 * draft.settings["adapter.r"])
-    draft.default("train.batch_size", 8)
-    draft.default("train.epochs", 3.0)
-    draft.default("train.learning_rate", 5e-5)
-    draft.default("train.schedule", "linear")
-    draft.default("train.warmup", 0)
-    draft.default("data.max_length", 2048)
-    hold_out_nothing(draft)
-    without_what_preferences_refuse(draft)
+    draft.default_adapter("lora", 8, times=2.0)
+    draft.default_all(
+        {
+            "train.batch_size": 8, "train.epochs": 3.0, "train.learning_rate": 5e-5, "train.schedule": "linear", "train.warmup": 0,
+            "data.max_length": 2048,
+        }
+    )  # fmt: skip
+    t.finish_text(draft)

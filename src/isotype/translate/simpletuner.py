@@ -1,37 +1,16 @@
-"""SimpleTuner: config.env, JSON and TOML. Its dataset file is translated by `simpletuner_datasets`."""
+"""SimpleTuner: config.env, JSON and TOML, and the dataset file that they name (multidatabackend.json)."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from .draft import Draft, Given
-from .picture_tools import min_snr, rate
-from .simpletuner_datasets import KEPT, dataset_key, finish_datasets, pixels
-from .simpletuner_files import DATASET
+from . import pictures as p
+from . import transforms as t
+from .picture_files import DATASET
 from .source import Source
-from .transforms import (
-    GPUS,
-    OPTIMIZERS,
-    OTHER_OPTIMIZERS,
-    SCHEDULES,
-    Handler,
-    changed,
-    each,
-    no_effect,
-    not_offered,
-    number,
-    only,
-    schedule_of,
-    to,
-    to_count,
-    to_either,
-    to_number,
-    to_word,
-    trackers,
-    truth,
-    when_on,
-)
+from .transforms import Draft, Given
 
 FLOW = ("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow")
 FAMILIES = (*FLOW, "pixart_sigma", "sdxl", "sd1x", "sd2x")
@@ -49,13 +28,13 @@ HUB = {  # family and flavour -> the model that SimpleTuner takes where none is 
 HARMLESS = ("CF020", "CF029")
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
-    **OPTIMIZERS,
+    **t.OPTIMIZERS,
     "optimi-adam": "adamw",
     **dict.fromkeys(("adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"), "schedule-free"),
     "prodigy": ("prodigy", "Prodigy without SimpleTuner's averages"),
 }
 _SCHEDULES = {
-    **{word: SCHEDULES[word] for word in ("constant", "constant_with_warmup", "linear", "cosine")},
+    **{word: t.SCHEDULES[word] for word in ("constant", "constant_with_warmup", "linear", "cosine")},
     "polynomial": ("linear", "polynomial is not offered; linear is the nearest"),
     "sine": ("cosine", "sine is not offered; cosine is the nearest"),
 }
@@ -67,7 +46,7 @@ def refusal(source: Source) -> str | None:
     place = {given.name: f"line {given.line}: {given.written}" for given in source.keys}
     family, kind = str(said.get("model_family") or "").lower(), str(said.get("model_type") or "").lower()
     base = str(said.get("base_model_precision") or "no_change").lower()
-    on = [name for name in ("controlnet", "control", "controlnet_model_name_or_path") if truth(said.get(name) or False)]
+    on = [name for name in ("controlnet", "control", "controlnet_model_name_or_path") if t.is_on(said.get(name) or False)]
     if on or "controlnet" in kind:
         where = place.get("controlnet", place.get("control", place.get("model_type", "")))
         return f"{where}: ControlNet is not offered: Isotype trains the denoiser on pictures and captions"
@@ -81,16 +60,16 @@ def refusal(source: Source) -> str | None:
         return f"{place['model_family' if family in VIDEO else moving[0]]}: video is not offered: Isotype trains on pictures"
     if family and family not in FAMILIES:
         return f"{place['model_family']}: {family} is not offered: {', '.join(FAMILIES)}"
-    if truth(said.get("train_text_encoder", False)):
+    if t.is_on(said.get("train_text_encoder", False)):
         return f"{place['train_text_encoder']}: text encoders are not trained: they are freed before the denoiser is loaded"
     return None
 
 
 def _warmup(draft: Draft, given: Given) -> None:
-    if str(draft.keys.get("lr_scheduler")) == "constant":
+    if draft.said("lr_scheduler") == "constant":
         draft.no_effect(given, "a constant schedule has no warm-up, there too")
     else:
-        draft.set(given, "train.warmup", number(given.value or 0))
+        draft.set(given, "train.warmup", t.as_number(given.value or 0))
 
 
 def _lr_end(draft: Draft, given: Given) -> None:
@@ -109,35 +88,20 @@ def _gradient_precision(draft: Draft, given: Given) -> None:
         draft.changed(given, "gradients are accumulated in fp32 (precision.grads)")
 
 
-def _vae_dtype(draft: Draft, given: Given) -> None:
-    word = str(given.value).lower()
-    if word in ("fp32", "bf16"):
-        draft.set(given, "precision.vae", word)
-    else:
-        draft.no_effect(given, "the default: the VAE computes in fp32")
-
-
 def _ema(draft: Draft, given: Given) -> None:
     decay = float(draft.keys.get("ema_decay") or 0.995)
-    when_on("train.ema", decay, note="kept in fp32, and saved beside the trained result")(draft, given)
+    t.when_on("train.ema", decay, note="kept in fp32, and saved beside the trained result")(draft, given)
 
 
 def _shift(draft: Draft, given: Given) -> None:
-    if number(given.value) > 0:
+    if t.as_number(given.value) > 0:
         draft.set(given, "diffusion.shift", float(given.value))
     else:
         draft.changed(given, "diffusion.shift: auto, the scheduler's own")
 
 
-def _auto_shift(draft: Draft, given: Given) -> None:
-    if truth(given.value):
-        draft.changed(given, "diffusion.shift: auto, the scheduler's own")
-    else:
-        draft.no_effect(given, "switched off")
-
-
-def _prompt(draft: Draft, given: Given) -> None:
-    draft.set(given, "run.samples", [*draft.settings.get("run.samples", []), str(given.value)])
+def _add_prompts(draft: Draft, given: Given, prompts: list[str]) -> None:
+    draft.set(given, "run.samples", [*draft.settings.get("run.samples", []), *prompts])
 
 
 def _prompts_file(draft: Draft, given: Given) -> None:
@@ -147,7 +111,13 @@ def _prompts_file(draft: Draft, given: Given) -> None:
     except (OSError, ValueError, TypeError):
         draft.not_offered(given, "the file is not there: run.samples takes the prompts themselves")
     else:
-        draft.set(given, "run.samples", [*draft.settings.get("run.samples", []), *prompts])
+        _add_prompts(draft, given, prompts)
+
+
+def _pixels(value: Any, kind: object) -> int:
+    """The side of a square in pixels; megapixels where `kind` is area."""
+    size = float(value)
+    return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
 
 
 def _sample_size(draft: Draft, given: Given) -> None:
@@ -155,11 +125,11 @@ def _sample_size(draft: Draft, given: Given) -> None:
     if height and height != width:
         draft.set(given, "run.sample_size", max(int(width), int(height)), "samples are squares")
     else:
-        draft.set(given, "run.sample_size", pixels(width, "pixel" if float(width) > 16 else "area"))
+        draft.set(given, "run.sample_size", _pixels(width, "pixel" if float(width) > 16 else "area"))
 
 
 def _checkpointing_every(draft: Draft, given: Given) -> None:
-    if number(given.value or 0) > 1:
+    if t.as_number(given.value or 0) > 1:
         draft.settings["train.gradient_checkpointing"] = "layers"
         draft.set(given, "train.checkpointed_layers", f"every {int(given.value)}")
     else:
@@ -185,52 +155,193 @@ def _flavour(draft: Draft, given: Given) -> None:
         draft.not_offered(given, "put the model's folder or hub id into model.name")
 
 
-def _epochs(draft: Draft, given: Given) -> None:
-    if number(given.value or 0) > 0:
-        to_number("train.epochs")(draft, given)
+_KEPT = "latents and embeddings are kept under a key of all that shaped them: images.cache"
+_TABLE_COLUMNS = "the source is the table itself; images.columns names its columns"
+
+
+def _entry(draft: Draft, given: Given) -> dict[str, Any]:
+    """The dataset to which a key belongs."""
+    return p.datasets_of(draft)[int(given.name.split(".")[1])]
+
+
+def _side(entry: dict[str, Any]) -> str:
+    if str(entry.get("dataset_type")) == "eval":
+        return "images.eval"
+    return "images.regularisation" if t.is_on(entry.get("is_regularisation_data")) else "images.train"
+
+
+def _by_instance_prompt(entry: dict[str, Any]) -> bool:
+    return str(entry.get("caption_strategy")) == "instanceprompt" or t.is_on(entry.get("only_instance_prompt"))
+
+
+def _dataset(draft: Draft, given: Given) -> None:
+    """One key of one dataset: `dataset.0.repeats`."""
+    key, entry = given.name.split(".", 2)[2], _entry(draft, given)
+    kind, store = str(entry.get("dataset_type", "image")), str(entry.get("type", "local"))
+    if t.is_on(entry.get("disabled", entry.get("disable"))):
+        draft.no_effect(given, "the dataset is switched off")
+    elif kind in ("text_embeds", "image_embeds", "conditioning_image_embeds") or key.startswith("cache_dir"):
+        draft.no_effect(given, _KEPT)
+    elif kind == "conditioning" and str(entry.get("conditioning_type")) != "mask":
+        draft.not_offered(given, f"conditioning of type {entry.get('conditioning_type', 'controlnet')}: only masks")
+    elif kind == "conditioning":
+        mask = key == "instance_data_dir"
+        (t.to("images.masks", str) if mask else t.no_effect("a mask belongs to the picture of its name"))(draft, given)
+    elif kind not in ("image", "eval"):
+        draft.not_offered(given, f"{kind} datasets")
+    elif store not in ("local", "csv"):
+        draft.not_offered(given, f"a dataset of type {store}: put its pictures into a folder, and the folder into images.train")
     else:
-        draft.no_effect(given, "max_train_steps decides")
+        p.dataset(_OF_PICTURES)(draft, given)
+
+
+def _folder(draft: Draft, given: Given) -> None:
+    draft.set(given, _side(_entry(draft, given)), str(given.value))
+
+
+def _instance_prompt(draft: Draft, given: Given) -> None:
+    if _by_instance_prompt(entry := _entry(draft, given)):
+        draft.changed(given, f"{_side(entry)}: caption: {given.value}")
+    else:
+        draft.no_effect(given, "without caption_strategy instanceprompt")
+
+
+def _caption_strategy(draft: Draft, given: Given) -> None:
+    word = str(given.value)
+    if word == "textfile":
+        draft.no_effect(given, "a .txt beside each picture, a caption a line: what is read by default")
+    elif word in ("instanceprompt", "parquet", "csv"):
+        draft.changed(given, f"{_side(_entry(draft, given))}: caption" if word == "instanceprompt" else _TABLE_COLUMNS)
+    else:
+        draft.not_offered(given, "captions stand in a .txt beside each picture, or in a table's column")
 
 
 def _resolution(draft: Draft, given: Given) -> None:
-    draft.set(given, "images.resolution", pixels(given.value, draft.keys.get("resolution_type", "pixel_area")))
+    of_dataset = given.name.startswith(f"{DATASET}.")
+    own = _entry(draft, given) if of_dataset else {}
+    size = _pixels(given.value, own.get("resolution_type", draft.keys.get("resolution_type", "pixel_area")))
+    before = draft.settings.get("images.resolution")
+    if of_dataset and before not in (None, size) and draft.sources["images.resolution"].name.startswith(f"{DATASET}."):
+        draft.not_offered(given, f"a run has one resolution, that of the first dataset: {before}")
+    else:
+        draft.set(given, "images.resolution", size)
 
 
-def _ema_decay(draft: Draft, given: Given) -> None:
-    draft.no_effect(given, "part of train.ema" if truth(draft.keys.get("use_ema", False)) else "without use_ema")
+def _crop_aspect(draft: Draft, given: Given) -> None:
+    """Squares where pictures are cut to squares, else aspect buckets."""
+    entry = _entry(draft, given)
+    if t.is_on(entry.get("crop")) and str(entry.get("crop_aspect", "square")) == "square":
+        draft.no_effect(given, "squares are the default: images.max_aspect")
+    else:
+        draft.set(given, "images.max_aspect", 2.0, "aspect buckets; what a picture is longer than 2 : 1 is cut off")
 
 
-KEYS: dict[str, Handler] = {
-    "model_family": no_effect("the model's folder decides"),
-    "model_flavour": _flavour,
-    "pretrained_model_name_or_path": to("model.name", str),
-    "revision": to("model.revision"),
-    # pictures
-    DATASET: dataset_key,
-    "data_backend_config": no_effect("its datasets are images.*"),
+def _crop_style(draft: Draft, given: Given) -> None:
+    if not t.is_on(_entry(draft, given).get("crop", True)):
+        draft.no_effect(given, "without crop")
+    elif str(given.value) == "random":
+        t.to("images.crop", lambda _: 4, p.MANY_WINDOWS)(draft, given)
+    else:
+        draft.set(given, "images.crop", "center", "" if given.value == "center" else f"{given.value} is not offered")
+
+
+_OF_PICTURES_NO_EFFECT = {
+    "images.resolution is a side in pixels": "resolution_type",
+    p.BUCKETS: "crop_aspect_buckets",
+    "pictures are scaled before they are cut": "maximum_image_size target_downsample_size",
+    "a name": "id",
+    "the pictures' folder says it": "type dataset_type",
+    "pictures are opened for their size": "metadata_backend",
+    "windows at random are kept, and drawn anew each time: images.crop": "vae_cache_clear_each_epoch",
+    _KEPT: (
+        "cache_file_suffix text_embeds image_embeds skip_file_discovery preserve_data_backend_cache default write_batch_size "
+        "read_batch_size hash_filenames hash_filename"
+    ),
+}
+_OF_PICTURES_NOT_OFFERED = {
+    "captions are taken as they are, a line each": "prepend_instance_prompt caption_shuffle caption_filter_list disable_multiline_split",
+    "no picture is left out for its size: take it out of the folder": "minimum_image_size minimum_aspect_ratio maximum_aspect_ratio",
+}
+_OF_PICTURES: dict[str, t.Handler] = {
+    **t.table(t.no_effect, _OF_PICTURES_NO_EFFECT),
+    **t.table(t.not_offered, _OF_PICTURES_NOT_OFFERED),
+    **t.each(_folder, "instance_data_dir data_dir"),
+    "repeats": t.changed("so many times more than once: repeats of the source"),
+    "is_regularisation_data": t.changed("images.regularisation, where it is on"),
+    "caption_strategy": _caption_strategy,
+    "instance_prompt": _instance_prompt,
+    "only_instance_prompt": t.changed("caption of the source, where it is on"),
+    "parquet": t.changed(_TABLE_COLUMNS),
     "resolution": _resolution,
-    "resolution_type": no_effect("images.resolution is a side in pixels"),
-    **each(no_effect("buckets have sides of whole blocks, by the resolution"), "aspect_bucket_rounding aspect_bucket_alignment"),
-    "minimum_image_size": not_offered("pictures of every size are scaled to images.resolution"),
-    **each(no_effect("pictures are scaled before they are cut"), "target_downsample_size"),
-    "caption_dropout_probability": to_number("images.caption_dropout"),
-    **each(no_effect("the dataset file decides"), "instance_prompt"),
-    "ignore_missing_files": when_on("images.on_bad_row", "skip", note="up to 5% of the pictures"),
+    **t.each(_crop_aspect, "crop crop_aspect"),
+    "crop_style": _crop_style,
+    "conditioning_data": t.changed("images.masks, where it holds masks"),
+    "probability": t.only("1 1.0", "switched off", "repeats of a source make its pictures come more often"),
+}
+
+
+_NO_EFFECT = {
+    "the model's folder decides": "model_family",
+    "its datasets are images.*": "data_backend_config",
+    "images.resolution is a side in pixels": "resolution_type",
+    "buckets have sides of whole blocks, by the resolution": "aspect_bucket_rounding aspect_bucket_alignment",
+    "pictures are scaled before they are cut": "target_downsample_size",
+    "the dataset file decides": "instance_prompt",
+    "standard: PEFT's LoRA": "lora_type",
+    "gradients are clipped by their norm": "grad_clip_method",
+    "the average is kept in fp32, and updated every step": "ema_device ema_cpu_only ema_update_interval ema_validation",
+    "of the guidance mode random-range": "flux_guidance_max",
+    "diffusers' attention is PyTorch's scaled_dot_product_attention": "attention_mechanism",
+    "LoRA's projections are grouped where they can be: model.optimize": "fuse_qkv_projections",
+    "samples are drawn from train.seed, the same at every step": "validation_seed",
+    "switched off": "train_text_encoder controlnet control",
+    t.GPUS: "num_processes",
+    _KEPT: (
+        "vae_* text_encoder_batch_size text_cache_* cache_dir* preserve_data_backend_cache write_batch_size read_batch_size "
+        "metadata_update_interval image_processing_batch_size aws_* compress_disk_cache offload_* quantize_via delete_* "
+        "skip_file_discovery max_workers torch_num_threads dataloader_prefetch* text_embeds_* enable_multiprocessing"
+    ),
+    "nothing is uploaded; a secret stays in the environment": "push_* hub_* tracker_* webhook_* hf_token wandb_* huggingface_token",
+    "not part of a run's result": (
+        "disable_benchmark debug_* print_* i_know_what_i_am_doing disable_* override_dataset_config logging_dir dynamo_* env "
+        "simpletuner_* user_* enable_xformers_memory_efficient_attention set_grads_to_none framerate enable_watermark"
+    ),
+}
+_NOT_OFFERED = {
+    "pictures of every size are scaled to images.resolution": "minimum_image_size",
+    "adapter.dora is for language models": "use_dora",
+    "adapter.start_from goes on with a PEFT folder, such as RUN/adapter": "init_lora",
+    p.ADAM: "optimizer_config",
+    "noise is Gaussian": "input_perturbation",
+    "every picture counts by its mask, and captions are padded as the pipeline does": "masked_loss_probability",
+    "the objective is flow matching, epsilon or v": "distillation_* tread_config musubi_* sdnq_*",
+    "run.samples takes prompts": "validation_prompt_library",
+    "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
+    "samples have run.sample_steps, run.sample_size, run.sample_guidance": "validation_* num_eval_images evaluation_type",
+    "DeepSpeed is not offered": "deepspeed_config",
+}
+KEYS: dict[str, t.Handler] = {
+    **p.SCRIPT,
+    **t.table(t.no_effect, _NO_EFFECT),
+    **t.table(t.not_offered, _NOT_OFFERED),
+    "model_flavour": _flavour,
+    # pictures
+    DATASET: _dataset,
+    "resolution": _resolution,
+    "caption_dropout_probability": t.number("images.caption_dropout"),
+    "ignore_missing_files": t.when_on("images.on_bad_row", "skip", note="up to 5% of the pictures"),
     # adapter
-    "model_type": to("adapter.kind", lambda value: "none" if str(value).lower() == "full" else "lora"),
-    "lora_rank": to_count("adapter.r"),
-    "lora_alpha": to_number("adapter.alpha"),
-    "lora_dropout": to_number("adapter.dropout"),
-    "lora_type": no_effect("standard: PEFT's LoRA"),
-    **each(_targets, "flux_lora_target lora_target"),
-    "use_dora": not_offered("adapter.dora is for language models"),
-    "init_lora": not_offered("adapter.start_from goes on with a PEFT folder, such as RUN/adapter"),
+    "model_type": t.to("adapter.kind", lambda value: "none" if str(value).lower() == "full" else "lora"),
+    "lora_rank": t.count("adapter.r"),
+    "lora_alpha": t.number("adapter.alpha"),
+    "lora_dropout": t.number("adapter.dropout"),
+    **t.each(_targets, "flux_lora_target lora_target"),
     # precision
-    **each(Draft.precision, "mixed_precision base_model_precision base_model_default_dtype pure_bf16"),
+    **t.each(t.Draft.precision, "mixed_precision base_model_precision base_model_default_dtype pure_bf16"),
     "gradient_precision": _gradient_precision,
-    "vae_dtype": _vae_dtype,
-    **each(
-        only(
+    "vae_dtype": t.word("precision.vae", {"fp32": "fp32", "bf16": "bf16"}, "the default: the VAE computes in fp32", fate="no_effect"),
+    **t.each(
+        t.only(
             "no_change",
             "text encoders run once, in precision.text_encoder, and are then freed",
             "quantised text encoders; they run once, before the denoiser is loaded, and are then freed",
@@ -238,116 +349,64 @@ KEYS: dict[str, Handler] = {
         "text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision",
     ),
     # steps
-    "seed": to_count("train.seed"),
-    "max_train_steps": to_count("train.steps"),
-    "train_batch_size": to_count("train.batch_size"),
-    "gradient_accumulation_steps": to_count("train.accumulate"),
-    "num_train_epochs": _epochs,
-    "learning_rate": rate("optimizer"),
-    "adam_weight_decay": to_number("train.weight_decay"),
-    "adam_epsilon": to_number("train.epsilon"),
-    "max_grad_norm": to_number("train.clip"),
-    "lr_scheduler": schedule_of(_SCHEDULES),
+    "num_train_epochs": t.count("train.epochs"),
+    "lr_scheduler": t.schedule_of(_SCHEDULES),
     "lr_warmup_steps": _warmup,
     "lr_end": _lr_end,
-    "optimizer": to_word("train.optimizer", _OPTIMIZERS, OTHER_OPTIMIZERS),
-    "optimizer_config": not_offered("train.beta1, train.beta2, train.epsilon, train.weight_decay"),
-    **each(to_number("train.beta1"), "optimizer_beta1 adam_beta1"),
-    **each(to_number("train.beta2"), "optimizer_beta2 adam_beta2"),
-    "grad_clip_method": no_effect("gradients are clipped by their norm"),
-    "gradient_checkpointing": to_either("train.gradient_checkpointing", "layers", "none"),
+    "optimizer": t.word("train.optimizer", _OPTIMIZERS, t.OTHER_OPTIMIZERS),
+    "optimizer_beta1": t.number("train.beta1"),
+    "optimizer_beta2": t.number("train.beta2"),
     "gradient_checkpointing_interval": _checkpointing_every,
     "use_ema": _ema,
-    "ema_decay": _ema_decay,
-    **each(
-        no_effect("the average is kept in fp32, and updated every step"),
-        "ema_device ema_cpu_only ema_update_interval ema_validation",
-    ),
+    "ema_decay": t.where("use_ema", "on", t.no_effect("part of train.ema"), "without use_ema"),
     # the objective
     "flow_schedule_shift": _shift,
-    "flow_schedule_auto_shift": _auto_shift,
-    "flow_use_uniform_schedule": when_on("diffusion.timesteps", "uniform"),
-    "prediction_type": to("diffusion.objective", lambda value: {"epsilon": "epsilon", "v_prediction": "v"}.get(str(value), "auto")),
-    "loss_type": only("l2", "squared error", "the loss is the squared error"),
-    "snr_gamma": min_snr,
-    **each(not_offered("noise is Gaussian"), "input_perturbation"),
-    "flux_guidance_value": to_number("diffusion.guidance"),
-    **each(no_effect("of the guidance mode random-range"), "flux_guidance_max"),
-    **each(
-        not_offered("every picture counts by its mask, and captions are padded as the pipeline does"),
-        "masked_loss_probability",
-    ),
-    "tokenizer_max_length": to_count("diffusion.max_text_length"),
-    "attention_mechanism": no_effect("diffusers' attention is PyTorch's scaled_dot_product_attention"),
-    "fuse_qkv_projections": no_effect("LoRA's projections are grouped where they can be: model.optimize"),
-    **each(
-        not_offered("the objective is flow matching, epsilon or v"),
-        "distillation_* tread_config musubi_* sdnq_*",
-    ),
+    "flow_schedule_auto_shift": t.changed("diffusion.shift: auto, the scheduler's own, where it is on"),
+    "flow_use_uniform_schedule": t.when_on("diffusion.timesteps", "uniform"),
+    "prediction_type": t.to("diffusion.objective", lambda value: {"epsilon": "epsilon", "v_prediction": "v"}.get(str(value), "auto")),
+    "loss_type": t.only("l2", "squared error", "the loss is the squared error"),
+    "flux_guidance_value": t.number("diffusion.guidance"),
+    "tokenizer_max_length": t.count("diffusion.max_text_length"),
     # samples
-    "validation_prompt": _prompt,
+    "validation_prompt": lambda draft, given: _add_prompts(draft, given, [str(given.value)]),
     "user_prompt_library": _prompts_file,
-    "validation_prompt_library": not_offered("run.samples takes prompts"),
-    "validation_step_interval": to_count("run.sample_every"),
-    "validation_num_inference_steps": to_count("run.sample_steps"),
-    "validation_guidance": to_number("run.sample_guidance"),
-    "validation_guidance_rescale": only("0 0.0 None False", "switched off", "run.sample_guidance, which is not rescaled"),
+    "validation_step_interval": t.count("run.sample_every"),
+    "validation_num_inference_steps": t.count("run.sample_steps"),
+    "validation_guidance": t.number("run.sample_guidance"),
+    "validation_guidance_rescale": t.only("0 0.0 None False", "switched off", "run.sample_guidance, which is not rescaled"),
     "validation_resolution": _sample_size,
-    "validation_seed": no_effect("samples are drawn from train.seed, the same at every step"),
-    "validation_disable": when_on("run.sample_every", 0),
-    "num_validation_images": not_offered("each prompt gives one picture: name it twice in run.samples"),
-    "validation_negative_prompt": changed("guidance starts from the empty prompt"),
-    **each(
-        not_offered("samples have run.sample_steps, run.sample_size, run.sample_guidance"),
-        "validation_* num_eval_images evaluation_type",
-    ),
+    "validation_disable": t.when_on("run.sample_every", 0),
+    "validation_negative_prompt": t.changed("guidance starts from the empty prompt"),
     # saving, machine
-    "output_dir": to("run.folder"),
-    "checkpoint_step_interval": to_count("run.save_every"),
-    "checkpoints_total_limit": to_count("run.keep"),
-    "eval_steps_interval": to_count("train.eval_every"),
-    "report_to": trackers,
-    "resume_from_checkpoint": changed("isotype train --resume RUN"),
-    "deepspeed_config": not_offered("DeepSpeed is not offered"),
-    **each(no_effect("switched off"), "train_text_encoder controlnet control"),
-    **each(no_effect(GPUS), "num_processes"),
-    **each(
-        no_effect(KEPT),
-        "vae_* text_encoder_batch_size text_cache_* cache_dir* preserve_data_backend_cache write_batch_size read_batch_size "
-        "metadata_update_interval image_processing_batch_size aws_* compress_disk_cache offload_* quantize_via delete_* "
-        "skip_file_discovery max_workers torch_num_threads dataloader_prefetch* text_embeds_* enable_multiprocessing",
-    ),
-    **each(
-        no_effect("nothing is uploaded; a secret stays in the environment"),
-        "push_* hub_* tracker_* webhook_* hf_token wandb_* huggingface_token",
-    ),
-    **each(
-        no_effect("not part of a run's result"),
-        "disable_benchmark debug_* print_* i_know_what_i_am_doing disable_* override_dataset_config logging_dir dynamo_* env "
-        "simpletuner_* user_* enable_xformers_memory_efficient_attention set_grads_to_none framerate enable_watermark",
-    ),
+    "checkpoint_step_interval": t.count("run.save_every"),
+    "eval_steps_interval": t.count("train.eval_every"),
+    "resume_from_checkpoint": t.changed("isotype train --resume RUN"),
 }
 
 
 def finish(draft: Draft, source: Source) -> None:
     """SimpleTuner's defaults where they are not Isotype's, and the datasets."""
-    draft.default("adapter.kind", "none")
-    if not draft.without_adapter():
-        draft.default("adapter.r", 16)
-        draft.default("adapter.alpha", float(draft.settings["adapter.r"]))
-    draft.default("train.weight_decay", 1e-2)
-    draft.default("train.epsilon", 1e-6)
-    draft.default("images.resolution", 1024)
-    draft.default("train.clip", 2.0)
-    if str(source.get("model_family") or "flux") in FLOW and "diffusion.shift" not in draft.settings:
+    flux = str(source.get("model_family")) == "flux"
+    if draft.default_adapter("none", 16):
+        draft.default_all({"adapter.dropout": 0.1, "adapter.targets": ATTENTION if flux else ATTENTION[:4]})
+    draft.default_all({"train.weight_decay": 1e-2, "train.epsilon": 1e-6, "images.resolution": 1024, "train.clip": 2.0})
+    if str(source.get("model_family") or "flux") in FLOW:
         draft.default("diffusion.shift", 3.0)
-    if draft.settings["adapter.kind"] == "lora":
-        draft.default("adapter.dropout", 0.1)
-        if "adapter.targets" not in draft.settings:
-            draft.default("adapter.targets", ATTENTION if str(source.get("model_family")) == "flux" else ATTENTION[:4])
     if "max_grad_norm" not in draft.keys and str(source.get("grad_clip_method") or "value") == "value":
         draft.notes.append("train.clip: SimpleTuner clips each value at 2.0; here the norm of all is clipped")
-    finish_datasets(draft)
+    sides: dict[str, list[dict[str, Any]]] = {}
+    for entry in p.datasets_of(draft):
+        folder, side, table = entry.get("instance_data_dir", entry.get("data_dir")), _side(entry), entry.get("parquet")
+        used = not t.is_on(entry.get("disabled")) and str(entry.get("type", "local")) in ("local", "csv")
+        if folder is not None and used and str(entry.get("dataset_type", "image")) in ("image", "eval"):
+            name = (table.get("path") if isinstance(table, dict) else entry.get("csv_file")) or folder
+            caption = entry.get("instance_prompt") if _by_instance_prompt(entry) else None
+            repeats = 1 if side == "images.eval" else 1 + float(entry.get("repeats") or 0)
+            sides.setdefault(side, []).append(p.source(name, caption=caption, repeats=repeats))
+    p.put_sources(draft, sides)
+    if "images.train" not in draft.settings and not p.datasets_of(draft):
+        named = draft.keys.get("data_backend_config") or "data_backend_config"
+        draft.notes.append(f"the dataset file was not found ({named}): name your pictures in images.train")
     if "images.eval" not in draft.settings:
         draft.default("images.eval_split", 0.0)  # it trains on every picture
     if "train.steps" in draft.settings:

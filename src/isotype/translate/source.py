@@ -14,9 +14,8 @@ from ..doctor.check.python_calls import Call, Unknown, read_notebook
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
 from ..doctor.check.tools import identify
 from ..errors import UsageError
-from .draft import Computed, Given
-from .picture_tools import keys_of, kohya_dataset_file, tool_of_program, tool_of_tree
-from .simpletuner_files import Secrets, keys_of_datasets, keys_of_env, keys_of_tree
+from .picture_files import Secrets, keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree
+from .transforms import Computed, Given
 
 LARGEST = 4 << 20  # bytes
 _TOOL_OF = {"model": "hf", "peft": "hf"}  # the answer of `identify` for a flat file with a model's or an adapter's arguments
@@ -94,7 +93,7 @@ def read(path: Path, asked: str | None = None) -> Source:
             code, line_of = read_notebook(text)
             return _program(code, path, line_of)
         if suffix == ".env" and is_config_env(set(shell.read(text).variables)):
-            return _simpletuner(path, keys_of_env(text, secrets := Secrets()), secrets)
+            return Source(str(path), "simpletuner", simpletuner_keys(text, path, secrets := Secrets()), secrets=secrets)
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
             return _commands(text, path)
         if suffix not in (".yaml", ".yml", ".json", ".toml"):
@@ -104,12 +103,11 @@ def read(path: Path, asked: str | None = None) -> Source:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify(tree.data, path.name)
     if "simpletuner" in (asked, tool):
-        return _simpletuner(path, keys_of_tree(tree, secrets := Secrets()), secrets)
+        return Source(str(path), "simpletuner", simpletuner_keys(tree, path, secrets := Secrets()), secrets=secrets)
     if (of_pictures := tool_of_tree(tree, tool)) is not None:
         found = keys_of(of_pictures, tree, path)
         named = next((given.value for given in found if given.name == "dataset_config"), None)
-        found += kohya_dataset_file(str(named), path) if named else ()
-        return Source(str(path), of_pictures, found)
+        return Source(str(path), of_pictures, [*found, *kohya_dataset_file(named, path)])
     keys = _keys(tree, whole=tool != "torchtune")
     names = {given.name.partition(".")[0] for given in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
@@ -117,13 +115,6 @@ def read(path: Path, asked: str | None = None) -> Source:
     if names & {"dist_config", "sample_backend", "init_config"} or {"model_class", "model"} <= names:
         tool = "llamafactory"
     return Source(str(path), _TOOL_OF.get(tool or "", tool), keys)
-
-
-def _simpletuner(path: Path, keys: list[Given], secrets: Secrets) -> Source:
-    """The keys of the configuration and of its dataset file."""
-    named = next((given.value for given in keys if given.name == "data_backend_config"), None)
-    _, datasets = keys_of_datasets(path, named, secrets)
-    return Source(str(path), "simpletuner", [*keys, *datasets], secrets=secrets)
 
 
 def _keys(tree: Tree, *, whole: bool) -> list[Given]:
@@ -188,13 +179,10 @@ def _commands(text: str, path: Path) -> Source:
 def _picture_script(tool: str, keys: list[Given], path: Path, script: str) -> Source:
     """A command line of kohya's or of diffusers' scripts, with the files that it names."""
     said = {given.name: given.value for given in keys}
-    if tool == "kohya" and isinstance(said.get("config_file"), str):
-        file = path.parent / str(said["config_file"])
-        if file.is_file():
-            below = read(file).keys
-            keys = [*keys, *(given for given in below if given.name not in said)]
-    if tool == "kohya" and isinstance(said.get("dataset_config"), str):
-        keys = [*keys, *kohya_dataset_file(str(said["dataset_config"]), path)]
+    if tool == "kohya":
+        file = path.parent / str(said.get("config_file"))
+        keys = [*keys, *(given for given in (read(file).keys if file.is_file() else ()) if given.name not in said)]
+        keys += kohya_dataset_file(said.get("dataset_config"), path)
     secrets = Secrets()
     return Source(str(path), tool, [secrets.without(given) for given in keys], method=script, secrets=secrets)
 

@@ -6,27 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .draft import Draft, Given
+from . import transforms as t
 from .source import Source
-from .transforms import (
-    GPUS,
-    IRRELEVANT,
-    Handler,
-    each,
-    no_effect,
-    not_offered,
-    number,
-    optimizer,
-    schedule,
-    to,
-    to_count,
-    to_either,
-    to_number,
-    to_truth,
-    to_word,
-    trackers,
-    truth,
-)
+from .transforms import Draft, Given
 
 _DATASETS = {  # component -> (hub dataset when `source` is not given, format)
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
@@ -73,7 +55,7 @@ def _model(draft: Draft, given: Given) -> None:
 
 def _modules(draft: Draft, given: Given) -> None:
     names = [_MODULES.get(str(name), str(name)) for name in given.value or []]
-    if truth(draft.keys.get("model.apply_lora_to_mlp", False)):
+    if t.is_on(draft.keys.get("model.apply_lora_to_mlp", False)):
         names += _MLP
     draft.set(given, "adapter.targets", names, "torchtune's names as Hugging Face has them" if "o_proj" in names else "")
 
@@ -116,97 +98,99 @@ def _betas(draft: Draft, given: Given) -> None:
 
 
 def _checkpointing(draft: Draft, given: Given) -> None:
-    offload = truth(draft.keys.get("enable_activation_offloading", False))
-    draft.set(given, "train.gradient_checkpointing", ("layers+offload" if offload else "layers") if truth(given.value) else "none")
+    offload = t.is_on(draft.keys.get("enable_activation_offloading", False))
+    draft.set(given, "train.gradient_checkpointing", ("layers+offload" if offload else "layers") if t.is_on(given.value) else "none")
 
 
 def _logger(draft: Draft, given: Given) -> None:
     word = str(given.value).lower()
-    trackers(draft, replace(given, value=next((name for name in ("wandb", "tensorboard") if name in word), "none")))
+    t.trackers(draft, replace(given, value=next((name for name in ("wandb", "tensorboard") if name in word), "none")))
 
 
-KEYS: dict[str, Handler] = {
+_NO_EFFECT = {
+    "part of adapter.targets": "model.apply_lora_to_mlp",
+    "safetensors in Hugging Face's format": "checkpointer._component_",
+    "the model's folder says it": "checkpointer.checkpoint_files checkpointer.model_type",
+    "run.folder": "checkpointer.output_dir",
+    "the model's own tokenizer; another one: model.tokenizer": "tokenizer.path",
+    "the model's own tokenizer": "tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path tokenizer.merges_path",
+    "part of data.train": "dataset.source dataset.data_files dataset.split",
+    "part of data.eval": "dataset_val",
+    "the step is fused where PyTorch can": "optimizer.fused optimizer.foreach",
+    "cross-entropy; the head and its loss are computed in chunks (model.optimize)": "loss._component_ loss",
+    "part of train.gradient_checkpointing": "enable_activation_offloading",
+    "weights are always loaded that way": "low_cpu_ram",
+    "an adapter is a plain PEFT folder": "save_adapter_weights_only",
+    "everything lies in run.folder": "metric_logger.log_dir",
+    "memory is always shown": "log_peak_memory_stats",
+    "not a part of the training; isotype doctor trace and benchmarks/ look at programs": "profiler",
+    "the model's component says what is trained": "recipe",
+    t.IRRELEVANT: "name log_level",
+}
+_NOT_OFFERED = {
+    "adapter.targets: [..., lm_head] where the model's head is not tied": "model.apply_lora_to_output",
+    "adapter.start_from: a PEFT folder; isotype train --resume goes on with a run": "checkpointer.adapter_checkpoint",
+    "isotype train --resume RUN": "checkpointer.recipe_checkpoint resume_from_checkpoint",
+    "data.chat_template: a Jinja file": "tokenizer.prompt_template",
+    "write the system message into the rows": "dataset.new_system_prompt",
+    "train.steps is the number of steps of the whole run": "max_steps_per_epoch",
+    "one step after backward; adamw8bit or an adapter saves memory": "optimizer_in_bwd",
+    "train without it: the fused ops are used by default (model.optimize)": "compile",
+    "train.checkpointed_layers: every 2, a number or a list": "ac_mode ac_option",
+    t.GPUS: (
+        "tensor_parallel_plan tensor_parallel_dim fsdp data_parallel_shard_dim data_parallel_replicate_dim memory_efficient_fsdp_wrap "
+        "custom_sharded_layers"
+    ),
+    "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
+}
+KEYS: dict[str, t.Handler] = {
+    **t.table(t.no_effect, _NO_EFFECT),
+    **t.table(t.not_offered, _NOT_OFFERED),
     "model._component_": _model,
     "model.lora_attn_modules": _modules,
-    "model.apply_lora_to_mlp": no_effect("part of adapter.targets"),
-    "model.apply_lora_to_output": not_offered("adapter.targets: [..., lm_head] where the model's head is not tied"),
-    "model.lora_rank": to_count("adapter.r"),
-    "tokenizer.max_seq_len": to_count("data.max_length"),
-    "model.lora_alpha": to_number("adapter.alpha"),
-    "model.lora_dropout": to("adapter.dropout", lambda value: number(value or 0)),
-    "model.quantize_base": Draft.precision,
-    "model.use_dora": to_truth("adapter.dora"),
-    "checkpointer._component_": no_effect("safetensors in Hugging Face's format"),
-    "checkpointer.checkpoint_dir": to(
+    "model.lora_rank": t.count("adapter.r"),
+    "tokenizer.max_seq_len": t.count("data.max_length"),
+    "model.lora_alpha": t.number("adapter.alpha"),
+    "model.use_dora": t.truth("adapter.dora"),
+    "model.lora_dropout": t.to("adapter.dropout", lambda value: t.as_number(value or 0)),
+    "model.quantize_base": t.Draft.precision,
+    "checkpointer.checkpoint_dir": t.to(
         "model.name", str, "a folder in Hugging Face's format is needed (config.json, safetensors, tokenizer)"
     ),
-    **each(no_effect("the model's folder says it"), "checkpointer.checkpoint_files checkpointer.model_type"),
-    "checkpointer.output_dir": no_effect("run.folder"),
-    "checkpointer.adapter_checkpoint": not_offered("adapter.start_from: a PEFT folder; isotype train --resume goes on with a run"),
-    **each(not_offered("isotype train --resume RUN"), "checkpointer.recipe_checkpoint resume_from_checkpoint"),
-    **each(to_count("run.keep"), "checkpointer.keep_last_n_checkpoints keep_last_n_checkpoints"),
-    "tokenizer.path": no_effect("the model's own tokenizer; another one: model.tokenizer"),
-    "tokenizer.prompt_template": not_offered("data.chat_template: a Jinja file"),
-    **each(
-        no_effect("the model's own tokenizer"),
-        "tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path tokenizer.merges_path",
-    ),
+    **t.each(t.count("run.keep"), "checkpointer.keep_last_n_checkpoints keep_last_n_checkpoints"),
     # data
     "dataset._component_": _dataset,
-    **each(no_effect("part of data.train"), "dataset.source dataset.data_files dataset.split"),
     "dataset_val._component_": _validation,
-    "dataset_val": no_effect("part of data.eval"),
-    "dataset.packed": to_truth("data.packing"),
-    "shuffle": to_truth("data.shuffle"),
-    "dataset.train_on_input": to_either("data.loss_on", "all", "assistant"),
-    "dataset.column_map": to("data.columns"),
-    "dataset.conversation_column": to("data.columns", lambda value: {"messages": str(value)}),
-    "dataset.conversation_style": to("data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"),
-    "dataset.new_system_prompt": not_offered("write the system message into the rows"),
-    "dataset.max_seq_len": to_count("data.max_length"),
+    "dataset.packed": t.truth("data.packing"),
+    "shuffle": t.truth("data.shuffle"),
+    "dataset.train_on_input": t.either("data.loss_on", "all", "assistant"),
+    "dataset.column_map": t.to("data.columns"),
+    "dataset.conversation_column": t.to("data.columns", lambda value: {"messages": str(value)}),
+    "dataset.conversation_style": t.to("data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"),
+    "dataset.max_seq_len": t.count("data.max_length"),
     # steps
-    "seed": to("train.seed", lambda value: int(number(value))),
-    "batch_size": to_number("train.batch_size"),
-    "batch_size_val": to_number("train.eval_batch_size"),
-    "epochs": to_number("train.epochs"),
-    "gradient_accumulation_steps": to_number("train.accumulate"),
-    "optimizer.lr": to_number("train.learning_rate"),
-    "optimizer.weight_decay": to_number("train.weight_decay"),
-    "optimizer.eps": to_number("train.epsilon"),
-    "clip_grad_norm": to_number("train.clip"),
-    "run_val_every_n_steps": to_count("train.eval_every"),
-    "max_steps_per_epoch": not_offered("train.steps is the number of steps of the whole run"),
-    "optimizer._component_": optimizer,
-    **each(no_effect("the step is fused where PyTorch can"), "optimizer.fused optimizer.foreach"),
+    "seed": t.to("train.seed", lambda value: int(t.as_number(value))),
+    "batch_size": t.number("train.batch_size"),
+    "batch_size_val": t.number("train.eval_batch_size"),
+    "epochs": t.number("train.epochs"),
+    "gradient_accumulation_steps": t.number("train.accumulate"),
+    "optimizer.lr": t.number("train.learning_rate"),
+    "optimizer.weight_decay": t.number("train.weight_decay"),
+    "optimizer.eps": t.number("train.epsilon"),
+    "clip_grad_norm": t.number("train.clip"),
+    "run_val_every_n_steps": t.count("train.eval_every"),
+    "optimizer._component_": t.optimizer,
     "optimizer.betas": _betas,
-    "optimizer_in_bwd": not_offered("one step after backward; adamw8bit or an adapter saves memory"),
-    "lr_scheduler._component_": schedule,
-    "lr_scheduler.num_warmup_steps": to("train.warmup", lambda value: number(value or 0)),
-    **each(no_effect("cross-entropy; the head and its loss are computed in chunks (model.optimize)"), "loss._component_ loss"),
-    "compile": not_offered("train without it: the fused ops are used by default (model.optimize)"),
-    "dtype": Draft.precision,
+    "lr_scheduler._component_": t.schedule,
+    "lr_scheduler.num_warmup_steps": t.to("train.warmup", lambda value: t.as_number(value or 0)),
+    "dtype": t.Draft.precision,
     "enable_activation_checkpointing": _checkpointing,
-    "enable_activation_offloading": no_effect("part of train.gradient_checkpointing"),
-    **each(not_offered("train.checkpointed_layers: every 2, a number or a list"), "ac_mode ac_option"),
     # machine, saving, logging
-    "device": to_word("model.device", {"cuda": "cuda", "cpu": "cpu"}, "model.device is auto, cuda or cpu"),
-    "low_cpu_ram": no_effect("weights are always loaded that way"),
-    **each(
-        not_offered(GPUS),
-        "tensor_parallel_plan tensor_parallel_dim fsdp data_parallel_shard_dim data_parallel_replicate_dim memory_efficient_fsdp_wrap "
-        "custom_sharded_layers",
-    ),
-    "fsdp_cpu_offload": not_offered("train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora"),
-    "output_dir": to("run.folder"),
-    "save_adapter_weights_only": no_effect("an adapter is a plain PEFT folder"),
-    "save_every_n_steps": to_count("run.save_every"),
-    "log_every_n_steps": to_count("run.log_every"),
+    "device": t.word("model.device", {"cuda": "cuda", "cpu": "cpu"}, "model.device is auto, cuda or cpu"),
+    "output_dir": t.to("run.folder"),
+    "save_every_n_steps": t.count("run.save_every"),
+    "log_every_n_steps": t.count("run.log_every"),
     "metric_logger._component_": _logger,
-    "metric_logger.log_dir": no_effect("everything lies in run.folder"),
-    "log_peak_memory_stats": no_effect("memory is always shown"),
-    "profiler": no_effect("not a part of the training; isotype doctor trace and benchmarks/ look at programs"),
-    "recipe": no_effect("the model's component says what is trained"),
-    **each(no_effect(IRRELEVANT), "name log_level"),
 }
 
 
@@ -214,12 +198,7 @@ def finish(draft: Draft, source: Source) -> None:
     """torchtune's defaults where they are not Isotype's."""
     named = f"{source.method} {draft.keys.get('recipe', '')}"
     draft.settings.setdefault("adapter.kind", "lora" if "lora" in named else "none")
-    if not draft.without_adapter():
-        draft.default("adapter.r", 8)
-        draft.default("adapter.alpha", 16.0)
+    draft.default_adapter("lora", 8, 16.0)
     if "train.schedule" not in draft.settings:
-        draft.default("train.schedule", "constant")
-        draft.default("train.warmup", 0)
-    draft.default("train.clip", 0.0)
-    draft.default("data.eval_split", 0)
-    draft.default("train.weight_decay", 0.01)
+        draft.default_all({"train.schedule": "constant", "train.warmup": 0})
+    draft.default_all({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})

@@ -1,29 +1,292 @@
-"""The transforms that the tools' tables are made of: each says what becomes of one key."""
+"""What becomes of another tool's keys: the configuration that is being made, and the transforms that the tools' tables are made of."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from .draft import Draft, Fate, Given, Outcome
+from ..config.yaml_text import write_value
 
-Handler = Callable[[Draft, Given], None]
 OFF = (None, "", "none", "None", "null", False, "false")  # a key with one of these is switched off
 GPUS = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
 OWN_OPS = "Isotype's own ops are used by default: model.optimize"
 OTHER_OPTIMIZERS = "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have to differ"
-SCHEDULES = {
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-    "cosine_with_min_lr": ("cosine", "its end is train.min_learning_rate"),
-    "cosine_warmup_with_min_lr": ("cosine", "its end is train.min_learning_rate"),
-    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
-}
+REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
+
+
+class Fate(StrEnum):
+    TAKEN = "taken"  # the same key with the same value
+    RENAMED = "renamed"  # the same value under another key
+    CHANGED = "changed"  # another value, or another meaning of it: the note says which
+    NO_EFFECT = "no effect"  # nothing here depends on it
+    NOT_OFFERED = "not offered"  # the note says what to use
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key of the other tool; `name` is its name in the tables, `written` the name in the file."""
+
+    name: str
+    value: Any
+    line: int | None = None
+    written: str = ""
+
+
+class Computed:
+    """The value of a key that only running the program would tell."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """became: `train.learning_rate: 0.0002`, or "" where nothing came of the key."""
+
+    given: Given
+    fate: Fate
+    became: str = ""
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.given.written or self.given.name,
+            "line": self.given.line,
+            "value": self.given.value,
+            "fate": str(self.fate),
+            "became": self.became or None,
+            "note": self.note or None,
+        }
+
+
+@dataclass
+class Draft:
+    """The configuration that is being made. A table's transforms call its methods, one for each key.
+
+    settings  `train.learning_rate` -> value
+    sources   `train.learning_rate` -> the key that it came from
+    keys      every key of the file, for transforms that depend on another one
+    folder    where the file lies, for those that name other files
+    defaults  the settings that are the other tool's defaults
+    notes     what no single key says
+    """
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    folder: str = "."
+    settings: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, Given] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    about_precision: list[Given] = field(default_factory=list)
+    defaults: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def default(self, target: str, value: Any) -> None:
+        """The other tool's default where it differs from Isotype's and the file does not set the key."""
+        if target not in self.settings:
+            self.settings[target] = value
+            self.defaults.add(target)
+
+    def default_all(self, settings: Mapping[str, Any]) -> None:
+        for target, value in settings.items():
+            self.default(target, value)
+
+    def default_adapter(self, kind: str, r: int | None = None, alpha: float | None = None, *, times: float = 1.0) -> bool:
+        """The defaults of an adapter; alpha is `times` the rank where the tool has no number for it. False where every weight is trained:
+        an adapter's settings are dropped then."""
+        self.default("adapter.kind", kind)
+        if self.settings["adapter.kind"] == "none":
+            self.settings = {key: value for key, value in self.settings.items() if not key.startswith("adapter.") or key == "adapter.kind"}
+            return False
+        if r is not None:
+            self.default("adapter.r", r)
+            self.default("adapter.alpha", times * self.settings["adapter.r"] if alpha is None else alpha)
+        return True
+
+    def said(self, key: str) -> str:
+        """The value of another key of the file, in small letters; "" where it is not set."""
+        value = self.keys.get(key)
+        return "" if value is None else str(value).lower()
+
+    def set(self, given: Given, target: str, value: Any, note: str = "") -> None:
+        """One setting from one key. A note, or a value that is not the given one, makes it `changed`."""
+        self.settings[target] = value
+        self.sources[target] = given
+        fate = Fate.RENAMED
+        if note or not _same(value, given.value):
+            fate = Fate.CHANGED
+        elif given.name == target.partition(".")[2]:
+            fate = Fate.TAKEN
+        self.outcomes.append(Outcome(given, fate, f"{target}: {write_value(value)}", note))
+
+    def changed(self, given: Given, note: str) -> None:
+        """Isotype does something else here, for which it has no setting."""
+        self.outcomes.append(Outcome(given, Fate.CHANGED, note=note))
+
+    def no_effect(self, given: Given, why: str) -> None:
+        self.outcomes.append(Outcome(given, Fate.NO_EFFECT, note=why))
+
+    def not_offered(self, given: Given, use: str) -> None:
+        self.outcomes.append(Outcome(given, Fate.NOT_OFFERED, note=use))
+
+    def precision(self, given: Given) -> None:
+        """Keys that decide the precision together are reported when all of them are known."""
+        self.about_precision.append(given)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether it is one value, written in two ways perhaps (`2e-4` and 0.0002)."""
+    if ours == theirs or str(ours) == str(theirs):
+        return True
+    try:
+        return float(ours) == float(theirs)
+    except (TypeError, ValueError):
+        return False
+
+
+Handler = Callable[[Draft, Given], None]
+
+
+def as_number(value: Any) -> float | int:
+    """1e-5 is text in YAML 1.1, and on a command line everything is."""
+    parsed = float(value)
+    return int(parsed) if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower() else parsed
+
+
+def is_on(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "yes", "on", "1", "auto")
+
+
+def each(handler: Handler, names: str) -> dict[str, Handler]:
+    """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of keys."""
+    return dict.fromkeys(names.split(), handler)
+
+
+def table(fate: Callable[[str], Handler], rows: Mapping[str, str]) -> dict[str, Handler]:
+    """Rows of one fate: reason -> the keys, as `each` takes them."""
+    return {name: handler for why, names in rows.items() for name, handler in each(fate(why), names).items()}
+
+
+def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
+    return lambda draft, given: draft.set(given, target, convert(given.value), note)
+
+
+def number(target: str, note: str = "") -> Handler:
+    return to(target, as_number, note)
+
+
+def truth(target: str) -> Handler:
+    return to(target, is_on)
+
+
+def either(target: str, yes: Any, no: Any) -> Handler:
+    """One value where the key is on, another where it is off."""
+    return to(target, lambda value: yes if is_on(value) else no)
+
+
+def names(target: str) -> Handler:
+    """A list, or text with commas."""
+    return to(target, lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+
+
+def count(target: str) -> Handler:
+    """A whole number from 1 on; 0 and -1 leave the default."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        value = as_number(given.value)
+        if value <= 0:
+            draft.no_effect(given, f"{given.value}: the default")
+        elif value != int(value):
+            draft.not_offered(given, f"a share of the run; {target} is a number of steps")
+        else:
+            draft.set(given, target, int(value))
+
+    return handler
+
+
+def word(target: str, words: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered") -> Handler:
+    """The word's counterpart (`value`, or `(value, note)`); where there is none, `otherwise` with that fate."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        said = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(given.value)).lower()
+        if said not in words:
+            getattr(draft, fate)(given, otherwise)
+        elif isinstance(words[said], tuple):
+            draft.set(given, target, *words[said])
+        else:
+            draft.set(given, target, words[said])
+
+    return handler
+
+
+def when_on(target: str, value: Any, off: str = "switched off", note: str = "") -> Handler:
+    """Sets `target` where the key is on."""
+    return lambda draft, given: draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
+
+
+def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
+    """`then` where another key of the file has one of these words (`on`: is switched on; none: is not set); else no effect."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        holds = is_on(draft.keys.get(key)) if words == "on" else draft.said(key) in (words.split() or [""])
+        then(draft, given) if holds else draft.no_effect(given, otherwise)
+
+    return handler
+
+
+def no_effect(why: str) -> Handler:
+    return lambda draft, given: draft.no_effect(given, why)
+
+
+def changed(note: str) -> Handler:
+    """A note, in which {} is the value."""
+    return lambda draft, given: draft.changed(given, note.replace("{}", str(given.value)))
+
+
+def not_offered(use: str) -> Handler:
+    """Only where the key is switched on; off, it changes nothing."""
+    return lambda draft, given: (
+        draft.no_effect(given, "switched off") if given.value in OFF or given.value in ([], {}) else draft.not_offered(given, use)
+    )
+
+
+def only(words: str, why: str, use: str) -> Handler:
+    """The one way that is offered has no effect; others are not offered."""
+    return lambda draft, given: draft.no_effect(given, why) if str(given.value) in words.split() else draft.not_offered(given, use)
+
+
+def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> Handler:
+    """A setting of `preference`, for a method that has it. `of` reads the method off the whole file: it may stand after the setting."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if given.value is None:
+            draft.no_effect(given, "the default")
+        elif of(draft) in objectives:
+            draft.set(given, f"preference.{name}", as_number(given.value))
+        else:
+            draft.no_effect(given, f"of {', '.join(objectives)}")
+
+    return handler
+
+
+def finish_text(draft: Draft) -> None:
+    """Without evaluation data the other tools train on every row; settings that they ignore for preference methods are left out."""
+    if "data.eval" in draft.settings:
+        draft.settings.pop("data.eval_split", None)
+    else:
+        draft.default("data.eval_split", 0)
+    objective = draft.settings.get("train.objective")
+    left_out = {
+        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
+        "data.packing": (objective is not None, "each answer is judged as a whole"),
+        "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
+        "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
+    }
+    for key, (refused, why) in left_out.items():
+        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
+            draft.notes.append(f"{key} is left out: {why}")
+
+
 _NOT_PAGED = "not paged: states stay on the GPU"
 # ours -> other tools' words
 _OPTIMIZER_WORDS = {
@@ -44,143 +307,7 @@ OPTIMIZERS = {theirs: ours for ours, words in _OPTIMIZER_WORDS.items() for their
     **dict.fromkeys(("paged_lion_32bit", "bnb-lion-paged"), ("lion", _NOT_PAGED)),
     **dict.fromkeys(("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED)),
 }
-_ATTENTION = {
-    **dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2"), "flash"),
-    "sdpa": "sdpa",
-    **dict.fromkeys(("eager", "disabled"), "eager"),
-    **dict.fromkeys(("flex_attention", "flex"), "flex"),
-}
-
-
-def number(value: Any) -> float | int:
-    """1e-5 is text in YAML 1.1, and on a command line everything is."""
-    parsed = float(value)
-    return int(parsed) if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower() else parsed
-
-
-def truth(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "yes", "on", "1", "auto")
-
-
-def each(handler: Handler, names: str) -> dict[str, Handler]:
-    """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of keys."""
-    return dict.fromkeys(names.split(), handler)
-
-
-def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
-    return lambda draft, given: draft.set(given, target, convert(given.value), note)
-
-
-def to_number(target: str) -> Handler:
-    return to(target, number)
-
-
-def to_truth(target: str) -> Handler:
-    return to(target, truth)
-
-
-def to_count(target: str) -> Handler:
-    """A whole number from 1 on; 0 and -1 leave the default."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        value = number(given.value)
-        if value <= 0:
-            draft.no_effect(given, f"{given.value}: the default")
-        elif value != int(value):
-            draft.not_offered(given, f"a share of the run; {target} is a number of steps")
-        else:
-            draft.set(given, target, int(value))
-
-    return handler
-
-
-def to_either(target: str, yes: Any, no: Any) -> Handler:
-    """One value where the key is on, another where it is off."""
-    return to(target, lambda value: yes if truth(value) else no)
-
-
-def to_word(target: str, words: Mapping[str, Any], otherwise: str) -> Handler:
-    """The word's counterpart (`value`, or `(value, note)`); not offered where there is none."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        word = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(given.value)).lower()
-        if word not in words:
-            draft.not_offered(given, otherwise)
-        elif isinstance(words[word], tuple):
-            draft.set(given, target, *words[word])
-        else:
-            draft.set(given, target, words[word])
-
-    return handler
-
-
-def when_on(target: str, value: Any, off: str = "switched off", note: str = "") -> Handler:
-    """Sets `target` where the key is on."""
-    return lambda draft, given: draft.set(given, target, value, note) if truth(given.value) else draft.no_effect(given, off)
-
-
-def no_effect(why: str) -> Handler:
-    return lambda draft, given: draft.no_effect(given, why)
-
-
-def changed(note: str) -> Handler:
-    return lambda draft, given: draft.changed(given, note)
-
-
-def not_offered(use: str) -> Handler:
-    """Only where the key is switched on; off, it changes nothing."""
-
-    def handler(draft: Draft, given: Given) -> None:
-        if given.value in OFF or given.value in ([], {}):
-            draft.no_effect(given, "switched off")
-        else:
-            draft.not_offered(given, use)
-
-    return handler
-
-
-def only(words: str, why: str, use: str) -> Handler:
-    """The one way that is offered has no effect; others are not offered."""
-    return lambda draft, given: draft.no_effect(given, why) if str(given.value) in words.split() else draft.not_offered(given, use)
-
-
-REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"
-
-
-def to_preference(name: str, *objectives: str, of: Callable[[Draft], str | None] = lambda draft: None) -> Handler:
-    """A setting of `preference`, for a method that has it.
-
-    of  reads the method off the whole file, since it may stand after the setting; None: what `train.objective` has by now
-    """
-
-    def handler(draft: Draft, given: Given) -> None:
-        if (objective := of(draft)) is not None:
-            draft.settings["train.objective"] = objective
-        if given.value is None:
-            draft.no_effect(given, "the default")
-        elif draft.settings.get("train.objective") in objectives:
-            draft.set(given, f"preference.{name}", number(given.value))
-        else:
-            draft.no_effect(given, f"of {', '.join(objectives)}")
-
-    return handler
-
-
-def without_what_preferences_refuse(draft: Draft) -> None:
-    """Leaves out settings that other tools ignore or switch off for these methods."""
-    objective = draft.settings.get("train.objective")
-    left_out = {
-        "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
-        "data.packing": (objective is not None, "each answer is judged as a whole"),
-        "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
-        "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
-    }
-    for key, (refused, why) in left_out.items():
-        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
-            draft.notes.append(f"{key} is left out: {why}")
-
-
-optimizer = to_word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
+optimizer = word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
 
 
 def settle_optimizer(draft: Draft) -> None:
@@ -209,6 +336,18 @@ def settle_optimizer(draft: Draft) -> None:
             draft.notes.append(f"train.{key} is left out: {name} does not read it")
 
 
+SCHEDULES = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": ("cosine", "its end is train.min_learning_rate"),
+    "cosine_warmup_with_min_lr": ("cosine", "its end is train.min_learning_rate"),
+    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
+}
+
+
 def start(draft: Draft, given: Given) -> None:
     """PEFT's `init_lora_weights`."""
     word = str(given.value).lower()
@@ -221,7 +360,7 @@ def start(draft: Draft, given: Given) -> None:
 
 
 def schedule_of(words: Mapping[str, Any]) -> Handler:
-    choose = to_word("train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used")
+    choose = word("train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used")
 
     def handler(draft: Draft, given: Given) -> None:
         choose(draft, given)
@@ -234,55 +373,23 @@ def schedule_of(words: Mapping[str, Any]) -> Handler:
 schedule = schedule_of(SCHEDULES)
 
 
-def schedule_details(draft: Draft, given: Given) -> None:
-    """`lr_scheduler_kwargs`: the lowest learning rate is the only one that is offered."""
-    details = given.value if isinstance(given.value, dict) else {}
-    rate = details.get("min_lr_rate")
-    if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
-        rate = float(details["min_lr"]) / float(draft.keys["learning_rate"])
-    if rate is None:
-        draft.not_offered(given, "train.decay and train.min_learning_rate are what schedules take")
-    else:
-        draft.set(given, "train.min_learning_rate", float(rate))
-
-
-def warmup_ratio(draft: Draft, given: Given) -> None:
-    value = number(given.value or 0)
-    if draft.keys.get("warmup_steps") and number(draft.keys["warmup_steps"]) > 0:
-        draft.no_effect(given, "warmup_steps wins, there too")
-    elif draft.settings.get("train.schedule") == "constant" and draft.settings.get("train.warmup") == 0 and value:
-        draft.no_effect(given, "a constant schedule has no warm-up, there too")
-    else:
-        draft.set(given, "train.warmup", value)
-
-
-def warmup_steps(draft: Draft, given: Given) -> None:
-    value = number(given.value or 0)
-    if value == 0 and "warmup_ratio" in draft.keys:
-        draft.no_effect(given, "warmup_ratio decides")
-    else:
-        draft.set(given, "train.warmup", value)
-
-
 def attention(draft: Draft, given: Given) -> None:
+    words = {
+        **dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2"), "flash"),
+        "sdpa": "sdpa",
+        **dict.fromkeys(("eager", "disabled"), "eager"),
+        **dict.fromkeys(("flex_attention", "flex"), "flex"),
+    }
     if str(given.value).lower() in ("auto", "none", "null"):
         draft.no_effect(given, "the default, sdpa")
     else:
-        to_word("model.attention", _ATTENTION, "model.attention is sdpa, eager, flash or flex; sdpa is used")(draft, given)
-
-
-def checkpointing(draft: Draft, given: Given) -> None:
-    if str(given.value).lower() in ("unsloth", "offload", "offload_disk"):
-        note = "recomputes layers and keeps what is left in host memory (GPU only)"
-        draft.set(given, "train.gradient_checkpointing", "layers+offload", note)
-    else:
-        to_either("train.gradient_checkpointing", "layers", "none")(draft, given)
+        word("model.attention", words, "model.attention is sdpa, eager, flash or flex; sdpa is used")(draft, given)
 
 
 def trackers(draft: Draft, given: Given) -> None:
-    asked = [str(word) for word in (given.value if isinstance(given.value, list) else [given.value])]
-    known = [word.lower() for word in asked if word.lower() in ("tensorboard", "wandb")]
-    other = [word for word in asked if word.lower() not in ("tensorboard", "wandb", "none", "[]", "null")]
+    asked = [str(one).lower() for one in (given.value if isinstance(given.value, list) else [given.value])]
+    known = [one for one in asked if one in ("tensorboard", "wandb")]
+    other = [one for one in asked if one not in ("tensorboard", "wandb", "none", "[]", "null")]
     if known:
         draft.set(given, "run.trackers", known, f"{', '.join(other)}: not offered" if other else "")
     elif other and other != ["all"]:
@@ -291,16 +398,9 @@ def trackers(draft: Draft, given: Given) -> None:
         draft.no_effect(given, "metrics.jsonl and report.html are always written")
 
 
-def evaluation(draft: Draft, given: Given) -> None:
-    if str(given.value).lower() in ("no", "false", "none"):
-        draft.set(given, "data.eval_split", 0, "no rows are held out")
-    else:
-        draft.no_effect(given, "evaluations come by train.eval_every, by default ten in a run")
-
-
 def held_out(draft: Draft, given: Given) -> None:
     """`val_set_size`, `val_size`: a share of the rows; a number of rows is not offered."""
-    value = number(given.value or 0)
+    value = as_number(given.value or 0)
     if value >= 1:
         draft.not_offered(given, "data.eval_split is a share of the rows; data.eval names a file")
     else:
@@ -314,11 +414,3 @@ def targets(draft: Draft, given: Given) -> None:
     if value in ("all", "all-linear", ["all-linear"], ["all"]):
         value = "all-linear"
     draft.set(given, "adapter.targets", value.split() if isinstance(value, str) and value != "all-linear" else value)
-
-
-def hold_out_nothing(draft: Draft) -> None:
-    """Without evaluation data the other tools train on every row."""
-    if "data.eval" in draft.settings:
-        draft.settings.pop("data.eval_split", None)
-    else:
-        draft.default("data.eval_split", 0)

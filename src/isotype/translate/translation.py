@@ -19,9 +19,8 @@ from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
-from .draft import Computed, Draft, Fate, Given, Outcome
 from .source import Source, read
-from .transforms import OFF, Handler, settle_optimizer
+from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
 
 # name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be translated), finish (the tool's defaults)
 TOOLS: dict[str, Any] = {

@@ -32,7 +32,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from isotype.entry.settings import refuse_incomplete
+from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
 from isotype.training.setup import settle

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
-from isotype.data.labels import drawn_partners, with_answer_of
+from isotype.data.pairs import drawn_partners, with_answer_of
 from isotype.data.rows import IGNORED, Row
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
@@ -349,7 +349,7 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
     pairs = [row | {key: " " + row[key] for key in ("chosen", "rejected")} for row in taste(12)]
     if objective == "kto":
         pairs = [row for i, row in enumerate(labelled(pairs)) if row["label"] or i % 4 == 1][:12]
-        monkeypatch.setattr("isotype.data.labels.drawn_partners", lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]))
+        monkeypatch.setattr("isotype.data.pairs.drawn_partners", lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]))
     alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}
     loaded = paired(
         objective, rows=pairs, model={"name": str(base)}, adapter={"kind": "none"}, data={"shuffle": False, "eval_split": 0.0},

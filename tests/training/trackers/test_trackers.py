@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isotype.entry import settings
+from isotype.entry import train as settings
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 

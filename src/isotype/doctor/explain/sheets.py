@@ -15,7 +15,7 @@ from typing import Any
 
 from ...dtypes import is_float, itemsize, torch_word
 from ...finding import Severity
-from ...pages.rules import docstring_page
+from ...pages import docstring_page
 from ...pages.sheets import Entry, sections
 from ...pages.sheets import Facts as Known
 from .recognise import dtype_word

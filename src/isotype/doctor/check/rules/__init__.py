@@ -1,6 +1,6 @@
 """The rules: each registers itself under its code when its module is imported; and the pages of check's codes."""
 
-from ....pages.rules import docstring_page
+from ....pages import docstring_page
 from . import keys  # noqa: F401
 from .autocast_regions import CODE, autocast_around_backward
 from .base import RULES as _REGISTERED

@@ -17,7 +17,7 @@ from typing import Any
 from ....dtypes import torch_word
 from ....environment.versions import known_fault
 from ....finding import Finding, Place, Severity
-from ....pages.rules import registered
+from ....pages import registered
 from ....pages.sheets import Entry, Section, sections
 from ....pages.sheets import Facts as Known
 from ..model_settings import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....data.formats import FormatName
-from ....data.labels import Answer, Labelled
+from ....data.pairs import Answer, Labelled
 from ....data.rows import LoadedData
 from ....data.tokens import TokenRows
 from ....distributed.world import World

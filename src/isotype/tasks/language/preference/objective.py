@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from ....config.kind import WITH_REFERENCE
 from ....config.schema import PreferenceSection, RunConfig
 from ....data.formats import FormatName
-from ....data.labels import Labelled
-from ....data.pairs import Pairs
+from ....data.pairs import Labelled, Pairs
 from ....data.progress import watched
 from ....data.rows import LoadedData, Share
 from ....data.tokens import TokenRows
