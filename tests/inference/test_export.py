@@ -31,7 +31,7 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     """A byte-level BPE that splits as Qwen 2 does; by default with ChatML."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from isotype.data.small_model import CHATML
+    from isotype.data.chat import NAMED
     from isotype.inference.gguf_tokenizer import _WORDS
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,7 +43,7 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     trainer = trainers.BpeTrainer(vocab_size=size - 8, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS * 9, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = CHATML
+    made.chat_template = NAMED["chatml"].text
     return made
 
 
