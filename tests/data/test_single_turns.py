@@ -28,9 +28,7 @@ def rows(**keys: str) -> list[dict[str, Any]]:
 REFUSED = {
     "the usual keys": (rows(conversation="conversation_id", role="role", content="content"), "have the same conversation_id"),
     "text for content": (rows(conversation="conversationId", role="role", content="text"), "have the same conversationId"),
-    "message for content": (rows(conversation="session_id", role="role", content="message"), "message becomes content"),
     "a sender": (rows(conversation="chat_id", name="sender", content="text"), "sender becomes role"),
-    "a sender and a message": (rows(conversation="thread_id", name="sender", content="message"), "have the same thread_id"),
     "a number, no role": (rows(conversation="dialog_id", number="turn", content="text"), "of turn; text becomes content, who says it"),
     "no role": (rows(conversation="conversation_id", content="content"), "who says it becomes role"),
     "no conversation": (rows(role="role", content="content"), "the turns of each conversation"),

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tests.models import FAMILIES as SETTINGS
 from tests.models import SIZES, lora, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from isotype.errors import UsageError
 from isotype.inference.export import export_language
@@ -176,6 +176,19 @@ def adapter_of(folder: Path, base: Path, **settings) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma3"}))
+def test_every_family_of_adapters_has_names_for_its_attention(family: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    config = AutoConfig.for_model(family, **{**SIZES, **SETTINGS.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, FAMILIES[family].architecture), 2)
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".self_attn." in name]
+    found = {names.get_name(name) for name in linear}
+    assert len(found) == len(linear) >= 4
+    assert all(name and name.startswith("blk.") for name in found)
+
+
 PATTERNS = {"lora_alpha": 6, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"v_proj": 11}}
 
 
@@ -252,7 +265,7 @@ def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokeniz
     with pytest.raises(UsageError, match="F16, BF16, Q8_0") as refused:
         export_language(folder, out, to="gguf", kind="Q4_K_M", name="x")
     assert f"convert_hf_to_gguf.py {folder}" in str(refused.value.fix)
-    assert str(refused.value.fix).endswith("llama-quantize f16.gguf Q4_K_M.gguf Q4_K_M")
+    assert str(refused.value.fix).endswith("llama-quantize whole.gguf Q4_K_M.gguf Q4_K_M")
     with pytest.raises(UsageError, match="olmoe: whole models are written of llama") as refused:
         export_language(saved(tmp_path / "olmoe", "olmoe", tokenizer), out, to="gguf", kind=None, name="x")
     assert "convert_hf_to_gguf.py" in str(refused.value.fix)

@@ -81,15 +81,3 @@ def test_a_sum_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other))
-
-
-@kernels
-def test_what_is_not_finite_comes_through():
-    x, a, left = operands(64, 64, 4)
-    x[3, 5] = float("inf")
-    x[9, 7] = float("nan")
-    assert not torch.isfinite(scaled_product(x, a.t())[[3, 9]]).any()
-    assert torch.isfinite(scaled_product(x, a.t())[:3]).all()
-    got = product_fp32(left, x, 1.0)
-    assert not torch.isfinite(got[:, [5, 7]]).any()
-    assert torch.isfinite(got[:, :5]).all()

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     if converted and kind is not None:
         raise UsageError(f"--type has no effect for {config.model_type}, which Ollama converts", fix="ollama create --quantize q8_0")
     if not converted:
+        import_module("gguf")  # where it is missing, the command says so before a merge
         refuse_model(config, command)
         tokenizer_keys(tokenizer, config.vocab_size, command)
     content = modelfile(tokenizer, "." if converted else "./model.gguf") if to == "ollama" else ""

@@ -73,17 +73,10 @@ WHOLE = tuple(name for name, family in FAMILIES.items() if family.whole)
 
 def llama_cpp(model: Path | str, kind: str) -> str:
     """The commands of llama.cpp that write what is not written here."""
-    converted, quantised = f"{kind.lower()}.gguf" if kind in TYPES else "f16.gguf", f"{kind}.gguf"
-    command = f"python llama.cpp/convert_hf_to_gguf.py {model} --outtype {kind.lower() if kind in TYPES else 'f16'} --outfile {converted}"
-    return command if kind in TYPES else f"{command} && llama.cpp/build/bin/llama-quantize {converted} {quantised} {kind}"
-
-
-def family_of(config: PreTrainedConfig, command: str) -> Family:
-    """Raises  UsageError for a family without known names, with the `command` that converts it"""
-    found = FAMILIES.get(config.model_type)
-    if found is None:
-        raise UsageError(f"{config.model_type}: how llama.cpp names this family's tensors is not known here", fix=command)
-    return found
+    convert = f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile"
+    if kind in TYPES:
+        return f"{convert} {kind}.gguf --outtype {kind.lower()}"
+    return f"{convert} whole.gguf --outtype auto && llama.cpp/build/bin/llama-quantize whole.gguf {kind}.gguf {kind}"
 
 
 def export_adapter(adapter: Path, out: Path) -> int:
@@ -97,7 +90,10 @@ def export_adapter(adapter: Path, out: Path) -> int:
 
     pairs, base = read_pairs(adapter, "llama.cpp"), str(read_settings(adapter).get("base_model_name_or_path"))
     config = AutoConfig.from_pretrained(base)
-    family = family_of(config, f"python llama.cpp/convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}")
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        command = f"python llama.cpp/convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}"
+        raise UsageError(f"{config.model_type}: how llama.cpp names this family's tensors is not known here", fix=command)
     text = config.get_text_config()
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
     names = gguf.get_tensor_name_map(architecture, text.num_hidden_layers)
@@ -124,10 +120,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     """Writes a Hugging Face folder as one file, tokenizer and template included; returns the number of tensors.
 
     kind    F16, BF16 or Q8_0, of matrices; vectors stay fp32. A matrix whose rows are no multiple of 32 is F16 where Q8_0 is asked for
-    Raises  UsageError for another kind, a family or a tokenizer that is not known, and weights beyond fp16 in F16
+    Raises  UsageError for a family or a tokenizer that is not known, and weights beyond fp16 in F16
     """
-    if kind not in TYPES:
-        raise UsageError(f"{kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others", fix=llama_cpp(folder, kind))
     import gguf
 
     config = AutoConfig.from_pretrained(folder)

@@ -50,12 +50,11 @@ def check_push(config: RunConfig, before: Path | None) -> str | None:
             raise UsageError(f"{where}: the token may only read", fix="https://huggingface.co/settings/tokens makes one that may write")
         if _of(before) != name and api.repo_exists(name):
             raise UsageError(f"{where}: {name} exists, and is not this run's: nothing of it is overwritten", fix="give another name")
-    except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: a name that is none
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            f"{where}: {constants.ENDPOINT} said: {_short(error)}", fix="a token that may write, and a name as ORG/NAME"
-        ) from None
+    except UsageError:
+        raise
+    except (HfHubHTTPError, ValueError) as error:  # ValueError: a name that is none
+        fix = "a token that may write, and a name as ORG/NAME"
+        raise UsageError(f"{where}: {constants.ENDPOINT} said: {_short(error)}", fix=fix) from None
     except Exception as error:  # of the HTTP library that the client is built on
         raise UsageError(f"{where}: {constants.ENDPOINT} cannot be reached: {_short(error)}", fix="check the network") from None
     return name

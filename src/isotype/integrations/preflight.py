@@ -56,6 +56,7 @@ _ARGUMENTS = {
     "precision.compute: ": "",
     "precision.trainable: fp32": "precision='bf16-mixed'",
     "precision.preset": "precision",
+    "in the precision section": "in attach(trainer, precision=...)",
     "data.eval": "eval_dataset",
     "data.train": "train_dataset",
     "data.max_length": "max_length",

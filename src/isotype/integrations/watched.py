@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..optimize.trl_head import fused_head_of
 from .attachment import Attachment
+from .preflight import in_trainers_words
 
 _NO_STEP = "no step of this training ended"
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
@@ -196,6 +198,7 @@ class WatchedSteps:
 
     def _keep(self, seen: Observation) -> None:
         """Adds to the record, and warns of what is new in it."""
+        seen.violations = [replace(finding, fix=in_trainers_words(finding.fix or "")) for finding in seen.violations]
         earlier = self.record.get("violations", [])
         self.record = noted(self.record, seen)
         new = [finding for finding in self.record["violations"] if finding not in earlier]

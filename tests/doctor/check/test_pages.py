@@ -1,39 +1,35 @@
-"""Every code that check and explain can emit has a page in the fixed sections."""
+"""Every code that the doctor can emit has a page; those of check and explain have the fixed sections."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
-import isotype.doctor.check as check_package
-import isotype.doctor.explain as explain_package
-from isotype.doctor.check import rules as check_pages
+import isotype
 from isotype.doctor.check.rules import RULES
-from isotype.doctor.explain import sheets as explain_pages
+from isotype.doctor.explain import sheets
+from isotype.pages import page
 
-
-def emitted(package: object, prefix: str) -> set[str]:
-    folder = Path(str(package.__file__)).parent
-    return {code for file in folder.rglob("*.py") for code in re.findall(rf'"({prefix}\d{{3}})"', file.read_text())}
+PREFIXES = {"doctor/check": "CF", "doctor/explain": "EX", "doctor/trace": "TR", "doctor/kernels": "KN", "testing": "AC"}
 
 
 def test_every_emitted_code_has_a_page():
-    assert emitted(check_package, "CF") <= set(check_pages.codes())
-    assert emitted(explain_package, "EX") <= set(explain_pages.codes())
+    for folder, prefix in PREFIXES.items():
+        files = (Path(isotype.__file__).parent / folder).rglob("*.py")
+        codes = {code for file in files for code in re.findall(rf'"({prefix}\d{{3}})"', file.read_text())}
+        assert codes, folder
+        assert [code for code in sorted(codes) if not (page(code) or "").startswith(f"# {code}")] == []
 
 
 def test_rules_are_asked_in_the_order_of_their_codes():
     assert list(RULES) == sorted(RULES)
 
 
-@pytest.mark.parametrize("code", [*RULES, *[c for c in explain_pages.codes() if c != "EX000"]])
-def test_a_page_has_its_sections(code: str):
-    page = check_pages.page(code) or explain_pages.page(code) or ""
-    assert page.startswith(f"# {code}: ")
-    for section in ("**Why it matters.**", "**Example.**", "**What to do.**"):
-        assert section in page
+def test_pages_have_their_sections():
+    for code in [*RULES, *(code for code in sheets.codes() if code != "EX000")]:
+        text = page(code) or ""
+        missing = [part for part in ("**Why it matters.**", "**Example.**", "**What to do.**") if part not in text]
+        assert not missing, f"{code}: {missing}"
 
 
 def test_every_rule_is_reached_by_a_case():

@@ -93,7 +93,8 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
 
 def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
     """int32[rows G]: the zero points of `packed_rows`, less the offset."""
-    return _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
+    zero: Tensor = _words(t["weight_zero_point"], of.bits, 0)[rows]
+    return zero - 2 ** (of.bits - 1)
 
 
 def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
