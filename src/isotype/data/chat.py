@@ -12,17 +12,19 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from ..errors import UsageError
 from .conversations import is_learnt
 from .formats import Example, Message
 from .read import existing_file, read_text
+from .thoughts import CONTENT, END, KEYS, hidden, probes, shown, with_thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
 
 
@@ -145,7 +147,6 @@ class LeftOut:
 
 
 _TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
-_THOUGHTS = ("reasoning_content", "thinking")  # keys of a turn in which data write reasoning
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,8 @@ class ChatTemplate:
     tokenizer: Any
     text: str
     source: str  # "tokenizer", "default", or the file
+    given: Mapping[str, Any] = field(default_factory=dict)  # `data.template_kwargs`, which the text begins with
+    thoughts: str = "template"
 
     def reads(self, key: str) -> bool:
         """Whether the template's text has this key of a turn."""
@@ -170,6 +173,11 @@ class ChatTemplate:
         asked = [{"role": "user", "content": _SENTINEL}]
         return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
 
+    @cached_property
+    def writes_thoughts(self) -> frozenset[tuple[str, bool]]:
+        """Of the places that thoughts have in data, those from which the template writes them."""
+        return frozenset(at for at, turns in probes(_SENTINEL) if self._writes(in_parts(turns) if self.in_parts else turns))
+
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:
             return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
@@ -178,6 +186,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
         """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
+        if hides := self.thoughts == "all" and END in self.text and (CONTENT, True) not in self.writes_thoughts:
+            messages = hidden(messages)
         try:
             text: str = self.tokenizer.apply_chat_template(
                 in_parts(messages) if self.in_parts else list(messages),
@@ -187,7 +197,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
             )
             text.encode()
-            return text
+            return shown(text) if hides else text
         except UnicodeEncodeError:
             raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text") from None
         except RecursionError:
@@ -197,6 +207,12 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             said = (str(error).splitlines() or [repr(error)])[0].strip("'")
             raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
+
+    def thoughtful(self, messages: Sequence[Message], place: str) -> Sequence[Message]:
+        """The turns with the thoughts that `data.thoughts` keeps."""
+        if self.thoughts == "template":
+            return messages
+        return with_thoughts(messages, self.thoughts, writes=self.writes_thoughts, tags=END in self.text, place=place)
 
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
@@ -216,7 +232,7 @@ class ChatTemplate:
         for m in messages:
             content = m["content"] if isinstance(m.get("content"), str) else ""
             parts = [part.strip() for part in _TAG.split(content) if part.strip()]
-            beside = [m[key].strip() for key in _THOUGHTS if isinstance(m.get(key), str) and m[key].strip() not in content]
+            beside = [m[key].strip() for key in KEYS if isinstance(m.get(key), str) and m[key].strip() not in content]
             thinks = m["role"] == "assistant" and len(parts) > 1
             for words, thought in [*((part, thinks) for part in parts), *((words, True) for words in beside)]:
                 wanted.setdefault(words, []).append((m["role"], thought))
@@ -243,7 +259,9 @@ class ChatTemplate:
         if opens and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
         # The template renders this turn differently with the turns around it: find its words by changing them.
-        changed = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": _SENTINEL}
+        changed = {key: _SENTINEL if key in KEYS and value else value for key, value in messages[i].items() if key != "tool_calls"} | {
+            "content": _SENTINEL
+        }
         other = self.render([*messages[:i], changed, *messages[i + 1 :]], tools=tools, place=place)
         start = _agreeing(rendered, other)
         end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
@@ -255,8 +273,45 @@ class ChatTemplate:
         return Span(start, len(ending) if closed else end, closed)
 
 
-def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
-    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default."""
+def chat_template(
+    tokenizer: Any, file: str | None, given: Mapping[str, Any] | None = None, *, thoughts: str = "template"
+) -> ChatTemplate:  # fmt: skip
+    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default.
+
+    given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved tokenizer has them too
+    thoughts  `data.thoughts`
+    """
+    found = replace(_chosen(tokenizer, file), thoughts=thoughts)
+    return _with_defaults(found, given) if given else found
+
+
+# what a run or transformers gives to every template, so that a default would do nothing
+_ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+
+
+def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemplate:
+    """Raises  UsageError for a name that the template does not read"""
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template.text))
+    except RecursionError:
+        raise UsageError(f"chat template ({template.source}): nested too deeply") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"chat template ({template.source}), line {error.lineno}: {error.message}") from None
+    names = jinja2.meta.find_undeclared_variables(parsed).difference(_ALWAYS_GIVEN, template.tokenizer.special_tokens_map)
+    if unread := [name for name in given if name not in names]:
+        fix = f"it reads {', '.join(sorted(names))}" if names else "leave it out: it reads none"
+        raise UsageError(f"data.template_kwargs.{unread[0]}: the chat template ({template.source}) reads no such setting", fix=fix)
+    for name, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise UsageError(f"data.template_kwargs.{name}: {value!r} is no value of JSON", fix="quote it, if it is a text") from None
+    start = "".join(f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n" for name, value in given.items())
+    text = template.text if template.text.startswith(start) else start + template.text  # a run's own tokenizer has them
+    return replace(template, text=text, given=given)
+
+
+def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
     if file is not None and file in NAMED:
         return ChatTemplate(tokenizer, named_template(file, tokenizer), file)
     if file is not None:

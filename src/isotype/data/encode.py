@@ -23,12 +23,13 @@ from .conversations import LEARN_KEYS
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
+from .thoughts import DOUBLED, KEYS, learns_empty
 
 BATCH = 256  # texts handed to the tokenizer at once
 _CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
 _MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
 # keys of a turn whose absence from the text is counted elsewhere, or which only link a result to its call
-_OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+_OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *KEYS)
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -47,6 +48,8 @@ class Tally:
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
     reasoning_unseen: int = 0
     """Rows with reasoning that the template left out, of the content or beside it."""
+    empty_thoughts: int = 0
+    """Rows that learn `<think>` and `</think>` with nothing between them."""
     turns_unseen: Counter[str] = field(default_factory=Counter)
     """Rows by the role of a turn that the template left out."""
     unread_keys: Counter[str] = field(default_factory=Counter)
@@ -144,7 +147,7 @@ class Encoder:
                 try:
                     whole = self.render(example, tally)
                 except UsageError as error:
-                    tally.bad.add(BadRow.of(error, example.place))
+                    note_bad(BadRow.of(error, example.place), tally)
                     continue
                 if not whole.spans:
                     tally.drop("all of its answers are marked as not learnt", whole.place)
@@ -166,6 +169,7 @@ class Encoder:
         messages = as_messages(example) if self.template is not None else None
         if messages is not None:
             assert self.template is not None
+            messages = tuple(self.template.thoughtful(messages, example.place))
             chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
             if example.pictures and self.pictures is None:
                 raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
@@ -173,12 +177,18 @@ class Encoder:
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
                 left_out = self.template.left_out(messages, example.tools, text, example.place)
+                if self.template.thoughts in ("last", "all") and (left_out.reasoning or DOUBLED.search(text)):
+                    raise RowError(
+                        f"{example.place}: the chat template does not write thoughts as data.thoughts: {self.template.thoughts} keeps them"
+                    )
                 tally.turns_unseen.update(left_out.roles)
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools
                 tally.reasoning_unseen += left_out.reasoning
                 tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
+            if tally is not None:
+                tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
             found = Rendered(example.place, text, spans, literal=False)
             return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
         if example.messages is not None:

@@ -101,7 +101,8 @@ def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     template = encoder.template
     if template is None:
         return None
-    return {"source": template.source, "has_generation_block": template.has_generation_block}
+    of_template = {"source": template.source, "has_generation_block": template.has_generation_block}
+    return of_template | {"kwargs": dict(template.given), "thoughts": template.thoughts}
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
@@ -196,6 +197,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     ):
         if count:
             said.append(f"{have(count)} {what}")
+    if empty := sum(t.empty_thoughts for t in tallies):
+        off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
+        reads = encoder.template is not None and encoder.template.reads("enable_thinking") and not encoder.template.given
+        said.append(f"{counted(empty, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
         said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")

@@ -90,6 +90,8 @@ def load_run(folder: Path) -> LoadedRun:
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
     checkpoint = load_newest(folder)
     tokenizer = load_tokenizer(config.model)
+    if config.data.chat_template is not None or config.data.template_kwargs:
+        tokenizer.chat_template = chat_template(tokenizer, config.data.chat_template, config.data.template_kwargs).text
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")

@@ -1,0 +1,179 @@
+"""Settings of a chat template, and which thoughts of a conversation are learnt, with a template that treats thoughts as Qwen3's does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jinja2
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.data.load import load_data
+from isotype.data.rows import IGNORED, LoadedData
+from isotype.errors import UsageError
+
+# thoughts come from the content or a key, are written behind the last question, empty or not, and left out before it
+QWEN3 = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{%- set content, thought = m.content, '' %}
+{%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
+{%- elif '</think>' in m.content %}
+{%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- content + '<|im_end|>\\n' }}
+{%- else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+# writes contents as they are, and the key of thoughts nowhere
+PLAIN = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+PLAIN += "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+# leaves thoughts out everywhere, as DeepSeek-R1's does
+NEVER = PLAIN.replace("m.content +", "m.content.split('</think>')[-1].lstrip() +")
+
+
+def turns(*answers: dict[str, str]) -> dict[str, Any]:
+    return {
+        "messages": [
+            one for i, a in enumerate(answers) for one in ({"role": "user", "content": f"q{i}"}, {"role": "assistant", **a})
+        ]
+    }  # fmt: skip
+
+
+IN_CONTENT = turns({"content": "<think>\nhm\n</think>\n\none"}, {"content": "<think>\nso\n</think>\n\ntwo"})
+BESIDE = turns({"content": "one", "reasoning_content": "hm"}, {"content": "two", "reasoning_content": "so"})
+PLAIN_ANSWERS = turns({"content": "one"}, {"content": "two"})
+HM, SO, NOTHING = ("<think>\n" + thought + "\n</think>\n\n" for thought in ("hm", "so", ""))
+
+
+@pytest.fixture
+def load(families: SimpleNamespace, tmp_path: Path) -> Any:
+    def load(template: str, *rows: dict[str, Any], **section: Any) -> tuple[LoadedData, str]:
+        """The data, and what is learnt of the first row."""
+        tokenizer = families.new("chatml")
+        tokenizer.chat_template = template
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        loaded = load_data(DataSection(train=str(tmp_path / "rows.jsonl"), **section), tokenizer, seed=0)
+        learnt = tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORED]) if len(loaded.train) else ""
+        return loaded, learnt
+
+    return load
+
+
+@pytest.mark.parametrize("rows", [IN_CONTENT, BESIDE], ids=["in the content", "in a key"])
+@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
+@pytest.mark.parametrize(
+    ("thoughts", "first", "second"), [("last", "", SO), ("all", HM, SO), ("none", "", "")], ids=["last", "all", "none"]
+)  # fmt: skip
+def test_which_thoughts_are_learnt(load: Any, template: str, rows: dict[str, Any], thoughts: str, first: str, second: str) -> None:
+    loaded, learnt = load(template, rows, thoughts=thoughts)
+    if not second and template is QWEN3:
+        second = NOTHING  # the template's own
+    assert learnt == f"{first}one<|im_end|>{second}two<|im_end|>"
+    assert loaded.facts["template"]["thoughts"] == thoughts
+    assert not [note for note in loaded.facts["notes"] if "reasoning" in note]
+
+
+@pytest.mark.parametrize("thoughts", ["last", "all", "none"])
+@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
+def test_rows_without_thoughts_stay_as_they_are(load: Any, template: str, thoughts: str) -> None:
+    usual, chosen = (load(template, PLAIN_ANSWERS, **section)[0] for section in ({}, {"thoughts": thoughts}))
+    assert list(usual.train) == list(chosen.train)
+
+
+def test_thoughts_in_marks_of_the_templates_own(load: Any) -> None:
+    channel = "{%- if m.thinking and loop.last %}{{ '[THINK]' + m.thinking + '[/THINK]' }}{% endif %}"
+    own = PLAIN.replace(
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content", "{{ '<|im_start|>' + m.role + '\\n' }}" + channel + "{{ m.content"
+    )
+    rows = turns({"content": "one", "thinking": "hm"}, {"content": "two", "thinking": "so"})
+    assert load(own, rows, thoughts="last")[1] == "one<|im_end|>[THINK]so[/THINK]two<|im_end|>"
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: all keeps them"):
+        load(own, rows, thoughts="all")
+
+
+def test_thoughts_behind_an_empty_one_of_the_template_are_a_bad_row(load: Any) -> None:
+    always = QWEN3.replace(
+        "{%- if loop.index0 > ns.last and (loop.last or thought) %}", "{%- if loop.index0 <= ns.last %}<think></think>{% else %}"
+    )
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: all keeps them"):
+        load(always, BESIDE, thoughts="all")
+
+
+def test_thoughts_are_learnt_where_the_prompt_ends_in_empty_ones(load: Any) -> None:
+    _, learnt = load(QWEN3, BESIDE, template_kwargs={"enable_thinking": False})
+    assert learnt == "one<|im_end|>so\n</think>\n\ntwo<|im_end|>"  # the tag and its line end are those of the prompt
+
+
+def test_thoughts_that_no_setting_can_keep_or_remove_are_bad_rows(load: Any) -> None:
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: last keeps them"):
+        load(NEVER, IN_CONTENT, thoughts="last")
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: messages\[1\].content has <think> or </think> without the other one"):
+        load(PLAIN, turns({"content": "hm</think>one"}), thoughts="none")
+    loaded, learnt = load(PLAIN, turns({"content": "<think>hm</think>"}), turns({"content": "one"}), thoughts="none")
+    assert learnt == "one<|im_end|>"
+    assert loaded.facts["train"]["dropped"][0]["why"] == "the answer is empty"
+
+
+def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any, families: SimpleNamespace) -> None:
+    usual, learnt = load(QWEN3, PLAIN_ANSWERS)
+    assert learnt == f"one<|im_end|>{NOTHING}two<|im_end|>"
+    (note,) = [note for note in usual.facts["notes"] if "empty thoughts" in note]
+    assert note.startswith("1 row learns empty thoughts")
+    assert "data.template_kwargs: {enable_thinking: false}" in note
+    loaded, learnt = load(QWEN3, PLAIN_ANSWERS, template_kwargs={"enable_thinking": False})
+    assert learnt == "one<|im_end|>two<|im_end|>"
+    assert not [note for note in loaded.facts["notes"] if "empty thoughts" in note]
+    assert loaded.facts["template"]["kwargs"] == {"enable_thinking": False}
+    tokenizer = families.new("chatml")
+    assert tokenizer.decode(loaded.prompts[0].input_ids).endswith(f"<|im_start|>assistant\n{NOTHING}")
+    tokenizer.chat_template = loaded.chat_template  # as a result's tokenizer has it
+    asked = [{"role": "user", "content": "q"}]
+    off, on = (
+        tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **k) for k in ({}, {"enable_thinking": True})
+    )
+    assert off.endswith(NOTHING)
+    assert not on.endswith(NOTHING)
+
+
+def test_values_of_every_kind_reach_the_template(load: Any) -> None:
+    names = {"a": 'it\'s "so" }} %} é\n😀', "b": 0.5, "c": -3, "d": True, "e": ["x", "y"], "f": None, "g": {"k": 1}}
+    shows = PLAIN.replace("m.content +", "m.content + '|'.join([a, b|string, c|string, d|string, e[1], f|string, g.k|string]) +")
+    loaded, _ = load(shows, PLAIN_ANSWERS, template_kwargs=names)
+    made = jinja2.Environment().from_string(loaded.chat_template or "").render(messages=[{"role": "user", "content": ""}])
+    assert made == "<|im_start|>user\n" + 'it\'s "so" }} %} é\n😀|0.5|-3|True|y|None|1<|im_end|>\n'
+
+
+def test_settings_without_effect_are_refused(load: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"data.template_kwargs.enable_thinkin: the chat template \(tokenizer\) reads no such setting"
+    ) as told:
+        load(QWEN3, PLAIN_ANSWERS, template_kwargs={"enable_thinkin": False})
+    assert "enable_thinking" in (told.value.fix or "")
+    with pytest.raises(UsageError, match=r"data.template_kwargs.enable_thinking: .* is no value of JSON"):
+        load(QWEN3, PLAIN_ANSWERS, template_kwargs={"enable_thinking": float("nan")})
+    for name in ("messages", "eos_token", "add_generation_prompt"):
+        with pytest.raises(UsageError, match=f"data.template_kwargs.{name}: "):
+            load(QWEN3, PLAIN_ANSWERS, template_kwargs={name: "a"})
+    for section in ({"thoughts": "none"}, {"template_kwargs": {"enable_thinking": False}}):
+        with pytest.raises(UsageError, match=f"data.{next(iter(section))} has no effect"):
+            load(QWEN3, {"text": "some text"}, **section)
+
+
+def test_kept_rows_belong_to_their_setting(load: Any, tmp_path: Path) -> None:
+    kept = str(tmp_path / "cache")
+    learnt = [
+        load(QWEN3, IN_CONTENT, cache=kept, **section)[1]
+        for section in ({}, {"thoughts": "all"}, {"thoughts": "none"}, {"thoughts": "none", "template_kwargs": {"enable_thinking": False}})
+    ]
+    assert len(set(learnt)) == 4
