@@ -134,10 +134,11 @@ class PipelineFolder:
 
         made = []
         for part in self.family.encoders:
-            kind: Any = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
+            kind = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
             if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+                settings: Any = kind.config_class
                 with self._explained(part), torch.device("meta"):
-                    made.append(kind(kind.config_class.from_pretrained(self.path / part)))
+                    made.append(kind(settings.from_pretrained(self.path / part)))
         return made
 
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
