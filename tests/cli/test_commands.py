@@ -55,11 +55,11 @@ def test_env_as_json_is_the_env_json_of_a_run():
     assert result.exit_code == int(any(f["severity"] == "error" for f in answer["findings"]))
 
 
-# --- `isotype cache` and the compiled kernels: shown with their size, cleared by their last use, and nothing else beside them.
+# --- `isotype doctor cache` and the compiled kernels: shown with their size, cleared by their last use, and nothing else beside them.
 
 
 def cache(*arguments):
-    return ask("cache", *arguments)
+    return ask("doctor", "cache", *arguments)
 
 
 @pytest.fixture

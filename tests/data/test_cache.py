@@ -184,7 +184,7 @@ def test_the_command_shows_and_clears(load: Any, tmp_path: Path, monkeypatch: py
     Path("kept/model.safetensors").write_bytes(b"somebody's weights")
 
     def ask(*arguments: str) -> Any:
-        return CliRunner().invoke(build_app(), ["cache", *arguments], catch_exceptions=False)
+        return CliRunner().invoke(build_app(), ["doctor", "cache", *arguments], catch_exceptions=False)
 
     shown = json.loads(ask("kept", "--json").stdout)
     assert [(e["source"], e["rows"]) for e in shown["entries"]] == [("chats.jsonl", 60)]

@@ -97,4 +97,4 @@ def test_every_command_is_either_refused_or_tried_here():
 
     commands = {command.name for command in build_app().registered_commands}
     assert set(REFUSED) == set(LINUX_ONLY)
-    assert commands - LINUX_ONLY == {"init", "import", "ls", "cache"}
+    assert commands - LINUX_ONLY == {"init", "import", "ls"}

@@ -35,10 +35,9 @@ _COMMANDS = {
     "merge": ("merge.merge", RUNS),
     "export": ("export.export", RUNS),
     "ls": ("ls.ls", RUNS),
-    "cache": ("cache.cache", RUNS),
 }
 # what people type by habit -> what to type
-INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
+INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env", "cache")} | {
     "lint": "isotype doctor check reads settings; conform, trace and kernels run the code",
     "diff": "isotype ls --diff RUN RUN",
     "schema": "isotype init --schema",

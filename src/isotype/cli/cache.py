@@ -1,4 +1,4 @@
-"""`isotype cache`: shows the stored tokenised data and compiled kernels, and removes them."""
+"""`isotype doctor cache`: shows the stored tokenised data and compiled kernels, and removes them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def cache(
 
     Examples:
 
-        isotype cache
+        isotype doctor cache
 
-        isotype cache --clear --older 30
+        isotype doctor cache --clear --older 30
 
         ISOTYPE_CACHE_GB=100 isotype train run.yaml
     """

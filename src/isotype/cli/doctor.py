@@ -17,6 +17,7 @@ from ..errors import UsageError
 from ..finding import Severity, worst_first
 from . import doctor_parts
 from .app import DOCTOR, INSTEAD, prepare
+from .cache import cache
 from .doctor_parts import FailOn, Json
 
 _LOOK = "look"  # the command behind `isotype doctor PATH`
@@ -62,8 +63,8 @@ def register(app: typer.Typer) -> None:
     for command in (doctor_parts.check, doctor_parts.explain, doctor_parts.env):
         doctor.command()(command)
     doctor.command(context_settings=doctor_parts.SCRIPT_ARGUMENTS)(doctor_parts.trace)
-    doctor.command()(doctor_parts.conform)
-    doctor.command()(doctor_parts.kernels)
+    for command in (doctor_parts.conform, doctor_parts.kernels, cache):
+        doctor.command()(command)
     doctor.command(_LOOK, help=HELP, hidden=True)(look)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 

@@ -99,7 +99,7 @@ def library(source: Path) -> ctypes.CDLL:
                     build(compiler, source, built)
         try:
             with suppress(OSError):  # somebody else's folder
-                os.utime(built)  # `isotype cache` shows and clears by the last use
+                os.utime(built)  # `isotype doctor cache` shows and clears by the last use
             return ctypes.CDLL(str(built))
         except OSError as error:
             # half a file, left by a machine that stopped: build it again, once
