@@ -3,6 +3,7 @@
     python benchmarks/size.py             # a minute: it also trains a 2-layer LoRA for forty steps and counts the calls of a layer
     python benchmarks/size.py --json
 
+lines of sheets     rules, findings and causes of the doctor and of precision, written as text
 files of a step     files of Isotype that run Python code between two steps of `isotype.train`: a 2-layer Llama, LoRA on every linear layer,
                     bf16-lora, on a CPU
 calls of a layer    Python functions called by forward and backward of one decoder layer (r 8 on all linear layers, 64 tokens, bf16
@@ -162,6 +163,7 @@ def main() -> None:
     step = files_of_a_step()
     found = {
         "source lines": source,
+        "lines of sheets": lines(SOURCE, ".txt", ".tsv")[0],
         "source files": files,
         "test lines": tests,
         "files of a step": len(step),

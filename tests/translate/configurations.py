@@ -104,6 +104,9 @@ profiler:
   _component_: torchtune.training.setup_torch_profiler
   enabled: False
 """
+TUNE_DPO = TUNE.replace("torchtune.modules.loss.LinearCrossEntropyLoss", "torchtune.rlhf.loss.DPOLoss").replace(
+    "torchtune.datasets.alpaca_cleaned_dataset", "torchtune.datasets.stack_exchange_paired_dataset"
+)
 TUNE_FULL = TUNE.replace("lora_llama3_2_1b", "llama3_2_1b").replace(
     "  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']\n  apply_lora_to_mlp: True\n  lora_rank: 64\n  lora_alpha: 128\n", ""
 )
@@ -150,6 +153,11 @@ trainer = SFTTrainer(
 )
 """
 
+DPO = """from trl import DPOConfig, DPOTrainer
+ds = load_dataset("trl-lib/ultrafeedback_binarized", split="train")
+args = DPOConfig(output_dir="out", beta=0.05, label_smoothing=0.1, bf16=True)
+trainer = DPOTrainer(model="Qwen/Qwen2.5-0.5B", args=args, train_dataset=ds, peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05))
+"""
 CASES: dict[str, Case] = {
     # axolotl
     "axolotl_lora": Case(
@@ -283,7 +291,19 @@ CASES: dict[str, Case] = {
     "torchtune_qlora": Case("qlora.yaml", TUNE.replace("lora_llama3_2_1b", "qlora_llama3_2_1b"), "torchtune", {"precision.preset": "nf4-lora"}),
     "torchtune_full_bf16": Case("full.yaml", TUNE_FULL, "torchtune", {"adapter.kind": "none", "precision.preset": "bf16-pure"}),
     "torchtune_full_fp32": Case("fp32.yaml", TUNE_FULL.replace("dtype: bf16", "dtype: fp32"), "torchtune", {"precision.preset": "fp32"}),
-    "torchtune_dpo": Case("dpo.yaml", TUNE.replace("torchtune.modules.loss.LinearCrossEntropyLoss", "torchtune.rlhf.loss.DPOLoss"), refused="DPOLoss"),
+    "torchtune_dpo": Case(
+        "dpo.yaml", TUNE_DPO.replace("DPOLoss", "DPOLoss\n  beta: 0.05\n  label_smoothing: 0.1\nref_checkpointer:\n  checkpoint_dir: /tmp/Llama-3.2-1B-Instruct/"), "torchtune",
+        {
+            "train.objective": "dpo", "preference.beta": 0.05, "preference.label_smoothing": 0.1, "data.packing": False,
+            "data.train": [{"name": "hf:lvwerra/stack-exchange-paired", "columns": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}}],
+        },
+    ),
+    "torchtune_dpo_pairs": Case(
+        "dpo.yaml", TUNE_DPO.replace("torchtune.datasets.stack_exchange_paired_dataset", "torchtune.datasets.preference_dataset\n  source: json\n  data_files: pairs.json"),
+        "torchtune", {"train.objective": "dpo", "data.train": [{"name": "pairs.json"}]},
+    ),
+    "torchtune_rso": Case("rso.yaml", TUNE_DPO.replace("DPOLoss", "RSOLoss"), refused="RSOLoss is not offered"),
+    "torchtune_dpo_command": Case("dpo.sh", "tune run lora_dpo_single_device --config llama3/x optimizer.lr=1e-5\n", refused="give that YAML file"),
     # Hugging Face
     "hf_trainer_fp32_weights": Case(
         "train.py",
@@ -332,7 +352,48 @@ CASES: dict[str, Case] = {
         "hf",
         {"model.name": "Qwen/Qwen2.5-0.5B", "data.packing": True, "train.learning_rate": 2e-5, "adapter.kind": "none"},
     ),
-    "trl_dpo_command": Case("dpo.sh", "trl dpo --model_name_or_path a/b --dataset_name c/d --output_dir out --bf16\n", refused="trl dpo is not offered"),
+    "trl_dpo": Case(
+        "dpo.py",
+        DPO,
+        "trl",
+        {
+            "train.objective": "dpo", "preference.beta": 0.05, "preference.label_smoothing": 0.1, "train.learning_rate": 1e-6, "data.max_length": 1024,
+            "model.name": "Qwen/Qwen2.5-0.5B", "data.train": "hf:trl-lib/ultrafeedback_binarized", "adapter.r": 16, "adapter.dropout": 0.0,
+        },
+    ),
+    "trl_ipo": Case("ipo.py", DPO.replace("label_smoothing=0.1", "loss_type=['ipo']"), "trl", {"train.objective": "ipo", "preference.beta": 0.05}),
+    "trl_dpo_hinge": Case("dpo.py", DPO.replace("label_smoothing=0.1", "loss_type='hinge'"), refused="loss_type: hinge is not offered: sigmoid, ipo is"),
+    "trl_dpo_of_two_losses": Case("dpo.py", DPO.replace("label_smoothing=0.1", "loss_type=['sigmoid', 'sft']"), refused="loss_type: sigmoid sft is not offered"),
+    "trl_kto": Case(
+        "kto.py", DPO.replace("DPO", "KTO").replace("label_smoothing=0.1", "desirable_weight=0.5, undesirable_weight=2.0, max_length=512"), "trl",
+        {"train.objective": "kto", "preference.desirable_weight": 0.5, "preference.undesirable_weight": 2.0, "data.max_length": 512},
+    ),
+    "trl_orpo": Case(
+        "orpo.py", DPO.replace("DPO", "ORPO").replace("label_smoothing=0.1", "max_prompt_length=128"), "trl",
+        {"train.objective": "orpo", "preference.beta": 0.05, "adapter.dropout": 0.05},
+    ),
+    "trl_cpo": Case("cpo.py", DPO.replace("DPO", "CPO"), "trl", {"train.objective": "cpo", "preference.label_smoothing": 0.1}),
+    "trl_simpo": Case(
+        "simpo.py", DPO.replace("DPO", "CPO").replace("label_smoothing=0.1", "loss_type='simpo', simpo_gamma=0.7"), "trl",
+        {"train.objective": "simpo", "preference.simpo_gamma": 0.7, "preference.nll": 1.0},
+    ),
+    "trl_reward": Case(
+        "reward.py",
+        "model = AutoModelForSequenceClassification.from_pretrained('a/b', num_labels=1)\nRewardTrainer(model=model, "
+        "args=RewardConfig(output_dir='o', center_rewards_coefficient=0.01), train_dataset=load_dataset('c/d', split='train'))\n",
+        "trl",
+        {"train.objective": "reward", "model.name": "a/b", "preference.center_rewards_coefficient": 0.01, "train.learning_rate": 1e-4},
+    ),
+    "trl_two_trainings": Case("both.py", SFT.replace(", model_init_kwargs=KWARGS", "") + DPO, refused="several trainings in one file"),
+    "trl_dpo_command": Case(
+        "dpo.sh", "trl dpo --model_name_or_path a/b --dataset_name c/d --output_dir out --bf16 --loss_type ipo\n", "hf",
+        {"train.objective": "ipo", "model.name": "a/b", "data.train": "hf:c/d", "precision.preset": "bf16-mixed"},
+    ),
+    "trl_kto_script": Case(
+        "kto.sh", "accelerate launch examples/scripts/kto.py --model_name_or_path a/b --dataset_name c/d --beta 0.2 --output_dir out\n", "hf",
+        {"train.objective": "kto", "preference.beta": 0.2},
+    ),
+    "trl_yaml_of_no_method": Case("c.yaml", "model_name_or_path: a/b\nbeta: 0.1\noutput_dir: o\nbf16: true\n", refused="give the command or program that starts it"),
     "trl_grpo": Case("grpo.py", "from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(model='a', args=GRPOConfig(output_dir='o', bf16=True))\n", refused="GRPO is not offered"),
     "trl_from_its_command_line": Case(
         "script.py",

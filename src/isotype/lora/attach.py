@@ -359,7 +359,9 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
             made: Tensor = output
             return made
-    call = None if torch._C._are_functorch_transforms_active() else projection(self, x)
+    if torch._C._are_functorch_transforms_active():
+        return _peft_forward(self, x)
+    call = projection(self, x)
     if call is None:
         call = projection(self, x, dora=True)
         if call is None:

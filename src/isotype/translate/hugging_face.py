@@ -3,47 +3,99 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from . import transforms as t
 from .source import Source
 from .transforms import Draft, Given
 
-_METHOD = re.compile(r"^(DPO|GRPO|KTO|ORPO|CPO|Reward|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$")
+_METHOD = re.compile(r"^(GRPO|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$")
 _TASK = re.compile(r"^(?:Auto\w*|\w+?)(?:ModelFor|For)(?!CausalLM)(\w+)$|^(Diffusion|StableDiffusion|Flux)\w*Pipeline$")
 _METHOD_KEYS = (
     *("rpo_alpha", "ref_model", "reference_free", "num_generations", "desirable_weight"),
-    *("reward_funcs", "max_prompt_length", "beta"),
+    *("reward_funcs", "max_prompt_length", "beta", "cpo_alpha", "center_rewards_coefficient"),
 )
+# TRL's loss_type of a method -> Isotype's train.objective
+_LOSSES = {
+    "dpo": {"sigmoid": "dpo", "ipo": "ipo"},
+    "cpo": {"sigmoid": "cpo", "simpo": "simpo"},
+    "kto": {"kto": "kto"},
+    "orpo": {"": "orpo"},
+    "reward": {"": "reward"},
+}
 _VISION = ("FastVisionModel", "FastDiffusionModel", "AutoModelForImageTextToText", "AutoModelForVision2Seq")
+
+
+def _loss(value: object) -> str:
+    """`loss_type` as one word; DPO takes a list, a script writes it as text."""
+    if value is t.Computed:
+        return "computed by the program"
+    words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    return " ".join(str(word) for word in words)
+
+
+def _objective(draft: Draft) -> str | None:
+    """Of the whole file, since settings may stand before it."""
+    losses = _LOSSES.get(str(draft.keys.get("trl_method")), {})
+    return losses.get(_loss(draft.keys.get("loss_type")) or next(iter(losses), ""))
+
+
+# a setting of `preference`, wherever in the file the method stands
+_of = partial(t.preference, of=_objective)
+
+
+def _method(draft: Draft, given: Given) -> None:
+    rows = "prompt, completion and label" if given.value == "kto" else "chosen and rejected"
+    reference = f"; {t.REFERENCE}" if given.value in ("dpo", "kto") else ""
+    draft.set(given, "train.objective", _objective(draft), f"rows have {rows}; other names: data.columns{reference}")
+
+
+def _loss_type(draft: Draft, given: Given) -> None:
+    sft = t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy")
+    (t.no_effect("part of train.objective") if _objective(draft) else sft)(draft, given)
 
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
+    methods = [given for given in source.keys if given.name == "trl_method"]
+    sft = source.calls & {"SFTTrainer", "SFTConfig"}
     for name in sorted(source.calls):
         if found := _METHOD.match(name):
-            return f"{found[1]} is not offered: Isotype trains causal language models on given answers (SFT) and on text"
-        if name.endswith("Trainer") and name not in ("Trainer", "SFTTrainer", "UnslothTrainer", "Seq2SeqTrainer"):
+            return f"{found[1]} is not offered: Isotype trains causal language models on given answers (SFT) and on preferences"
+        plain = name in ("Trainer", "SFTTrainer", "UnslothTrainer", "Seq2SeqTrainer", "PatchDPOTrainer", "PatchKTOTrainer")
+        if name.endswith("Trainer") and not plain and name.removesuffix("Trainer").lower() not in _LOSSES:
             return f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor trace` work with it as it is"
         if name in _VISION:
             return f"{name}: models with pictures are not offered"
         if name.endswith("ForConditionalGeneration"):
             return f"{name}: only causal language models without pictures are trained"
     parsed = source.calls & {"HfArgumentParser", "TrlParser"}
-    if parsed and not any(given.written.startswith(("TrainingArguments", "SFTConfig")) for given in source.keys):
+    if parsed and not any(re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", given.written) for given in source.keys):
         return (
             f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the shell script or the YAML file that starts it"
         )
-    if not any("CausalLM" in name or name in ("SFTTrainer", "SFTConfig") or name.startswith("Fast") for name in source.calls):
+    known = any("CausalLM" in name or name in ("SFTTrainer", "SFTConfig") or name.startswith("Fast") for name in source.calls)
+    if not methods and not known:
         for name in sorted(source.calls):
             if (found := _TASK.match(name)) and name not in ("LoraConfig",) and "Collator" not in name:
                 return f"{name}: only causal language models are trained"
+    if len(methods) + bool(sft) > 1:
+        named = ", ".join([*(given.written for given in methods), *sorted(sft)])
+        return f"several trainings in one file ({named}): a configuration is one of them"
+    if methods:
+        losses, loss = _LOSSES[str(methods[0].value)], _loss(source.get("loss_type"))
+        if loss and loss not in losses:
+            offered = ", ".join(word for word in losses if word) or "its only loss"
+            return f"{methods[0].written}: loss_type: {loss} is not offered: {offered} is"
+        return None
     word = source.method.split(" ")[0]
-    if word in ("dpo", "grpo", "kto", "orpo", "cpo", "reward", "rloo", "prm"):
-        return f"trl {word} is not offered: Isotype trains on given answers (SFT) and on text"
+    if word in ("grpo", "rloo", "prm"):
+        return f"trl {word} is not offered: Isotype trains on given answers (SFT) and on preferences"
     if found := re.search(r"\b(dpo|grpo|kto|orpo|cpo|reward_modeling|rloo|ppo)\w*\.py", source.method):
-        return f"{found[1]} is not offered: Isotype trains on given answers (SFT) and on text"
+        return f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
     if given := source.has(*_METHOD_KEYS):
-        return f"line {given.line}: {given.written or given.name} belongs to a preference or reward method, which is not offered"
+        where = f"line {given.line}: {given.written or given.name}"
+        return f"{where} belongs to a preference or reward method, which the file does not name: give the command or program that starts it"
     if given := source.has("auto_model"):
         return f"line {given.line}: {given.written}: auto_model names another class than a causal language model's"
     if source.has("predict_with_generate", "generation_num_beams"):
@@ -254,11 +306,23 @@ _NO_EFFECT = {
     "train.seed makes the adapter's first weights": "lora_seed",
     "evaluation runs under the run's precision, and leaves the weights as they are": "fp16_full_eval",
     "samples come from the model that is trained": "fast_inference",
+    t.REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size",
+    "a model with dropout is refused beside a reference": "disable_dropout",
+    "a reward model has one score": "num_labels",
+    "the tokenizer's own": "pad_token padding_value label_pad_token_id pad_to_multiple_of",
+    "of another divergence or loss": "f_alpha_divergence_coef discopop_tau",
+    "of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
     t.IRRELEVANT: "log_level unsloth_force_compile",
 }
 _NOT_OFFERED = {
     "data.chat_template: a file with this text; without it the tokenizer's own is used": "chat_template",
     "biases are not trained": "lora_bias",
+    f"{t.REFERENCE}; another one": "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name model_adapter_name",
+    "data.max_length is for prompt and answer together": "max_prompt_length max_completion_length",
+    "every token and every pair counts alike": "use_weighting ld_alpha",
+    "one loss: preference.nll is the weight of the chosen answer's likelihood": "loss_weights",
+    "AlphaPO is not offered": "alpha",
+    "run.samples shows answers": "generate_during_eval",
     "LoftQ is not offered": "loftq",
     "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
     "adapter.targets names the modules": "finetune_*",
@@ -295,8 +359,19 @@ KEYS: dict[str, t.Handler] = {
     **t.each(t.start, "init_lora_weights lora_init"),
     "rank_pattern": t.to("adapter.rank_pattern"),
     "alpha_pattern": t.to("adapter.alpha_pattern"),
-    # the rest
-    "loss_type": t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
+    # preferences
+    "trl_method": _method,
+    "loss_type": _loss_type,
+    "beta": _of("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
+    "label_smoothing": _of("label_smoothing", "dpo", "cpo"),
+    "rpo_alpha": _of("nll", "dpo", "ipo"),
+    "cpo_alpha": _of("nll", "cpo", "simpo"),
+    "simpo_gamma": _of("simpo_gamma", "simpo"),
+    "desirable_weight": _of("desirable_weight", "kto"),
+    "undesirable_weight": _of("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
+    "f_divergence_type": t.only("reverse_kl", "the default", "the divergence is the reverse KL"),
+    "truncation_mode": t.only("keep_start", "the default", "what is longer than data.max_length is cut at its end"),
 }
 
 
@@ -304,9 +379,17 @@ def finish(draft: Draft, source: Source) -> None:
     """Without PEFT every weight is trained; the defaults that differ from Isotype's are written down."""
     peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.calls & {"LoraConfig", "get_peft_model"}
     sft = "SFTConfig" in source.calls or "sft" in source.method
+    method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
-    draft.default_all({"train.batch_size": 8, "train.learning_rate": 2e-5 if sft else 5e-5, "train.schedule": "linear", "train.warmup": 0})
+    rate = 1e-4 if method == "reward" else 1e-6 if method in _LOSSES else 2e-5 if sft else 5e-5
+    draft.default_all({"train.batch_size": 8, "train.learning_rate": rate, "train.schedule": "linear", "train.warmup": 0})
+    if method in _LOSSES:
+        if "max_length" not in draft.keys:
+            draft.default("data.max_length", 1024)
+        if draft.settings.get("train.objective") == "simpo":
+            draft.default("preference.nll", 1.0)  # cpo_alpha
+        t.leave_out(draft)
     if sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here the answers only (data.loss_on: all)"

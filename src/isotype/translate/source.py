@@ -38,12 +38,20 @@ _PYTHON_CALLS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("1", "name"), "dataset_config"),
         "split": "dataset_train_split",
     },
-    "SFTTrainer": {"model": "model_name_or_path", "max_seq_length": "max_length"},
+    **{
+        f"{method}Trainer": {"model": "model_name_or_path", "max_seq_length": "max_length"}
+        for method in ("SFT", "DPO", "KTO", "ORPO", "CPO", "Reward")
+    },
     "Trainer": {"model": "model_name_or_path"},
 }
-_ARGUMENTS = re.compile(r"^(?:Seq2Seq|Unsloth)?TrainingArguments$|^SFTConfig$")
+_ARGUMENTS = re.compile(r"^(?:Seq2Seq|Unsloth)?TrainingArguments$|^(?:SFT|DPO|KTO|ORPO|CPO|Reward)Config$")
+# TRL's preference methods, as classes and as scripts; the method becomes the key `trl_method`
+_METHOD_CLASS = re.compile(r"^(DPO|KTO|ORPO|CPO|Reward)(?:Config|Trainer)$")
+_METHOD_SCRIPT = re.compile(r"^trl (dpo|kto|reward)$|(?:^|/)(?:run_)?(dpo|kto|orpo|cpo|reward)(?:_modeling)?\.py$")
+
 _MODELS = re.compile(
-    r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language)?Model)$"
+    r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language)?Model"
+    r"|AutoModelForSequenceClassification)$"
 )
 _OBJECTS = (  # handed from one call to another: their own settings are keys, the variables are not
     *("model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "peft_config", "data_collator", "callbacks"),
@@ -53,13 +61,16 @@ _OBJECTS = (  # handed from one call to another: their own settings are keys, th
 
 @dataclass
 class Source:
-    """calls: names of what a Python file calls; method: the word behind `trl`, `tune run` or the like; all for `refusal`."""
+    """calls: names of what a Python file calls; method: the word behind `trl`, `tune run` or the like; all for `refusal`.
+
+    config  the file of settings that a command names: its precision is the training's"""
 
     file: str
     tool: str | None
     keys: list[Given] = field(default_factory=list)
     calls: frozenset[str] = frozenset()
     method: str = ""
+    config: str = ""
     secrets: Secrets = field(default_factory=Secrets)
 
     def get(self, name: str) -> object:
@@ -141,10 +152,14 @@ def _program(text: str, path: Path, line_of: Callable[[int | None], int | None])
     calls = python_calls.read(text)
     keys = [Given(g.name, g.value, line_of(g.line), g.written) for g in _from_calls(calls)]
     named = frozenset(name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name)
-    trains = named & {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"} or any(name.endswith("Trainer") for name in named)
+    methods = {found[1].lower(): call for call in calls if (found := _METHOD_CLASS.match(call.name))}
+    keys = [*(Given("trl_method", method, line_of(call.line), call.name) for method, call in methods.items()), *keys]
+    arguments = named & {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"}
+    trains = methods or arguments or any(name.endswith("Trainer") for name in named)
     tool = None
     if trains and keys:
-        tool = "unsloth" if named & {"FastLanguageModel", "FastModel"} else "trl" if named & {"SFTConfig", "SFTTrainer"} else "hf"
+        tool = "trl" if methods or named & {"SFTConfig", "SFTTrainer"} else "hf"
+        tool = "unsloth" if named & {"FastLanguageModel", "FastModel"} else tool
     return Source(str(path), tool, keys, named)
 
 
@@ -170,9 +185,29 @@ def _commands(text: str, path: Path) -> Source:
         if (of_pictures := tool_of_program(script)) is not None:
             return _picture_script(of_pictures, keys, path, script)
         tool = {"trl": "hf", "llamafactory-cli": "llamafactory", "axolotl": "axolotl", "tune": "torchtune"}.get(first) or identify(given)
-        return Source(str(path), _TOOL_OF.get(tool or "", tool), keys, method=" ".join(words[1 : start + 1]))
+        method = " ".join(words[1 : start + 1])
+        tool = _TOOL_OF.get(tool or "", tool)
+        if tool in (None, "hf", "trl") and (found := _METHOD_SCRIPT.search(" ".join(words[:2]) if first == "trl" else script)):
+            return _preference_script(found, keys, path, method)
+        return Source(str(path), tool, keys, method=method)
     raise UsageError(
         f"{path}: no training command in it that isotype import knows (trl, llamafactory-cli, axolotl, tune run, python TRAIN.py --...)"
+    )
+
+
+def _preference_script(found: re.Match[str], keys: list[Given], path: Path, method: str) -> Source:
+    """A command line of TRL's preference scripts, with the file that `--config` names."""
+    said = {given.name: given for given in keys}
+    named = Given("trl_method", found[1] or found[2], next(iter(said.values())).line, found[0].lstrip("/"))
+    if (config := said.pop("config", None)) is None:
+        return Source(str(path), "hf", [named, *keys], method=method)
+    file = next((file for file in (path.parent / str(config.value), Path(str(config.value))) if file.is_file()), None)
+    if file is None:
+        raise UsageError(f"{path}:{config.line}: --config {config.value} is not there; its settings are needed")
+    if own := sorted(said.keys() & {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit"}):
+        raise UsageError(f"{path}:{config.line}: --{own[0]} beside --config: write it into {file}")
+    return Source(
+        str(path), "hf", [named, *said.values(), *(key for key in read(file).keys if key.name not in said)], method=method, config=str(file)
     )
 
 
@@ -197,7 +232,7 @@ def _from_calls(calls: list[Call]) -> Iterator[Given]:
             name = names.get(argument, argument)
             if argument.isdigit() and argument not in names:
                 continue
-            if name in _OBJECTS or (name == "model_name_or_path" and call.name in ("SFTTrainer", "Trainer") and not isinstance(value, str)):
+            if name in _OBJECTS or (name == "model_name_or_path" and call.name.endswith("Trainer") and not isinstance(value, str)):
                 continue
             yield Given(name, _plain(value), line, f"{_shown(call)}({argument if not argument.isdigit() else ''})")
 

@@ -18,7 +18,12 @@ _DATASETS = {  # component -> (hub dataset when `source` is not given, format)
     "instruct_dataset": (None, "auto"),
     "text_completion_dataset": (None, "text"),
     "wikitext_dataset": ("EleutherAI/wikitext_document_level", "text"),
+    "preference_dataset": (None, "auto"),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "auto"),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "auto"),
 }
+_STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+_DPO = "torchtune.rlhf.loss.DPOLoss"
 _MODULES = {"output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -27,9 +32,9 @@ def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     for given in source.keys:
         word = str(given.value)
-        if re.search(r"DPO|RSO|GRPO|PPO|torchtune\.rlhf|preference", word):
+        if given.name.endswith("_component_") and word != _DPO and re.search(r"RSO|GRPO|PPO|torchtune\.rlhf", word):
             where = f"line {given.line}: {given.written or given.name}: {word}"
-            return f"{where}: preference methods are not offered, only training on given answers (SFT)"
+            return f"{where} is not offered: of these methods, DPOLoss is"
         if given.name.startswith(("teacher_model", "teacher_checkpointer", "kd_")):
             return f"line {given.line}: {given.name}: distillation is not offered"
         if given.name.startswith("quantizer") or "qat" in source.method:
@@ -37,6 +42,8 @@ def refusal(source: Source) -> str | None:
         pictures = re.search(r"vision|multimodal|\.clip\.", word) and given.name.endswith("_component_")
         if pictures or given.name in ("tokenizer.max_num_tiles", "model.encoder_trainable", "model.fusion_trainable"):
             return f"line {given.line}: {given.name}: {word}: models with pictures are not offered"
+    if re.search(r"dpo|ppo|grpo", source.method) and not source.has("loss"):
+        return f"tune {source.method.split(' --')[0]}: the method's settings are in its configuration: give that YAML file"
     if source.has("tasks", "prompt", "max_new_tokens") and not source.has("optimizer"):
         return "evaluation or generation: isotype eval and isotype sample take a run folder, a model or an adapter"
     return None
@@ -80,7 +87,9 @@ def _dataset(draft: Draft, given: Given) -> None:
         entry["format"] = known[1]
     if not files and draft.keys.get(f"{at}.split") not in (None, "train"):
         entry["split"] = str(draft.keys[f"{at}.split"])
-    draft.set(given, target, [entry])
+    if paired := component == "stack_exchange_paired_dataset":
+        entry["columns"] = draft.keys.get(f"{at}.column_map") or _STACK_EXCHANGE
+    draft.set(given, target, [entry], "of which torchtune reads the folder data/rl alone" if paired and not files else "")
 
 
 def _validation(draft: Draft, given: Given) -> None:
@@ -88,6 +97,20 @@ def _validation(draft: Draft, given: Given) -> None:
         _dataset(draft, given)
     else:
         draft.no_effect(given, "no evaluation: run_val_every_n_steps is not set")
+
+
+def _loss(draft: Draft, given: Given) -> None:
+    if given.value == _DPO:
+        draft.set(given, "train.objective", "dpo", t.REFERENCE)
+    else:
+        t.no_effect("the loss is cross-entropy")(draft, given)
+
+
+def _reference(draft: Draft, given: Given) -> None:
+    if given.value == draft.keys.get("checkpointer.checkpoint_dir"):
+        draft.no_effect(given, t.REFERENCE)
+    else:
+        draft.not_offered(given, f"another model; {t.REFERENCE}")
 
 
 def _betas(draft: Draft, given: Given) -> None:
@@ -112,12 +135,13 @@ _NO_EFFECT = {
     "safetensors in Hugging Face's format": "checkpointer._component_",
     "the model's folder says it": "checkpointer.checkpoint_files checkpointer.model_type",
     "run.folder": "checkpointer.output_dir",
+    "part of the reference": "ref_checkpointer",
     "the model's own tokenizer; another one: model.tokenizer": "tokenizer.path",
     "the model's own tokenizer": "tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path tokenizer.merges_path",
     "part of data.train": "dataset.source dataset.data_files dataset.split",
     "part of data.eval": "dataset_val",
     "the step is fused where PyTorch can": "optimizer.fused optimizer.foreach",
-    "cross-entropy; the head and its loss are computed in chunks (model.optimize)": "loss._component_ loss",
+    "cross-entropy; the head and its loss are computed in chunks (model.optimize)": "loss",
     "part of train.gradient_checkpointing": "enable_activation_offloading",
     "weights are always loaded that way": "low_cpu_ram",
     "an adapter is a plain PEFT folder": "save_adapter_weights_only",
@@ -168,6 +192,11 @@ KEYS: dict[str, t.Handler] = {
     "dataset.conversation_column": t.to("data.columns", lambda value: {"messages": str(value)}),
     "dataset.conversation_style": t.to("data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"),
     "dataset.max_seq_len": t.count("data.max_length"),
+    # preferences
+    "loss._component_": _loss,
+    "loss.beta": t.number("preference.beta"),
+    "loss.label_smoothing": t.number("preference.label_smoothing"),
+    "ref_checkpointer.checkpoint_dir": _reference,
     # steps
     "seed": t.to("train.seed", lambda value: int(t.as_number(value))),
     "batch_size": t.number("train.batch_size"),
@@ -202,3 +231,4 @@ def finish(draft: Draft, source: Source) -> None:
     if "train.schedule" not in draft.settings:
         draft.default_all({"train.schedule": "constant", "train.warmup": 0})
     draft.default_all({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})
+    t.leave_out(draft)

@@ -275,6 +275,11 @@ def finish_text(draft: Draft) -> None:
         draft.settings.pop("data.eval_split", None)
     else:
         draft.default("data.eval_split", 0)
+    leave_out(draft)
+
+
+def leave_out(draft: Draft) -> None:
+    """Settings that are refused beside the objective."""
     objective = draft.settings.get("train.objective")
     left_out = {
         "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),

@@ -162,7 +162,7 @@ def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 
 def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
     """The findings of `isotype doctor check` for the file, without notes, and its record of the precision."""
-    checked = check([str(path)])
+    checked = check([source.config or str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
     if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):

@@ -104,6 +104,13 @@ def model(**values: Any) -> dict[str, str]:
     return {"model.json": j(model_name_or_path="m", **values)}
 
 
+ORPO = """import torch
+from transformers import AutoModelForCausalLM
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+model = AutoModelForCausalLM.from_pretrained("a/b", dtype=torch.bfloat16)
+args = ORPOConfig("out", bf16=False)
+ORPOTrainer(model, args=args, train_dataset=rows, processing_class=tok).train()
+"""
 CASES: dict[str, Case] = {
     # SimpleTuner
     "ST001 json": Case("CF020", st(mixed_precision="bf16", optimizer="adamw_bf16", gradient_precision="fp32"), st(mixed_precision="bf16", optimizer="adamw_bf16")),
@@ -292,6 +299,8 @@ CASES: dict[str, Case] = {
     "FSDP QLoRA storage by accelerate": Case("CF015", {**hf(bf16=True), **ac(distributed_type="FSDP", mixed_precision="bf16"), **model(dtype="bfloat16", quantization_config={**BNB, "bnb_4bit_quant_storage": "float32"})}, {**hf(bf16=True), **ac(distributed_type="FSDP", mixed_precision="bf16"), **model(dtype="bfloat16", quantization_config={**BNB, "bnb_4bit_quant_storage": "bfloat16"})}),
     "FSDP QLoRA storage in axolotl": Case("CF015", ax(adapter="qlora", load_in_4bit=True, bf16=True, fsdp=["full_shard"], bnb_config_kwargs={"bnb_4bit_quant_storage": "float32"}), ax(adapter="qlora", load_in_4bit=True, bf16=True, fsdp=["full_shard"], bnb_config_kwargs={"bnb_4bit_quant_storage": "bfloat16"})),
     "a start that moves the reference": Case("CF019", {"t.py": "from peft import LoraConfig\nfrom transformers import AutoModelForCausalLM\nfrom trl import DPOConfig, DPOTrainer\nmodel = AutoModelForCausalLM.from_pretrained('a/b')\npeft = LoraConfig(r=8, init_lora_weights='pissa', task_type='CAUSAL_LM')\nargs = DPOConfig('o', bf16=True)\nDPOTrainer(model, args=args, train_dataset=rows, peft_config=peft).train()\n"}, {"t.py": "from peft import LoraConfig\nfrom transformers import AutoModelForCausalLM\nfrom trl import DPOConfig, DPOTrainer\nmodel = AutoModelForCausalLM.from_pretrained('a/b')\npeft = LoraConfig(r=8, task_type='CAUSAL_LM')\nargs = DPOConfig('o', bf16=True)\nDPOTrainer(model, args=args, train_dataset=rows, peft_config=peft).train()\n"}),
+    "log-probabilities in bf16": Case("CF030", {"t.py": ORPO}, {"t.py": ORPO.replace("bf16=False", "bf16=True")}, device="cpu"),
+    "log-probabilities in bf16, use_cpu": Case("CF030", {"t.py": ORPO.replace("bf16=False", "bf16=False, use_cpu=True")}, {"t.py": ORPO.replace("bf16=False", "bf16=True, use_cpu=True")}),
     "isotype": Case("PR004", {"run.yaml": "model:\n  name: m\nprecision:\n  preset: fp16-mixed\n  trainable: fp16\n"}, {"run.yaml": "model:\n  name: m\nprecision:\n  preset: bf16-pure\n  grads: fp32\n"}),
     "isotype typo": Case("CF096", {"run.yaml": "model:\n  name: m\nprecision:\n  preste: fp16-mixed\n"}, {"run.yaml": "model:\n  name: m\nprecision:\n  preset: fp16-mixed\n"}),
     "isotype device": Case("PR001", {"run.yaml": "model:\n  name: m\nprecision:\n  preset: bf16-lora\n"}, {"run.yaml": "model:\n  name: m\nprecision:\n  preset: fp16-mixed\n"}, device="t4"),

@@ -46,6 +46,13 @@ CLAIMS = {
         "utils/dataclasses.py",
         r"\"param_dtype\": dtype, \"reduce_dtype\": dtype",
     ),
+    "CF030: bf16 logits keep their dtype": (
+        "trl",
+        "trainer/utils.py",
+        r"else:\n.*\n.*\n.*\n +row_logps = F\.log_softmax\(row_logits, dim=-1\)",
+    ),
+    "CF030: ORPO": ("trl", "experimental/orpo/orpo_trainer.py", r"per_token_logps = selective_log_softmax\(logits, labels\)"),
+    "CF030: CPO": ("trl", "experimental/cpo/cpo_trainer.py", r"per_token_logps = selective_log_softmax\(logits, labels\)"),
     "CF060: buffer_dtype for FSDP1, output_dtype for FSDP2": (
         "accelerate",
         "utils/dataclasses.py",

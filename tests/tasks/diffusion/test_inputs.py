@@ -8,7 +8,7 @@ from PIL import Image
 
 from isotype.config.load import load
 from isotype.tasks.diffusion.batches import PictureStream, Row
-from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, cut_of, mask_pixels, pixels, shown_size
 from tests.tasks.diffusion.models import draw, refused
 
 SMALLER = {
@@ -47,6 +47,16 @@ FRESH = {"init": "random"}
         ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
         ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
         ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
+        *(
+            (kind, {"adapter": {"targets": targets}}, said)
+            for kind, targets, said in (
+                ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, which stays as it is"),
+                ("sdxl", "te1", "adapter.targets: te1 names a text encoder, which"),
+                ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, which"),
+                ("sdxl", [".*self_attn.(q|v)_proj"], "only the unet gets an adapter"),
+                ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, which"),
+            )
+        ),
         ("flux", {"model": {"config": SMALLER}}, "model.config: has no effect without model.init: random"),
         ("flux", {"model": FRESH | {"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}}, "but the transformer of"),
         ("flux", {"model": FRESH | {"config": SMALLER | {"num_layer": 2}}}, "num_layer: unknown key, did you mean num_layers?"),
@@ -132,6 +142,22 @@ def test_a_window_is_cut_where_it_says(tmp_path):
     assert float(mask_pixels(content, Window(size, left=1.0))[0, 0, 0]) > 0.8
     with pytest.raises(BadPicture, match="black all over"):
         mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
+
+
+def test_the_cut_is_where_the_pixels_are_from(tmp_path):
+    across = np.broadcast_to(4 * np.arange(64, dtype=np.uint8), (32, 64))  # a pixel says where it is
+    for picture, window, top_left, mirrored in (
+        (across, Window(Size(16, 16), left=0.75), (0, 12), (0, 4)),  # scaled to 32 x 16, of which 16 are left over
+        (across.T, Window(Size(16, 16), top=0.25), (4, 0), (4, 0)),
+        (across, Window(Size(32, 32), left=0.75), (0, 24), (0, 8)),
+    ):
+        content = saved(Image.fromarray(np.ascontiguousarray(picture)), tmp_path)
+        width, height = shown_size(content)
+        assert cut_of(width, height, window, mirrored=False).tolist() == [height, width, *top_left]
+        assert cut_of(width, height, window, mirrored=True).tolist() == [height, width, *mirrored]
+        made, scaled = (pixels(content, window)[0] + 1) * 127.5 / 4, 32 / window.size.height
+        first = float(made[8, 3] if top_left[1] else made[3, 8])  # away from the border, where scaling has less to average
+        assert abs(first - ((max(top_left) + 3.5) * scaled - 0.5)) < 0.2
 
 
 def rows(*sizes: int) -> list[Row]:

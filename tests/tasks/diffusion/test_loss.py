@@ -14,8 +14,11 @@ from isotype.precision.apply import apply_precision, generating
 from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
 from isotype.tasks.diffusion.families import Asked
+from isotype.tasks.diffusion.families.noise import sizes
 from isotype.tasks.diffusion.loss import shift_of
+from isotype.tasks.diffusion.pixels import Window
 from isotype.training.setup import settle
+from tests.tasks.diffusion.models import draw
 from tests.tasks.diffusion.test_families import flow, squared_error
 
 
@@ -51,9 +54,9 @@ def plain_pixart(model, batch):
     return F.mse_loss(made.float(), batch.noise.float())
 
 
-def sdxl_prediction(model, batch, scheduler):
+def sdxl_prediction(model, batch, scheduler, ids=(32, 32, 0, 0, 32, 32)):
     steps = (batch.sigma * 1000).round().long()
-    conditions = {"text_embeds": batch.text["pooled"], "time_ids": torch.tensor([[32, 32, 0, 0, 32, 32]] * batch.rows)}
+    conditions = {"text_embeds": batch.text["pooled"], "time_ids": torch.tensor([ids] * batch.rows)}
     noisy = scheduler.add_noise(batch.latents, batch.noise, steps)
     return steps, model(noisy, steps, batch.text["text"], added_cond_kwargs=conditions, return_dict=False)[0]
 
@@ -97,6 +100,35 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
         ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
         theirs = plain(task.folder.denoiser(torch.float32).eval(), batch)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, monkeypatch, mirrored):
+    """60 rows of 96 columns fill 32 x 32 at 32 x 51: of 19 columns left over 14 lie before a window at 0.75, 5 behind it."""
+    monkeypatch.setattr("isotype.tasks.diffusion.encode.windows", lambda size, crop, **_: [Window(size, left=0.75, top=0.1)])
+    data = tmp_path / "large"
+    data.mkdir()
+    draw("circle", "red").resize((96, 60)).save(data / "one.png")
+    (data / "one.txt").write_text("a red circle on white\n")
+    images = {"train": [{"name": str(data), "repeats": 16}], "eval_split": 0, "crop": 1, "flip": True}
+    loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images=images)
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    task.encode(basis.device)
+    model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sdxl)
+    left = 5 if mirrored else 14
+    batch = next(b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == left)
+    ids = (60, 96, 0, left, 32, 32)
+    assert sizes(batch.latents, Asked(downscale=task.downscale, cut=batch.cut)).tolist() == [[*ids]]
+    with torch.no_grad():
+        ours = task.loss_sum(model, batch, dtype="fp32")
+        plain = task.folder.denoiser(torch.float32).eval()
+        theirs, whole = (
+            F.mse_loss(sdxl_prediction(plain, batch, sdxl_scheduler("epsilon"), told)[1], batch.noise)
+            for told in (ids, (32, 32, 0, 0, 32, 32))
+        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert abs(float(ours - whole)) > 1e-5 * float(whole), "the sizes reach the denoiser"
 
 
 def test_a_shift_by_resolution_is_the_pipelines(drawn):

@@ -49,6 +49,7 @@ class Batch:
     text            tensors of the family, [N ...] each
     mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
     weights         F[N]         of each picture's loss; None: 1
+    cut             fp32[N 4]    of `pixels.cut_of`; None: whole pictures of the size of the latents
     lengths                      tokens of each caption, where they differ
     """
 
@@ -58,6 +59,7 @@ class Batch:
     text: dict[str, Tensor]
     mask: Tensor | None = None
     weights: Tensor | None = None
+    cut: Tensor | None = None
     lengths: tuple[int, ...] = ()
 
     @property
@@ -78,8 +80,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
         latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
-        mask, weights = (None if t is None else t.to(device, non_blocking=True) for t in (self.mask, self.weights))
-        return Batch(latents, noise, sigma, move, mask, weights, self.lengths)
+        mask, weights, cut = (None if t is None else t.to(device, non_blocking=True) for t in (self.mask, self.weights, self.cut))
+        return Batch(latents, noise, sigma, move, mask, weights, cut, self.lengths)
 
 
 def one_size_each(rows: Sequence[Placed]) -> list[list[Placed]]:
@@ -127,12 +129,13 @@ def generator_of(purpose: str, seed: int, position: int) -> torch.Generator:
 
 
 class DrawnRow(NamedTuple):
-    """A row with what was drawn for it. latents, noise: fp32[C H W]; mask: fp32[1 H W] or None."""
+    """A row with what was drawn for it. latents, noise: fp32[C H W]; mask: fp32[1 H W] or None; cut: fp32[4]."""
 
     latents: Tensor
     noise: Tensor
     sigma: float
     text: dict[str, Tensor]
+    cut: Tensor
     mask: Tensor | None = None
     weight: float = 1.0
 
@@ -147,6 +150,7 @@ def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool =
         _padded([row.text["text"] for row in rows]) if own_lengths else _side_by_side([row.text for row in rows]),
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
+        torch.stack([row.cut for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
     )  # fmt: skip
 

@@ -8,7 +8,8 @@ records the exact level, and the sinusoidal embedding uses it. No class is chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...config.schema import RunConfig
 from ...dtypes import to_torch
+from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
@@ -70,6 +72,34 @@ def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     if given != "all-linear":
         return [given] if isinstance(given, str) else list(given)
     return list(block_layers(denoiser, family.blocks_of(denoiser)))
+
+
+_ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")  # as diffusers, transformers and kohya's scripts name them
+
+
+def refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
+    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that means a text encoder or its layers"""
+    denoiser = folder.denoiser_outline()
+    unknown = [name for name in ([given] if isinstance(given, str) else given) if not _names_a_layer(name, denoiser)]
+    encoders = folder.encoder_outlines() if unknown else []
+    for name in unknown:
+        if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
+            layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
+            ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
+            raise UsageError(
+                f"adapter.targets: {name} names a text encoder, which stays as it is: it encodes the captions before training, and "
+                f"only the {folder.denoiser_part} gets an adapter",
+                fix=f"adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
+            )
+
+
+def _names_a_layer(name: str, model: nn.Module) -> bool:
+    """Whether a module's name is `name`, ends in it, or matches it as a pattern."""
+    try:
+        pattern = re.compile(rf"(.*\.)?({name})")
+    except re.error:
+        pattern = re.compile(rf"(.*\.)?{re.escape(name)}")
+    return any(pattern.fullmatch(module) for module, _ in model.named_modules())
 
 
 def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:

@@ -32,9 +32,9 @@ from .batches import Row
 from .picture_files import Picture, fingerprint
 from .pictures import BadPictures
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, bucket_of, mask_pixels, pixels, shown_size, windows
+from .pixels import BadPicture, Size, Window, bucket_of, cut_of, mask_pixels, pixels, shown_size, windows
 
-VERSION = 2  # raise it whenever the same picture or caption gives other tensors
+VERSION = 3  # raise it whenever the same picture or caption gives other tensors
 
 
 def key_of(parts: Any) -> str:
@@ -254,7 +254,9 @@ class Encoder:
             for key, (picture, window, mirrored) in watched(todo.items(), "encoding pictures", meter):
                 meter.done += 1
                 try:
-                    x_1CHW = pixels(picture.content.read(), window)[None].to(self.device, vae.dtype)
+                    content = picture.content.read()
+                    x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
+                    cut_4 = cut_of(*shown_size(content), window, mirrored=mirrored)
                     mask_1HW = mask_pixels(picture.mask.read(), window) if picture.mask is not None else None
                 except (BadPicture, OSError) as error:
                     bad.add([BadRow(picture.where, _reason(error))])
@@ -262,7 +264,7 @@ class Encoder:
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(vae, x_1CHW.flip(-1) if mirrored else x_1CHW)
                 self._note("vae", "pixels", x_1CHW.dtype)
-                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0]}
+                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": cut_4}
                 if mask_1HW is not None:
                     small_1HW = adaptive_avg_pool2d(mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1]))
                     entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW

@@ -128,6 +128,19 @@ class PipelineFolder:
         with self._explained(self.denoiser_part), torch.device("meta"):
             return self.denoiser_class().from_config(self.config(self.denoiser_part))
 
+    def encoder_outlines(self) -> list[Any]:
+        """The text encoders without weights: on the meta device."""
+        import transformers
+
+        made = []
+        for part in self.family.encoders:
+            kind = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
+            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+                settings: Any = kind.config_class
+                with self._explained(part), torch.device("meta"):
+                    made.append(kind(settings.from_pretrained(self.path / part)))
+        return made
+
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
         """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
 

@@ -101,6 +101,17 @@ def pixels(content: bytes, window: Window) -> Tensor:
     return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
+def cut_of(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
+    """fp32[4]: the picture's own height and width, and top and left of its window in the scaled picture, mirrored or not, in pixels."""
+    size = window.size
+    if width * size.height >= height * size.width:  # scaled to the window's height: what is over lies beside it
+        room_above, room_beside = 0, width * size.height // height - size.width
+    else:
+        room_above, room_beside = height * size.width // width - size.height, 0
+    left = round(room_beside * window.left)
+    return torch.tensor([height, width, round(room_above * window.top), room_beside - left if mirrored else left], dtype=torch.float32)
+
+
 def mask_pixels(content: bytes, window: Window) -> Tensor:
     """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where nothing is white."""
     mask = np.array(_fitted(opened(content).convert("L"), window), dtype=np.float32) / 255.0

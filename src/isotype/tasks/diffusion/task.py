@@ -31,7 +31,7 @@ from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
-from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers
+from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers, refuse_encoders
 from .encode import Encoder, Shapes, Store, key_of, latent
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
@@ -89,6 +89,8 @@ class DiffusionTask:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
         if config.adapter.start_from is not None:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
+        if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
+            refuse_encoders(config.adapter.targets, self.folder)
         family = self.folder.family
         if config.run.adapter_format == "comfyui":
             if config.adapter.kind == "none":
@@ -288,7 +290,7 @@ class DiffusionTask:
 
     def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
         x_CHW = latent(entry, eps=eps)
-        return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry.get("mask"), row.weight)
+        return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry["cut"], entry.get("mask"), row.weight)
 
     def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
         batch = stacked(drawn, dtype=to_torch(self.precision.latents), own_lengths=self.folder.family.own_lengths)
@@ -298,7 +300,7 @@ class DiffusionTask:
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         huber = self.config.diffusion.huber_c if self.config.diffusion.loss == "huber" else None
-        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths)
+        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut)
         return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:

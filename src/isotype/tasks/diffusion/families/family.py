@@ -151,11 +151,13 @@ class Asked:
     guidance   the guidance scale of a guidance-distilled model
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels
     lengths    tokens of each caption, of a family with `own_lengths`
+    cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the size of the latents
     """
 
     guidance: float = 1.0
     downscale: int = 8
     lengths: tuple[int, ...] = ()
+    cut: Tensor | None = None
 
 
 class Family:

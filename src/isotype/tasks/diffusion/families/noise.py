@@ -39,7 +39,7 @@ class SDXL(Family):
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         made: Tensor = model(
             noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False,
-            added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked.downscale)},
+            added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked)},
         )[0]  # fmt: skip
         return made
 
@@ -47,12 +47,16 @@ class SDXL(Family):
         return pooled_prompts(text, empty)
 
 
-def sizes(noisy_NCHW: Tensor, downscale: int) -> Tensor:
-    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in pixels. The picture counts as uncropped,
-    in its training size: what the pipeline tells by default when it draws."""
-    height, width = (side * downscale for side in noisy_NCHW.shape[-2:])
-    told = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32, device=noisy_NCHW.device)
-    return told.repeat(len(noisy_NCHW), 1)
+def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
+    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in pixels. Without a cut the picture counts
+    as whole, in its target size: what the pipeline tells by default when it draws.
+
+    Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
+    """
+    height, width = (side * asked.downscale for side in noisy_NCHW.shape[-2:])
+    target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(len(noisy_NCHW), 1)
+    cut = torch.cat([target, torch.zeros_like(target)], 1) if asked.cut is None else asked.cut
+    return torch.cat([cut, target], 1)
 
 
 class StableDiffusion(Family):
