@@ -59,4 +59,6 @@ def test_each_configuration_is_one(folder: Path, families: SimpleNamespace, text
     loaded = load(folder / "run.yaml")
     check_data(loaded.config, loaded.sources)
     if "hf:" not in text:
-        assert load_data(loaded.config.data, families.of("chatml"), seed=0).train
+        tokenizer = families.new("chatml")
+        tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"  # as Qwen3's has the setting
+        assert load_data(loaded.config.data, tokenizer, seed=0).train
