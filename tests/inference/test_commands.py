@@ -106,6 +106,19 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).taken == "checkpoint step_6"
 
 
+def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configured, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    )
+    data = {"chat_template": str(template), "template_kwargs": {"mark": "so"}}
+    assert train(configured(data=data)) == 0
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    tokenizer = load_run(tmp_path / "run").tokenizer
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False, add_generation_prompt=True)
+    assert asked == f"q{tokenizer.eos_token}so"
+
+
 def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(default_run, configured, tmp_path):
     shutil.copytree(default_run, tmp_path / "one")
     assert train(configured("two", train={"learning_rate": 5e-3})) == 0
