@@ -63,8 +63,9 @@ def register(app: typer.Typer) -> None:
     for command in (doctor_parts.check, doctor_parts.explain, doctor_parts.env):
         doctor.command()(command)
     doctor.command(context_settings=doctor_parts.SCRIPT_ARGUMENTS)(doctor_parts.trace)
-    for command in (doctor_parts.conform, doctor_parts.kernels, cache):
-        doctor.command()(command)
+    doctor.command()(doctor_parts.conform)
+    doctor.command()(doctor_parts.kernels)
+    doctor.command()(cache)
     doctor.command(_LOOK, help=HELP, hidden=True)(look)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 
