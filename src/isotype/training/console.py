@@ -115,7 +115,7 @@ class RunConsole:
             return
         try:
             with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
-                log.write(f"{printable(text)}\n")
+                log.write(f"{text}\n")
         except OSError:  # a full disk ends the run at its next checkpoint; the log is no reason to
             self._log = Path(os.devnull)
 
@@ -133,13 +133,13 @@ class RunConsole:
 
     def say(self, text: str = "", style: str | None = None) -> None:
         self.console.print(Text(text), style=style)
-        self._keep(text)
+        self._keep(printable(text))
 
     def header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             first, *rest = text.splitlines() or [""]
             self.console.print(Text.assemble((f"{label:<10}", "bold"), first))
-            self._keep(f"{label:<10}{first}")
+            self._keep(printable(f"{label:<10}{first}"))
             for line in rest:
                 self.say(f"{'':<10}{line}")
 
