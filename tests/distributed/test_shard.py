@@ -154,6 +154,21 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight_found(configured, workshop, tmp_path):
+    """The trial of packing gathers the tied weight, which stays gathered after a forward without a backward."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    steps = {"steps": 2, "batch_size": 2, "accumulate": 1, "eval_every": 2}
+    sections = {"model": {"name": str(base)}, "data": {"packing": True}, "precision": {"preset": "fp32"}, "train": steps, **FULL}
+    configured("two", **sections, parallel={"kind": "shard"})
+    status, said = run(2, tmp_path / "two.yaml")
+    assert status == 0, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
 )

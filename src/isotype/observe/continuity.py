@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import itemsize, name, to_torch
-from ..precision.parts import is_sharded, local_part, settle
+from ..precision.parts import local_part
 from .record import Observation
 
 WEIGHT, STATE, AVERAGE, BUFFER = "weight", "state", "average", "buffer"
@@ -103,9 +103,7 @@ class Continuity:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, averages: Mapping[str, Tensor] | None = None, *,
         kinds: tuple[str, ...] = (WEIGHT, STATE, AVERAGE, BUFFER),
     ) -> None:  # fmt: skip
-        self.model, self.optimizer, self.averages, self.kinds = model, optimizer, averages or {}, kinds
-        settle(model)
-        self._shared = any(map(is_sharded, model.parameters()))
+        self.optimizer, self.averages, self.kinds = optimizer, averages or {}, kinds
         # the module and the key: a tensor may be exchanged
         self._parameters = [(full, *_owner(model, full)) for full, _ in model.named_parameters()]
         self._buffers = [(full, *_owner(model, full)) for full, _ in model.named_buffers()]
@@ -129,8 +127,6 @@ class Continuity:
         self.flags = []
         if not self._sample.tensors:
             return
-        if self._shared:
-            settle(self.model)  # a generation leaves weights of a shared model gathered
         found = dict(self._tensors())
         self._written = [key for key, tensor in found.items() if self._marks.get(key) != _mark(tensor)]
         now = self._again(found)

@@ -28,10 +28,10 @@ from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
-from ...precision.parts import local_part
+from ...precision.parts import local_part, settle
 from ...wording import counted
 from ..setup import Prepared, Subject
-from ..task import random_state_restored
+from ..task import modes_restored, random_state_restored
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)
@@ -41,15 +41,16 @@ _OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__
 
 @contextmanager
 def undone(prepared: Prepared) -> Iterator[None]:
-    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes."""
+    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes. Weights of a shared model are parts
+    again."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
     scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
-    with random_state_restored():
+    with random_state_restored(), modes_restored(model):
         try:
             yield
         finally:
+            settle(model)
             stepper.accumulator.zero()
             model.zero_grad(set_to_none=True)
             if stepper.loss_scale and scale:
@@ -57,8 +58,6 @@ def undone(prepared: Prepared) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-            for module, mode in modes:
-                module.training = mode
             if prepared.device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(prepared.device)
