@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.models import lora, tiny
+from tests.results import losses, same_tensors
+from tests.training.interrupted import cut_back
 from torch import nn
 
 from isotype.config.schema import AdapterSection, TrainSection
@@ -30,11 +30,6 @@ def needs(name: str) -> None:
     pytest.importorskip(PACKAGES.get(name, "bitsandbytes"))
 
 
-def metrics(folder: Path) -> list[tuple]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in rows]
-
-
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_is_observed_and_resumes_bit_identically(configured, tmp_path, name):
     needs(name)
@@ -45,16 +40,14 @@ def test_a_run_is_observed_and_resumes_bit_identically(configured, tmp_path, nam
     record = json.loads((whole / "precision.json").read_text())
     assert record["violations"] == []
     assert set(record["observed"]["optimizer"]) == ({"int8", "fp32"} if "8bit" in name else {"fp32"})
-    steps = [row for row in metrics(whole) if row[1] is not None]
+    steps = [row for row in losses(whole) if row[1] is not None]
     assert steps[-1][1] < steps[0][1], "it learns"
     shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints/step_6")
-    shutil.rmtree(again / "adapter")
+    cut_back(again, 6)
     assert train(configured("again", **settings), resume=again) == 0
     assert json.loads((again / "resumes.json").read_text())["steps"] == [4]
-    ours, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (whole, again))
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert metrics(whole) == metrics(again)
+    same_tensors(whole, again)
+    assert losses(whole) == losses(again)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

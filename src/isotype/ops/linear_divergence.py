@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError, UsageError
@@ -34,6 +33,7 @@ from .linear_cross_entropy.chunked import (
     scaled,
     stored_gradient_dtype,
 )
+from .linear_cross_entropy.op import reference_logits
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
@@ -67,12 +67,9 @@ def linear_divergence_reference(
     )
     log_probs = []
     for x, w, b, scale, cap in sides:
-        dtype = product_dtype(x, w)
+        rule = LossRule.of(ignore_index=-100, logit_scale=scale, softcap=cap)
         with autocast_off(x):
-            logits = F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
-            log_probs.append(
-                (rule_logits(logits, LossRule.of(ignore_index=-100, logit_scale=scale, softcap=cap)) / temperature).log_softmax(-1)
-            )
+            log_probs.append((rule_logits(reference_logits(x, w, b), rule) / temperature).log_softmax(-1))
     s, t = log_probs[0], log_probs[1].detach()
     with autocast_off(hidden):
         return divergence(s, t, beta)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..environment.planned import stands_for
@@ -34,6 +33,7 @@ from .linear_cross_entropy.chunked import (
     scaled,
     stored_gradient_dtype,
 )
+from .linear_cross_entropy.op import reference_logits
 
 LINEAR_LOG_PROBS = OpContract(
     "hidden: X[*n H], weight: W[V H], targets: int[*n] -> fp32|fp64[*n], fp32|fp64[*n], fp32|fp64[*n]",
@@ -55,11 +55,9 @@ def linear_log_probs_reference(
     temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
     """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs, entropy and logsumexp have gradients)."""
-    dtype = product_dtype(hidden, weight)
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     with autocast_off(hidden):
-        logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        z = rule_logits(logits, rule) / temperature
+        z = rule_logits(reference_logits(hidden, weight, bias), rule) / temperature
         ignored = targets == ignore_index
         lse = torch.logsumexp(z, -1)
         picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
