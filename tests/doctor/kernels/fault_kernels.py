@@ -259,20 +259,8 @@ def one_specialised_fixed(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
 
 
-@triton.jit
-def block_pointer_store(x_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
-    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
-    tl.store(out, x * 2)  # fault
 
 
-@triton.jit
-def block_pointer_store_fixed(x_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
-    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
-    tl.store(out, (x * 2).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
