@@ -214,6 +214,7 @@ class Encoder:
         with torch.no_grad():
             for start in watched(range(0, len(missing), AT_ONCE), "encoding captions", meter):
                 some = list(missing[start : start + AT_ONCE])
+                made: Mapping[str, Sequence[Tensor] | Tensor]
                 if family.sees_control:
                     some, pictures = _readable(some)
                     made = family.encode_instructions(pipe, [one.caption for one in some], pictures)

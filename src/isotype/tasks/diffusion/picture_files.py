@@ -297,7 +297,7 @@ def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[
                 return other
             beside[ours] = other
     name = str(content.path) if isinstance(content, InFile) else record.place
-    return (name, beside.get("control")), Picture(content, captions, record.place, **beside)
+    return (name, beside.get("control")), Picture(content, captions, record.place, mask=beside.get("mask"), control=beside.get("control"))
 
 
 def _captions_of(given: Any) -> tuple[str, ...] | None:

@@ -395,7 +395,8 @@ class DiffusionTask:
     ) -> list[Sample]:  # fmt: skip
         """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
         get = self.encoder.store.get
-        asked = [(prompt, *(get(self.text[said]) for said in texts_of([prompt], self.encoder))) for prompt in prompts]
+        words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
+        asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
         return sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world)
 
     # the result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +161,8 @@ class QwenImage(Family):
 
     pipeline = "QwenImagePipeline"
     time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
-    max_text_length = 1024
-    encoders = ("text_encoder", "tokenizer")
+    max_text_length: ClassVar[int | None] = 1024
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     latents = OfAVideo()
     own_lengths = True
     guidance = "true_cfg_scale"

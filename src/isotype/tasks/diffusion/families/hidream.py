@@ -64,7 +64,7 @@ class HiDream(Family):
 def _as_picture(made_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
     """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind the picture's are padding."""
     height, width = (length // side for length in like_NCHW.shape[-2:])
-    tokens = made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
+    tokens: Tensor = made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
     return tokens.transpose(3, 4).flatten(4).flatten(2, 3)
 
 

@@ -113,4 +113,5 @@ class LTX(Family):
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_spatial_compression_ratio
-        return made.transpose(1, 2).unflatten(2, (side, side))
+        latents: Tensor = made.transpose(1, 2).unflatten(2, (side, side))
+        return latents
