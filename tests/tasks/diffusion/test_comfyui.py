@@ -86,8 +86,7 @@ def peft_deltas(folder):
     [
         ("flux", {}),
         ("sdxl", {"rslora": True}),
-        ("wan", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "ltx")),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "wan", "ltx")),
     ],
 )
 def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings):
@@ -111,7 +110,7 @@ def _named(name, family):
     return f"{'diffusion_model' if family in ('wan', 'ltx') else 'transformer'}.{name}"
 
 
-@pytest.mark.parametrize("family", ["wan", "ltx"])
+@pytest.mark.parametrize("family", ["wan", pytest.param("ltx", marks=pytest.mark.full)])
 def test_diffusers_reads_the_file_for_comfyui_as_the_same_adapter(drawn, studio, tmp_path, family):
     """diffusers maps the names that ComfyUI has for these models to its own. Of LTX it takes no alphas."""
     assert train(drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 4.0}, run={"adapter_format": "comfyui"})) == 0

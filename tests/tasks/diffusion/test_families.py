@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import ChromaPipeline, DDPMScheduler, Flux2KleinPipeline, FluxKontextPipeline, LTXPipeline, QwenImagePipeline
+from safetensors.torch import load_file
 
 from isotype.errors import UsageError
-from isotype.tasks.choose import task_of, train
+from isotype.precision.apply import denoiser_blocks
+from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import FAMILIES, REFUSED
 from isotype.tasks.diffusion.pipeline import PipelineFolder
@@ -262,6 +264,10 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
         torch.testing.assert_close(task.loss_sum(again, batch, dtype="fp32") / batch.weight, ours.detach(), rtol=1e-6, atol=0)
     (picture,) = task.sample(model, torch.device("cpu"))
     assert picture.size == 32
+    planned = plan(loaded)
+    assert planned.memory.not_simulated is None
+    assert planned.memory.activations > 0
+    assert denoiser_blocks(model)
 
 
 @pytest.mark.full
@@ -269,6 +275,16 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
 @pytest.mark.parametrize("preset", ["bf16-lora", "nf4-lora"])
 def test_a_family_trains_from_a_folder(drawn, studio, family, preset):
     assert train(drawn(model=getattr(studio, family), images=data_of(family, studio)[0], precision={"preset": preset})) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "blocks"), [("ltx", 2), ("hidream", 2)])
+def test_blocks_that_a_denoiser_does_not_name_are_recomputed(drawn, studio, tmp_path, capsys, family, blocks):
+    for recompute in ("none", "layers"):
+        assert train(drawn(recompute, model=getattr(studio, family), train={"steps": 2, "gradient_checkpointing": recompute})) == 0
+    assert f"layers: all of {blocks}" in capsys.readouterr().out
+    kept, again = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("none", "layers"))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in again.items())
 
 
 def test_the_page_names_what_trains():

@@ -179,7 +179,8 @@ class Family:
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
     in_comfyui       what ComfyUI has before the names of a transformer's modules, and `comfyui_names` parts of names that differ there
-    adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
+    blocks           classes of the blocks that are recomputed, shared and adapted, where the denoiser's `_no_split_modules` lacks them
+    adapted          see `blocks_of`; empty: the blocks
     guidance         the pipeline's argument for the guidance scale
     pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets beside the noisy ones
     sees_control     the text encoder gets that picture too (`encode_instructions`)
@@ -199,6 +200,7 @@ class Family:
     not_in_comfyui: ClassVar[str] = ""
     in_comfyui: ClassVar[str] = "transformer"
     comfyui_names: ClassVar[Mapping[str, str]] = {}
+    blocks: ClassVar[tuple[str, ...]] = ()
     adapted: ClassVar[tuple[str, ...]] = ()
     guidance: ClassVar[str] = "guidance_scale"
     pairs: ClassVar[bool] = False
@@ -206,14 +208,16 @@ class Family:
 
     def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
-        return self.adapted or tuple(denoiser._no_split_modules or ())
+        return self.adapted or self.blocks or tuple(denoiser._no_split_modules or ())
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
         """Why a pipeline of this class is not trained, from its model_index.json; None: it is."""
         return None
 
     def prepare(self, denoiser: Any) -> None:
-        """Changes an instance that computes wider than declared, or that a plan (on the meta device) could not run."""
+        """Changes an instance that names no blocks, computes wider than declared, or could not be planned (on the meta device)."""
+        if self.blocks:
+            denoiser._no_split_modules = list(self.blocks)
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
         """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops: nothing there gets a gradient."""

@@ -16,6 +16,7 @@ class HiDream(Family):
 
     pipeline = "HiDreamImagePipeline"
     max_text_length = 128
+    blocks = ("HiDreamBlock",)
     encoders = (
         "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3", "text_encoder_4", "tokenizer_4",
     )  # fmt: skip
@@ -56,9 +57,17 @@ class HiDream(Family):
         return super().sample(pipe, text, empty, size=size, steps=steps, guidance=guidance, generator=generator)
 
     def prepare(self, denoiser: Any) -> None:
+        super().prepare(denoiser)
+        if denoiser.final_layer.linear.weight.is_meta:  # in evaluation it reads the pictures' sizes from a tensor
+            InstanceMethod(_unpatchify, denoiser, "unpatchify").put()
         for module in denoiser.modules():
             if type(module).__name__ == "MOEFeedForwardSwiGLU" and module.gate.weight.is_meta:
                 InstanceMethod(_in_equal_parts, module).put()
+
+
+def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> Tensor:
+    made: Tensor = type(denoiser).unpatchify(denoiser, x_NTP, sizes, True)
+    return made
 
 
 def _as_picture(made_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:

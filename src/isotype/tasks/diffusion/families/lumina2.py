@@ -64,8 +64,11 @@ class _Mask:
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
         self.mask, self.lengths, self.shape = mask_NS, lengths, mask_NS.shape
 
-    def sum(self, dim: int) -> Tensor:
-        return torch.tensor(self.lengths, device="cpu")
+    def sum(self, dim: int) -> _Mask:
+        return self
+
+    def tolist(self) -> list[int]:
+        return list(self.lengths)
 
     def bool(self) -> Tensor:
         return self.mask.bool()

@@ -89,7 +89,7 @@ class LTX(Family):
     max_text_length = 128
     encoders = ("text_encoder", "tokenizer")
     latents = OfLTX()
-    adapted = ("LTXVideoTransformerBlock",)
+    blocks = ("LTXVideoTransformerBlock",)
     in_comfyui = "diffusion_model"
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
