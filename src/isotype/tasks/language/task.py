@@ -34,6 +34,7 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...precision.vision import LANGUAGE, vision_parts
 from ...runs.folder import RunFolder
+from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
@@ -126,7 +127,7 @@ class LanguageTask:
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
         self.objective.check_model(model)
         manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
-        return model, manifest
+        return as_set(model, config.model.offload, device), manifest
 
     @property
     def rows(self) -> int:

@@ -34,6 +34,7 @@ from ..optimizer import MUON, build_optimizer, state_bytes
 from ..quiet import without_warnings
 from ..step import Stepper
 from ..task import Outline, StepOutline
+from .blocks import away_from, blocks_of, held_at_most
 from .outline import counted_by_runs, scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
 
@@ -42,6 +43,7 @@ from .recomputation import Checkpointing, apply_checkpointing
 class MemoryPlan:
     """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
 
+    frozen        with blocks in host memory: of what is outside of them, and of the two largest
     activations   live at the end of a forward pass: tensors saved for backward, and the logits
     working       the most that forward, loss and backward add to them
     forward       the most that a forward pass holds, activations included
@@ -114,8 +116,10 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
+    away, blocks = away_from(model), blocks_of(model)
+    here = sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p)) if id(t) not in away)
     return MemoryPlan(
-        frozen=sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p))),
+        frozen=here + (0 if blocks is None else held_at_most(blocks)),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
         optimizer=optimizer_bytes(model, train, precision),
@@ -290,11 +294,15 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
 
 
 def make_fake(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
+    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied. Those of blocks in host memory, which
+    are made when they are fetched, stay: what was made before a count is not counted."""
     memo: dict[int, nn.Parameter] = {}
+    away, blocks = away_from(model), blocks_of(model)
+    if blocks is not None:
+        blocks.forget()
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in away:
                 if id(parameter) not in memo:
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
