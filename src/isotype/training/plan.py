@@ -163,7 +163,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         memory=memory,
         checkpointing=checkpointing,
         process=process,
-        offload=plan_offload(made.model, config.train, hardware, tokens=memory.rows * memory.length, compute=precision.compute),
+        offload=plan_offload(made.model, config.train, hardware, compute=precision.compute, flops=task.step_outline(precision).block_flops),
         notes=tuple(notes),
         row=task.words.row,
     )

@@ -245,6 +245,7 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
+            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
         )
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
@@ -321,7 +322,7 @@ class DiffusionTask:
         """Of one training picture in the denoiser without adapter, in fp32."""
         denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
-        return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ from ...environment.hardware import Hardware, detect
 from ...errors import UsageError
 from ...precision.apply import inner_model
 from .device import shown
-from .offload import SMALLEST, Streamed, planned_copy
+from .offload import SMALLEST, Streamed
 from .outline import scales_of
 from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
 
@@ -41,7 +41,7 @@ class Block:
     """The frozen weights of one block, which begin one behind the other in one piece of memory.
 
     tensors  the model's parameters and the scales of packed ones, whose `.data` this exchanges
-    device   meta in a plan, whose host tensors take nothing
+    device   meta in a plan, which counts them and moves nothing
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -51,8 +51,6 @@ class Block:
             self.bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
         self.here: Tensor | None = None
         self.copied: Any = None
-        self.memory: Tensor | None = None
-        self.host = [tensor.data for tensor in tensors]
         if device.type != "meta" and self.bytes:
             self.memory = pinned(self.bytes, device)
             self.host = self._parts(self.memory)
@@ -69,7 +67,7 @@ class Block:
         if self.here is None and self.bytes:
             # allocated on the compute stream, which frees it too; the copy waits for the memory's last user
             self.here = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-            self.copied = planned_copy(self.here) if self.memory is None else copies(self.here, self.memory)
+            self.copied = copies(self.here, self.memory)
             for tensor, part in zip(self.tensors, self._parts(self.here)):
                 tensor.data = part
 
@@ -87,9 +85,9 @@ class Block:
             self.here = None
 
     def __del__(self) -> None:
-        if getattr(self, "memory", None) is not None and self.device.type == "cuda":
+        if self.device.type == "cuda" and hasattr(self, "memory"):
             with suppress(Exception):  # at the interpreter's end CUDA may be gone
-                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[union-attr]  # it is not None here
+                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
@@ -123,12 +121,6 @@ class FrozenBlocks:
         if following is not None:
             following.fetch(self.copies)
 
-    def forget(self) -> None:
-        """No block is on the device any more, and their order is learnt anew."""
-        self.order = []
-        for block in self.blocks:
-            block.leave()
-
 
 def _at_once(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
@@ -147,7 +139,8 @@ class _Enters:
 def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor, Tensor], Any] | None = None) -> nn.Module:
     """Puts the frozen weights of each block into host memory and everything else on the device; returns the model.
 
-    model   on the CPU, frozen where it is, in its precision; or on the meta device, for a plan. Before `apply_checkpointing`
+    model   on the CPU, frozen where it is, in its precision, before `apply_checkpointing`; or on the meta device, for a plan, which counts
+            a step without the blocks and adds the bytes of two
     copies  as in FrozenBlocks
     Raises  UsageError for a model without blocks
     """
@@ -165,11 +158,10 @@ def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor,
     for tensor in (*beside, *model.buffers()):
         if id(tensor) not in away and device.type != "meta":
             tensor.data = tensor.data.to(device)
-    found = FrozenBlocks(blocks, copies)
-    for layer, block in zip(layers, blocks):
+    inner_model(model).__dict__[_STATE] = found = FrozenBlocks(blocks, copies)
+    for layer, block in zip(layers, blocks) if device.type != "meta" else ():
         layer.__dict__[ENTER] = enters = _Enters(found, block)
         layer.register_forward_pre_hook(enters)
-    inner_model(model).__dict__[_STATE] = found
     return model
 
 
@@ -184,10 +176,10 @@ def blocks_of(model: nn.Module) -> FrozenBlocks | None:
     return found
 
 
-def away_from(model: nn.Module) -> set[int]:
-    """The ids of its tensors that wait in host memory."""
+def away_from(model: nn.Module) -> list[Tensor]:
+    """Its tensors that wait in host memory."""
     found = blocks_of(model)
-    return set() if found is None else {id(tensor) for block in found.blocks for tensor in block.tensors}
+    return [] if found is None else [tensor for block in found.blocks for tensor in block.tensors]
 
 
 def check_offload(config: RunConfig, *, device_type: str) -> None:
@@ -253,43 +245,32 @@ class OffloadPlan:
         )
 
 
-def plan_offload(model: nn.Module, train: TrainSection, hardware: Hardware, *, tokens: int, compute: str) -> OffloadPlan | None:
+def plan_offload(
+    model: nn.Module, train: TrainSection, hardware: Hardware, *, compute: str, flops: Callable[[nn.Module], Sequence[float]]
+) -> OffloadPlan | None:
     """Of an outline; None where its weights stay on the device.
 
-    tokens  of a micro-batch, by which a block multiplies its matrices: in the forward, in the recompute and for its input's gradient
-    A block's copy runs beside the work of the block before it, and the longer of the two counts. Attention, norms and what is outside of
-    blocks are counted as no time: they are the same in both, and would hide more of the copies.
+    flops  of each block's forward on a micro-batch; its backward takes twice as many, with the recompute
+    A block's copy runs beside the work of the block before it, and the longer of the two counts. Norms and what is outside of blocks are
+    counted as no time: they are the same in both, and would hide more of the copies.
     """
     found = blocks_of(model)
     if found is None:
         return None
     sizes = [block.bytes for block in found.blocks]
     frozen = sum(t.numel() * t.element_size() for p in model.parameters() if not p.requires_grad for t in (p, *scales_of(p)))
-    held = held_at_most(found)
-    moved = (2 * sum(sizes) - sizes[0] - sizes[-1]) * train.accumulate
-    return OffloadPlan(
-        host=sum(sizes), held=held, share=(frozen - sum(sizes) + held) / frozen, moved=moved,
-        time=_time(found.blocks, hardware, tokens=tokens, compute=compute),
-    )  # fmt: skip
+    held, moved, peak = held_at_most(model), (2 * sum(sizes) - sizes[0] - sizes[-1]) * train.accumulate, hardware.peak_tflops.get(compute)
+    time = None
+    if peak:
+        work = [one / (peak * 1e12 * _PRODUCT) for one in flops(model)]
+        copies = [size / (_PCIE.get(hardware.generation, _PCIE_4) * 1e9 * _COPY) for size in sizes]
+        forward = sum(map(max, work, [*copies[1:], 0.0]))
+        backward = sum(max(2 * seconds, copy) for seconds, copy in zip(work, [0.0, *copies[:-1]], strict=True))
+        time = (forward + backward) / (3 * sum(work))
+    return OffloadPlan(host=sum(sizes), held=held, share=(frozen - sum(sizes) + held) / frozen, moved=moved, time=time)
 
 
-def held_at_most(found: FrozenBlocks) -> int:
-    """Bytes of the two largest blocks."""
-    return sum(sorted(block.bytes for block in found.blocks)[-2:])
-
-
-def _time(blocks: Sequence[Block], hardware: Hardware, *, tokens: int, compute: str) -> float | None:
-    peak = hardware.peak_tflops.get(compute)
-    if not peak:
-        return None
-    work = [2 * tokens * sum(map(_elements, block.tensors)) / (peak * 1e12 * _PRODUCT) for block in blocks]
-    copies = [block.bytes / (_PCIE.get(hardware.generation, _PCIE_4) * 1e9 * _COPY) for block in blocks]
-    forward = sum(map(max, work, [*copies[1:], 0.0]))
-    backward = sum(max(2 * seconds, copy) for seconds, copy in zip(work, [0.0, *copies[:-1]]))
-    return (forward + backward) / (3 * sum(work))
-
-
-def _elements(tensor: Tensor) -> int:
-    """Of a weight as a product sees it; none of a packed one's scales."""
-    state = getattr(tensor, "quant_state", None)
-    return int(torch.Size(state.shape).numel()) if state is not None else tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+def held_at_most(model: nn.Module) -> int:
+    """Bytes of the two largest blocks of a model whose blocks are in host memory; 0 of others."""
+    found = blocks_of(model)
+    return 0 if found is None else sum(sorted(block.bytes for block in found.blocks)[-2:])

@@ -29,7 +29,7 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
-def planned_copy(x: Tensor) -> None:
+def _planned_copy(x: Tensor) -> None:
     """Stands in a plan for a copy of `x` between the host and a device, so that who records the step sees it."""
 
 
@@ -189,7 +189,7 @@ class HostMemory:
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
         if any(t.is_meta or isinstance(t, FakeTensor) for t in (to, source)):
             if away.here is not None and away.here.is_meta:
-                planned_copy(away.here)
+                _planned_copy(away.here)
             return
         if self.copies is None and away.device.type == "cuda":
             self.copies = Streamed()
