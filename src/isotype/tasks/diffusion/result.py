@@ -18,6 +18,7 @@ from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder, widen_buffers
@@ -63,7 +64,7 @@ def load_result(
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part))
+        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
         if pipeline.family.loads_lora:
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)
@@ -73,9 +74,9 @@ def load_result(
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
-    model.to(loaded_on(device, part))
+    model.to(loaded_on(device, part, config.model.offload))
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
-    return model.eval()
+    return as_set(model, config.model.offload, device).eval()
 
 
 class NamedAsPeft(nn.Module):

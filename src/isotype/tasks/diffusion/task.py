@@ -27,6 +27,7 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
@@ -189,10 +190,10 @@ class DiffusionTask:
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part))
+            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
         self.watch_time(model)
-        return model, manifest
+        return as_set(model, self.config.model.offload, device), manifest
 
     def watch_time(self, model: nn.Module) -> None:
         """Notes the dtype of every noise level that is embedded, and of its embedding."""
@@ -244,6 +245,7 @@ class DiffusionTask:
             pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
+            as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return Outline(model, trainable, total + (0 if self.config.adapter.kind == "none" else trainable))
 
@@ -261,6 +263,7 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
+            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
         )
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
@@ -340,7 +343,7 @@ class DiffusionTask:
         denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         self.folder.family.prepare(denoiser)
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
-        return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
