@@ -32,6 +32,7 @@ from ...precision.parts import Part
 from ...precision.precision import Precision
 from .families import Family
 from .pipeline import PipelineFolder
+from .published import load_published
 
 
 def built(
@@ -105,6 +106,8 @@ def _names_a_layer(name: str, model: nn.Module) -> bool:
 
 def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
     """The folder's denoiser on `device`, without gradients. Raises UsageError."""
+    if (found := folder.published) is not None:
+        return load_published(folder, found, precision, device)
     loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
         quantise(loaded, folder.family, precision, device)

@@ -27,6 +27,7 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
@@ -39,6 +40,7 @@ from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
+from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
 
@@ -88,6 +90,7 @@ class DiffusionTask:
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+        check_base(self.folder.published, precision, self.base_name)
         if config.adapter.start_from is not None:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
@@ -192,6 +195,7 @@ class DiffusionTask:
         else:
             loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
+        manifest.notes += check_base(self.folder.published, precision, self.base_name)
         self.watch_time(model)
         return as_set(model, self.config.model.offload, device), manifest
 
@@ -238,7 +242,9 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
-        if precision.base == "nf4" and self.config.adapter.kind != "none":
+        if (found := self.folder.published) is not None:
+            denoiser = outline_published(self.folder, found, precision)
+        elif precision.base == "nf4" and self.config.adapter.kind != "none":
             layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
             quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         elif precision.packed and self.config.adapter.kind != "none":
@@ -448,7 +454,7 @@ class DiffusionTask:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        return type(inner_model(made.model)).__name__, []
+        return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
 
     def plan_facts(self) -> dict[str, Any]:
         gathered = self.gathered
