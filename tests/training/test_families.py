@@ -138,12 +138,10 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
 # --- Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper.
 
 
-pytestmark = pytest.mark.full
-
-
 BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
+@pytest.mark.full
 def test_stories260k_generates_a_story(shared):
     folder = str(shared / "data/stories260k")
     tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")

@@ -51,6 +51,7 @@ def put_under(
     part: Part | None = None,
 ) -> Manifest:  # fmt: skip
     """Puts exact noise levels, ops and precision on a denoiser that has its adapter already."""
+    family.prepare(denoiser)
     if family.time_scale is not None:
         keep_time_exact(denoiser, family.time_scale)
     if config.model.optimize:
@@ -164,6 +165,8 @@ class _Exact:
         if not self.levels.given:
             return None
         level = self.levels.given.pop(0)
+        if len(args[0]) == 2 * len(level):  # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
+            level = torch.cat([level, level * 0])
         return (level.to(torch.float32) * self.levels.scale, *args[1:])
 
 

@@ -62,6 +62,8 @@ class PipelineFolder:
         if kind not in FAMILIES:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
+        if (why := family.refusal(index)) is not None:
+            raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
         folder = cls(path, family, index, on_hub)
         wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
@@ -104,6 +106,14 @@ class PipelineFolder:
             return int(told["model_max_length"])
         except (OSError, ValueError, LookupError, TypeError):
             return 77  # CLIP's own
+
+    def processor(self, tokenizer: Any) -> Any:
+        """What gives a text encoder its pictures. Raises UsageError."""
+        from transformers import AutoConfig
+
+        from ...model.processor import load_processor
+
+        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
 
     def denoiser_class(self) -> Any:
         import diffusers

@@ -203,7 +203,9 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
         if family.denoiser == "unet":
             module, side = f"lora_unet_{module.replace('.', '_')}", _UNET[side]
         else:
-            module = f"{family.denoiser}.{module}"
+            module = f"{family.in_comfyui}.{module}"
+            for part, there in family.comfyui_names.items():
+                module = module.replace(part, there)
         made[f"{module}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)
