@@ -1,7 +1,7 @@
-"""Programs at the borders of what is watched: some break the declared precision, some keep it.
+"""Programs at the borders of what is watched: twenty that break the declared precision, and twenty that keep it.
 
-The first are of three classes: time (a change between two watched steps), history (a file that held bf16) and rules (counts and norms).
-The others are families of transformers, optimizers and callbacks that people use.
+The first are of four classes: time (nobody looks then), trust (something else runs than is believed), history (what a file held) and rules
+(counts and norms). The others are families of transformers, optimizers and callbacks that people use.
 """
 
 from __future__ import annotations
@@ -112,6 +112,26 @@ def weights_rounded_after_an_evaluation(folder: Path) -> Seen:
     return attached(folder, callbacks=[At("on_evaluate", act)])
 
 
+class RoundingScheduler(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that keeps the optimizer's memory small."""
+
+    def step(self, epoch: Any = None) -> None:
+        for state in self.optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].copy_(rounded(state[key]))
+        super().step(epoch)
+
+
+@liar
+def a_schedule_that_rounds_the_states(folder: Path) -> Seen:
+    class WithSchedule(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = RoundingScheduler(optimizer or self.optimizer, lambda step: 1.0)
+            return self.lr_scheduler
+
+    return attached(folder, cls=WithSchedule)
+
+
 @liar
 def a_table_rounded_at_the_beginning_of_a_step(folder: Path) -> Seen:
     def act(model: nn.Module, optimizer: Any, state: Any) -> None:
@@ -134,6 +154,131 @@ def products_of_evaluations_in_fp16(folder: Path) -> Seen:
                 return inner(x.half()).to(x.dtype)
 
         mlp.forward = forward
+
+    return attached(folder, change=change)
+
+
+@liar
+def states_made_smaller_for_a_save(folder: Path) -> Seen:
+    def act(model: Any, optimizer: Any, state: Any) -> None:
+        for states in optimizer.state.values():
+            states["exp_avg_sq"] = states["exp_avg_sq"].half().float()
+
+    return attached(folder, callbacks=[At("on_save", act)], more={"save_strategy": "steps", "save_steps": 3})
+
+
+@liar
+def weights_rounded_before_an_update(folder: Path) -> Seen:
+    def act(model: nn.Module, *_: Any) -> None:
+        for p in model.parameters():
+            p.data = rounded(p)
+
+    return attached(folder, callbacks=[At("on_pre_optimizer_step", act)])
+
+
+# ---- trust
+@liar
+def an_update_of_the_trainers_own_in_bf16_pure(folder: Path) -> Seen:
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            made = super().create_optimizer()
+            inner = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+
+            def step(closure: Any = None) -> None:
+                inner.step()
+
+            made.step = step
+            return made
+
+    return attached(folder, precision="bf16-pure", cls=Own)
+
+
+@liar
+def an_optimizer_of_copies(folder: Path) -> Seen:
+    class Copies(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in self.model.parameters()], lr=1e-3)
+            return self.optimizer
+
+    return attached(folder, cls=Copies)
+
+
+class Packed(Tensor):
+    """int8 and a scale, which say that they are bf16."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Packed(args[0].codes, args[0].scale)
+        given = torch.utils._pytree.tree_map(lambda t: (t.codes.bfloat16() * t.scale) if isinstance(t, Packed) else t, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+
+@liar
+def a_base_of_int8_that_says_bf16(folder: Path) -> Seen:
+    def change(model: Any) -> None:
+        for p in model.parameters():
+            p.data = p.data.bfloat16() if not p.requires_grad else p.data
+        layer = model.base_model.model.model.layers[1].mlp.down_proj.base_layer
+        weight = layer.weight.detach().float()
+        scale = weight.abs().amax() / 127
+        packed = Packed((weight / scale).round().to(torch.int8), scale.bfloat16())
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+
+    seen = attached(folder, precision="bf16-lora", adapter=True, change=change)
+    assert seen.error or "Packed" not in str(seen.record.get("observed"))
+    return seen
+
+
+@liar
+def an_operator_in_the_namespace_of_a_library(folder: Path) -> Seen:
+    return attached(folder, change=_with_operator("bitsandbytes::mix_rows"))
+
+
+def _with_operator(name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        if not hasattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2]):
+
+            @torch.library.custom_op(name, mutates_args=())
+            def mixed(x: Tensor, w: Tensor) -> Tensor:
+                return (x.half() @ w.half().t()).to(x.dtype)
+
+            mixed.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
+            mixed.register_autograd(lambda ctx, dy: (dy, None))
+        operator = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2])
+        mlp = model.model.layers[1].mlp
+        square = nn.Parameter(torch.eye(model.config.hidden_size), requires_grad=False)
+        mlp.register_buffer("square", square.data)
+
+        def forward(x: Tensor, inner: Any = mlp.forward) -> Tensor:
+            return inner(x) + operator(x, mlp.square)
+
+        mlp.forward = forward
+
+    return change
+
+
+CELL = """
+import torch
+def forward(x, inner, table):
+    angles = torch.outer(torch.arange(x.shape[1]).to(torch.bfloat16), table.bfloat16())
+    return inner(x) + angles.sin().float().sum(-1)[None, :, None].to(x.dtype) * 1e-3
+"""
+
+
+@liar
+def a_table_made_in_a_notebook_cell(folder: Path) -> Seen:
+    def change(model: Any) -> None:
+        space: dict[str, Any] = {}
+        exec(compile(CELL, "<ipython-input-3-5f1c>", "exec"), space)  # as a notebook runs a cell
+        mlp, table = model.model.layers[1].mlp, model.model.rotary_emb.inv_freq
+        mlp.forward = lambda x, inner=mlp.forward: space["forward"](x, inner, table)
 
     return attached(folder, change=change)
 
@@ -176,6 +321,25 @@ def states_that_a_file_held_in_bf16(folder: Path) -> Seen:
     return attached(folder, steps=6, resume=str(file.parent))
 
 
+@liar
+def weights_that_a_file_held_in_bf16(folder: Path) -> Seen:
+    from safetensors.torch import load_file, save_file
+
+    file = _checkpoint(folder) / "model.safetensors"
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    return attached(folder, steps=6, resume=str(file.parent))
+
+
+@liar
+def an_average_of_squares_rounded_in_its_file(folder: Path) -> Seen:
+    file = _checkpoint(folder) / "optimizer.pt"
+    saved = torch.load(file, weights_only=True)
+    for state in saved["state"].values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].half().float()
+    torch.save(saved, file)
+    return attached(folder, steps=6, resume=str(file.parent))
+
+
 # ---- rules
 def _loss(reduce: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -193,6 +357,17 @@ def tokens_counted_in_bf16(folder: Path) -> Seen:
 
 
 @liar
+def a_count_rounded_by_a_cast(folder: Path) -> Seen:
+    return attached(folder, compute_loss_func=_loss(lambda losses, learnt: losses.sum() / (learnt.sum() + 1).bfloat16().float()))
+
+
+@liar
+def a_denominator_that_was_made_elsewhere_in_bf16(folder: Path) -> Seen:
+    total = torch.tensor(606, dtype=torch.int64).to(torch.bfloat16)
+    return attached(folder, compute_loss_func=_loss(lambda losses, learnt: losses.sum() / total))
+
+
+@liar
 def gradients_clipped_by_a_norm_in_bf16(folder: Path) -> Seen:
     class Clipping(Trainer):
         def _clip_grad_norm(self, model: Any) -> Any:
@@ -205,7 +380,7 @@ def gradients_clipped_by_a_norm_in_bf16(folder: Path) -> Seen:
     return attached(folder, cls=Clipping)
 
 
-# ---- honest
+# ---- honest: families
 def _family(name: str, family: str, **settings: Any) -> None:
     def run(folder: Path) -> Seen:
         return attached(folder, family, more={"save_strategy": "steps", "save_steps": 2}, **settings)
@@ -213,10 +388,55 @@ def _family(name: str, family: str, **settings: Any) -> None:
     HONEST[name] = run
 
 
-_family("norm_of_one_plus_the_weight_and_adapters", "gemma2", precision="bf16-lora", adapter=True)
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
+_family("norm_of_one_plus_the_weight", "gemma2")
+_family("norms_of_queries_and_keys", "qwen3")
+_family("norm_after_the_block", "olmo2")
+_family("norm_with_mean", "gpt2", config={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48})
+_family("rope_dynamic", "llama", config={"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **_ROPE}, "max_position_embeddings": 8})
+_family("rope_yarn", "llama", config={"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_ROPE}})
+_family(
+    "rope_long", "phi3", config={
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {"rope_type": "longrope", "factor": 16.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, **_ROPE},
+    },
+)  # fmt: skip
+_family("rope_llama3_and_adapters", "llama", precision="bf16-lora", adapter=True, config={
+    "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ROPE}})  # fmt: skip
 _family("router_of_mixtral", "mixtral")
+_family("router_of_qwen3", "qwen3_moe", config={"decoder_sparse_step": 1})
+_family("router_with_sigmoid", "deepseek_v3")
+_family("alibi", "bloom", config={"n_layer": 2, "n_head": 4})
+_family("state_space", "mamba", config={"state_size": 4})
+_family("logits_and_rows_scaled", "granite", config={"logits_scaling": 8.0, "residual_multiplier": 0.22, "embedding_multiplier": 12.0})
 
 
+class Mixer(nn.Module):
+    """Mixes tokens by a Fourier transform, as FNet does, with a scale a row."""
+
+    def __init__(self, inner: nn.Module, size: int) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.full((size,), 1e-2))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.fft(torch.fft.fft(x.float(), dim=-1), dim=-2).real
+        rows = x.float().pow(2).mean(-1, keepdim=True).rsqrt()
+        if self.training:
+            self.seen += 1
+        return self.inner(x) + (mixed * rows * self.scale).to(x.dtype)
+
+
+@honest
+def fourier_mixer_with_a_scale_a_row(folder: Path) -> Seen:
+    def change(model: Any) -> None:
+        layer = model.model.layers[1]
+        layer.mlp = Mixer(layer.mlp, model.config.hidden_size)
+
+    return attached(folder, change=change)
+
+
+# ---- honest: optimizers, files, callbacks
 @honest
 def momentum_from_a_bf16_checkpoint_with_warmup(folder: Path) -> Seen:
     model = tiny("llama", vocab_size=WORDS + 3)
@@ -250,6 +470,17 @@ def averages_in_place_for_an_evaluation(folder: Path) -> Seen:
             averages[name] = averages.get(name, p.detach().clone()).lerp(p.detach(), 0.1)
 
     return attached(folder, cls=Swapping, callbacks=[At("on_step_end", average)])
+
+
+@honest
+def weights_kept_within_a_norm(folder: Path) -> Seen:
+    @torch.no_grad()
+    def act(model: nn.Module, *_: Any) -> None:
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(p.norm(dim=1, keepdim=True).clamp(max=0.1) / p.norm(dim=1, keepdim=True).clamp(min=1e-6))
+
+    return attached(folder, callbacks=[At("on_step_end", act)])
 
 
 @honest

@@ -1,4 +1,4 @@
-"""Programs that break the declared precision at the borders are named; those that keep it are not accused."""
+"""Programs that break the declared precision at the borders are named or listed as not watched; those that keep it are not accused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import pytest
 pytest.importorskip("trl")
 from .borders import HONEST, LIARS
 
+# what is said of a program beside a violation or a refusal: an entry of `unobserved` or `not watched`
+LISTED = {
+    "a_base_of_int8_that_says_bf16": "operator mm on Packed",
+    "an_operator_in_the_namespace_of_a_library": "operator bitsandbytes::mix_rows",
+}
 OFTEN = {
-    "a_table_rounded_at_the_beginning_of_a_step", "states_that_a_file_held_in_bf16", "tokens_counted_in_bf16",
-    "averages_in_place_for_an_evaluation", "momentum_from_a_bf16_checkpoint_with_warmup",
+    "a_table_rounded_at_the_beginning_of_a_step", "an_update_of_the_trainers_own_in_bf16_pure", "states_that_a_file_held_in_bf16",
+    "a_denominator_that_was_made_elsewhere_in_bf16", "averages_in_place_for_an_evaluation", "momentum_from_a_bf16_checkpoint_with_warmup",
 }  # fmt: skip
 
 
@@ -20,7 +25,10 @@ def cases(programs):
 @pytest.mark.parametrize("name", cases(LIARS))
 def test_a_program_that_breaks_its_declaration_is_named(name, tmp_path):
     seen = LIARS[name](tmp_path)
-    assert seen.violations or seen.error
+    if name in LISTED:
+        assert any(LISTED[name] in what for what in seen.unwatched)
+    else:
+        assert seen.violations or seen.error
 
 
 @pytest.mark.parametrize("name", cases(HONEST))

@@ -14,6 +14,7 @@ from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import generating
 from tests.models import SIZES, lora, quantised
+from tests.models import tiny as tiny_llama
 
 from .made_narrow import MAKERS, dropout
 from .run import BATCH, set_up, watched_step
@@ -103,6 +104,41 @@ def test_common_practice_gives_no_violation(family, preset, how):
         run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert [finding.message for finding in made.violations] == []
     assert not made.unobserved
+
+
+def turned(x, weight):
+    angles = torch.outer(torch.arange(x.shape[1]).float(), 10000 ** -(torch.arange(x.shape[2]) / x.shape[2]))
+    return x.float() * angles.cos()
+
+
+ISLANDS = {
+    "RoPE": turned,
+    "norm": lambda x, weight: x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt(),
+    "router": lambda x, weight: x.float() * torch.nn.functional.linear(x.float(), weight.float()).softmax(-1).topk(1).values,
+    "FFT": lambda x, weight: torch.fft.fft(x.float()).real,
+    "product": lambda x, weight: torch.nn.functional.linear(x.float(), weight.float()).mean(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("island", ISLANDS)
+@pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_islands_in_fp32_are_activations_while_samples_are_made(adapter, island):
+    """PEFT's `generate` calls the model inside it: what that one is given is the input. Only a plain product is none of common practice."""
+    model = tiny_llama()
+    mlp = model.model.layers[1].mlp
+    mlp.scores = torch.nn.Parameter(torch.randn(4, model.config.hidden_size), requires_grad=False)
+
+    def forward(x, inner=mlp.forward):
+        with torch.autocast("cpu", enabled=False):
+            wide = ISLANDS[island](x, mlp.scores)
+        return inner(x) + wide.to(x.dtype)
+
+    mlp.forward = forward
+    run = set_up(lora(model) if adapter else model, PRESETS["bf16-lora"])
+    with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
+        run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert any("layers.1.mlp" in place for place, _ in made.arithmetic)
+    assert ["multiplies in fp32, declared bf16" in finding.message for finding in made.violations] == [True] * (island == "product")
 
 
 def test_a_narrowed_table_of_rotary_positions_is_a_violation():
