@@ -48,7 +48,7 @@ def build_model(
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
         source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
-        in_full=trained_in_full(config.adapter),
+        in_full=trained_in_full(config.adapter), offload=config.model.offload,
     )  # fmt: skip
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)

@@ -146,7 +146,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (),
+    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (), offload: str = "none",
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
@@ -154,8 +154,9 @@ def load_base(
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
     in_full  `trained_in_full`: quantising leaves these modules as they are
+    offload  `model.offload`: blocks stay on the CPU too
     """
-    where = loaded_on(device, part)
+    where = loaded_on(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype

@@ -64,6 +64,8 @@ class PipelineFolder:
         if kind not in FAMILIES:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
+        if (why := family.refusal(index)) is not None:
+            raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
         folder = cls(path, family, index, on_hub)
         wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
@@ -123,6 +125,14 @@ class PipelineFolder:
         if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
             raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
         return [folder / name for name in sorted(names)]
+
+    def processor(self, tokenizer: Any) -> Any:
+        """What gives a text encoder its pictures. Raises UsageError."""
+        from transformers import AutoConfig
+
+        from ...model.processor import load_processor
+
+        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
 
     def denoiser_class(self) -> Any:
         import diffusers

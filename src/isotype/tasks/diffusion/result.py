@@ -21,6 +21,7 @@ from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder, widen_buffers
@@ -66,7 +67,7 @@ def load_result(
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part))
+        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
         if pipeline.family.loads_lora:
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)
@@ -76,9 +77,9 @@ def load_result(
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
-    model.to(loaded_on(device, part))
+    model.to(loaded_on(device, part, config.model.offload))
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
-    return model.eval()
+    return as_set(model, config.model.offload, device).eval()
 
 
 class NamedAsPeft(nn.Module):
@@ -219,7 +220,9 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
         if family.denoiser == "unet":
             module, side = f"lora_unet_{module.replace('.', '_')}", _UNET[side]
         else:
-            module = f"{family.denoiser}.{module}"
+            module = f"{family.in_comfyui}.{module}"
+            for part, there in family.comfyui_names.items():
+                module = module.replace(part, there)
         made[f"{module}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)
