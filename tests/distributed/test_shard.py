@@ -19,7 +19,7 @@ from tests.results import close_runs, read, same_records, trained_tensors
 pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
-CASES = {
+CASES: dict[str, tuple[dict, float, float]] = {
     "fp32 full": ({"precision": {"preset": "fp32"}, "run": {"sample_every": 4}, **FULL}, 2e-6, 2e-5),
     "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
     "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
@@ -29,6 +29,11 @@ CASES = {
     "fp8 recomputed": ({"precision": {"preset": "bf16-lora", "base": "fp8"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
     "bf16-pure full": ({"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
     "fp16-mixed full": ({"precision": {"preset": "fp16-mixed"}, **FULL}, 2e-5, 2e-3),
+    "schedule-free full": (
+        {"precision": {"preset": "fp32"}, "train": {"optimizer": "schedule-free", "schedule": "constant"}, **FULL},
+        2e-6,
+        2e-5,
+    ),
     "packed": ({"data": {"packing": True}}, 2e-6, 2e-5),
     "stream": ({"data": {"stream": True, "shuffle_buffer": 16}}, 2e-6, 2e-5),
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
@@ -136,8 +141,11 @@ def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight
 @pytest.mark.parametrize(
     "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
 )
-def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
-    steps = STEPS | {"steps": 6}
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"optimizer": "schedule-free", "schedule": "constant"}, marks=pytest.mark.full)], ids=str
+)
+def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_path):
+    steps = STEPS | {"steps": 6} | more
     assert train(configured("whole", train=steps, **FULL)) == 0
     configured("moved", train=steps, run={"save_every": 2, "keep": 9}, parallel={"kind": path[1]}, **FULL)
     folder = tmp_path / "moved"
