@@ -183,3 +183,30 @@ def test_bad_arguments_are_named(changes, kind, message):
     x, w, _, targets = make()
     with pytest.raises(kind, match=message):
         linear_cross_entropy(**{"hidden": x, "weight": w, "targets": targets, **changes})
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(2048, 4), (4096, 2), (8192, 1)])
+def test_the_hidden_gradients_product_at_512_rows_fills_a_gpu(hidden, parts):
+    """In tiles of 128 x 256 of the result for 132 multiprocessors: by arithmetic, no GPU was seen."""
+    assert chunked.extent(4096, 128_256, 4, torch.device("cuda"), head=False) == 512
+    assert chunked.parts_of_classes(512, hidden, 128_256, 132) == parts
+    assert 0.9 * 132 < 512 // 128 * hidden // 256 * parts <= 132
+
+
+@pytest.mark.parametrize(("parts", "classes"), [(2, 1000), (4, 1024), (3, 777)])
+def test_a_product_in_parts_of_the_vocabulary_is_the_product(parts, classes):
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(65, classes, generator=generator), torch.randn(classes, 33, generator=generator)
+    exact = left.double() @ right.double()
+    room = chunked.rows_of_logits(65, classes, torch.float32, left.device).copy_(left)
+    got = chunked.product_in_parts(room, right, torch.full((65, 33), float("nan")), parts)
+    assert (got - exact).abs().max() <= 4 * (left @ right - exact).abs().max()
+
+
+def test_a_planned_gpus_hidden_gradient_is_made_in_parts():
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    dlogits, weight, out = torch.empty(512, 128_256, **meta), torch.empty(128_256, 4096, **meta), torch.empty(512, 4096, device="meta")
+    with planned_for("cuda"), NoHostReads() as mode:
+        chunked.product_over_classes(dlogits, weight, out)
+    assert "aten.bmm.dtype" in mode.seen
+    assert not [name for name in mode.seen if "addmm" in name or "aten.mm" in name], "all of the vocabulary is in the parts"
