@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..config.kind import DIFFUSION, kind_of
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..errors import UsageError
@@ -98,5 +99,5 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
-        checkpoint=published_word(config.model),
+        checkpoint=published_word(config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)),
     )
