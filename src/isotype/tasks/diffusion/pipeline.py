@@ -109,6 +109,14 @@ class PipelineFolder:
         except (OSError, ValueError, LookupError, TypeError):
             return 77  # CLIP's own
 
+    def processor(self, tokenizer: Any) -> Any:
+        """What gives a text encoder its pictures. Raises UsageError."""
+        from transformers import AutoConfig
+
+        from ...model.processor import load_processor
+
+        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
+
     @property
     def published(self) -> Quantisation | None:
         """How the denoiser's own files are quantised; None where they are not."""
@@ -125,14 +133,6 @@ class PipelineFolder:
         if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
             raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
         return [folder / name for name in sorted(names)]
-
-    def processor(self, tokenizer: Any) -> Any:
-        """What gives a text encoder its pictures. Raises UsageError."""
-        from transformers import AutoConfig
-
-        from ...model.processor import load_processor
-
-        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
 
     def denoiser_class(self) -> Any:
         import diffusers
