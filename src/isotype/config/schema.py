@@ -61,6 +61,9 @@ class ModelSection(Section):
     """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False
     """Train on a 4-bit base of which more than 10% stays unquantised, such as stacked experts, which bitsandbytes does not quantise."""
+    offload: Literal["none", "blocks"] = "none"
+    """`blocks`: the frozen weights of the model's blocks wait in host memory and are fetched one block ahead (GPU only, with an adapter):
+    two blocks are on the device at a time. Every block recomputes. Losses and gradients are the same, bit for bit."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -27,6 +27,8 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...precision.quantised_base import check_base
+from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
@@ -38,6 +40,7 @@ from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
+from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
 
@@ -87,6 +90,7 @@ class DiffusionTask:
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+        check_base(self.folder.published, precision, self.base_name)
         if config.adapter.start_from is not None:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
@@ -189,10 +193,11 @@ class DiffusionTask:
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part))
+            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
+        manifest.notes += check_base(self.folder.published, precision, self.base_name)
         self.watch_time(model)
-        return model, manifest
+        return as_set(model, self.config.model.offload, device), manifest
 
     def watch_time(self, model: nn.Module) -> None:
         """Notes the dtype of every noise level that is embedded, and of its embedding."""
@@ -237,13 +242,16 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
-        if precision.base == "nf4" and self.config.adapter.kind != "none":
+        if (found := self.folder.published) is not None:
+            denoiser = outline_published(self.folder, found, precision)
+        elif precision.base == "nf4" and self.config.adapter.kind != "none":
             layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
             quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         elif precision.packed and self.config.adapter.kind != "none":
             pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
+            as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return Outline(model, trainable, total + (0 if self.config.adapter.kind == "none" else trainable))
 
@@ -261,6 +269,7 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
+            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
         )
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
@@ -340,7 +349,7 @@ class DiffusionTask:
         denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         self.folder.family.prepare(denoiser)
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
-        return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
@@ -445,7 +454,7 @@ class DiffusionTask:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        return type(inner_model(made.model)).__name__, []
+        return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
 
     def plan_facts(self) -> dict[str, Any]:
         gathered = self.gathered
