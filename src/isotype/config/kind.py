@@ -24,7 +24,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     ),
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
-        "adapter.dora", "adapter.start", "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
+        "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
         "precision.vision",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.rope_parameters",
         "model.trust_remote_code", "run.sample_tokens",

@@ -209,7 +209,7 @@ def data(record: RunRecord) -> dict[str, Any]:
 _PICTURE_FACTS = {
     "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
     "masked_pictures": "with a mask", "bad_pictures": "left out", "captions": "captions", "buckets": "aspect buckets",
-    "resolution": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
+    "resolutions": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
     "shift": "shift of the noise levels", "made": "latents and embeddings made", "found": "found in the cache",
 }  # fmt: skip
 

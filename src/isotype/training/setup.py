@@ -132,8 +132,8 @@ def check_adapters(config: RunConfig) -> None:
             raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
         if given and adapter.start_from is not None and key in of_new_ones:
             raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
-    if adapter.alpha_pattern and run.adapter_format == "comfyui":
-        raise UsageError("adapter.alpha_pattern: run.adapter_format: comfyui has one alpha", fix="remove adapter.alpha_pattern")
+    if run.adapter_format == "comfyui" and (key := "alpha_pattern" if adapter.alpha_pattern else "dora" if adapter.dora else ""):
+        raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
     if adapter.plus is not None and config.train.optimizer == "prodigy":
         raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
 

@@ -197,8 +197,8 @@ def test_pictures_take_other_optimizers_ranks_and_rates_of_b(drawn, tmp_path):
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
     saved = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     assert {len(t) for name, t in saved.items() if "to_q.lora_A" in name} == {8}
-    loaded = drawn("other", adapter={"dora": True})
-    with pytest.raises(UsageError, match=r"adapter.dora: does not apply to a diffusion run"):
+    loaded = drawn("other", train={"embedding_noise": 5})
+    with pytest.raises(UsageError, match=r"train.embedding_noise: does not apply to a diffusion run"):
         refuse_inapplicable(loaded.config, loaded.sources)
 
 

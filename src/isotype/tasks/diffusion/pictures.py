@@ -15,6 +15,7 @@ from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
 from ...data.read import ending
 from ...errors import UsageError
+from .class_pictures import ToDraw, class_pictures, one_to_one
 from .picture_files import (
     ROW_ENDINGS,
     SUFFIXES,
@@ -32,12 +33,13 @@ from .picture_files import (
 
 @dataclass
 class Gathered:
-    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them."""
+    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them; `to_draw` are not there yet."""
 
     train: list[Picture]
     eval: list[Picture]
     bad: BadPictures
     regularisation: int = 0
+    to_draw: list[ToDraw] = field(default_factory=list)
     _captions_of: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
@@ -58,21 +60,35 @@ def gather(images: ImagesSection, *, seed: int) -> Gathered:
         held = min(len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0))
         chosen = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held])
         train, given = [p for i, p in enumerate(train) if i not in chosen], [p for i, p in enumerate(train) if i in chosen]
-    evaluated = [replace(picture, repeats=1) for picture in given]
+    train, regularisation, evaluated = map(_at_each, (train, regularisation, [replace(picture, repeats=1) for picture in given]))
+    if any(source.draw is not None for source in picture_sources(images, "regularisation")):
+        train, regularisation = one_to_one(train, regularisation)
     made.train, made.eval, made.regularisation = [*train, *regularisation], evaluated, len(regularisation)
     return made
+
+
+def _at_each(pictures: Iterable[Picture]) -> list[Picture]:
+    """Each once for each of its resolutions."""
+    return [
+        replace(picture, resolutions=picture.resolutions[i : i + 1]) for picture in pictures for i in range(len(picture.resolutions) or 1)
+    ]
 
 
 def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     found: list[Picture] = []
     for source in picture_sources(images, side):
         wrong: list[BadRow] = []
-        here = list(_of_source(source, images, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023  # consumed here
+        if source.draw is not None:
+            here, missing = class_pictures(source)
+            made.to_draw += missing
+        else:
+            here = list(_of_source(source, images, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023
         if not here and not wrong and images.uncaptioned != "skip":
             raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
         made.bad.add(wrong)
         made.bad.add(_disagreeing(here, made))
-        found += [replace(picture, repeats=source.repeats, weight=source.weight) for picture in here]
+        settings = {"repeats": source.repeats, "weight": source.weight, "resolutions": source.resolution}
+        found += [replace(picture, **settings) for picture in here]  # type: ignore[arg-type]  # each is of its field's type
     return found
 
 

@@ -30,19 +30,17 @@ _PEFT_PREFIX = "base_model.model."
 def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder, *, comfyui: bool = False) -> None:
     """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
     alpha and the other settings: without them diffusers would take the rank as alpha. `comfyui`: one more file, for ComfyUI."""
-    from peft.utils import get_peft_model_state_dict
+    from peft import PeftConfig
 
     save_adapter(model, folder, precision)
     if comfyui:
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora:
         return
-    dtype = to_torch(precision.save_adapter)
-    tensors = {name.removeprefix(_PEFT_PREFIX): t.detach().to(dtype).cpu() for name, t in get_peft_model_state_dict(model).items()}
+    tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}  # else its tensors load in the base's dtype
     part = pipeline.denoiser_part
-    pipeline_class(pipeline).save_lora_weights(
-        folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": model.peft_config["default"].to_dict()}
-    )
+    pipeline_class(pipeline).save_lora_weights(folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": settings})
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
@@ -105,7 +103,7 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
     pipe = pipeline.pipeline_for_sampling(denoiser, None)
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
-    loaded = {name.replace(".default.", "."): p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    loaded = {_in_a_file(name): p for name, p in denoiser.named_parameters() if ".lora_" in name}
     _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
     peft = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
     _compare(saved, peft, f"{folder}: the PEFT file")
@@ -148,6 +146,11 @@ def _shapes(file: Path, what: str) -> dict[str, list[int]]:
         raise UsageError(f"{what}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter") from None
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}") from None
+
+
+def _in_a_file(name: str) -> str:
+    """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and DoRA's lengths as a bare tensor."""
+    return name.replace(".default.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
