@@ -152,6 +152,12 @@ def test_a_classifier_is_refused_as_what_it_is(tmp_path, tied):
         load(Source(str(tmp_path)))
 
 
+def test_a_model_without_a_head_is_refused_as_what_it_is(tmp_path):
+    tiny("qwen2", tie_word_embeddings=True).model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="Qwen2Model is a model without a head for tokens, as embedding models are saved"):
+        load(Source(str(tmp_path)))
+
+
 # --- A model of which a process keeps a part is made as the whole one: the same adapter, the same values, the same manifest.
 
 
