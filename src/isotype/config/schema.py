@@ -204,8 +204,9 @@ class DiffusionSection(Section):
 
 
 class AdapterSection(Section):
-    kind: Literal["lora", "none"] = "lora"
-    """`lora` trains a PEFT adapter; `none` trains every weight."""
+    kind: Literal["lora", "lokr", "none"] = "lora"
+    """`lora` trains a PEFT adapter; `lokr`, of pictures, one whose change of a weight is a Kronecker product, computed by PEFT's code;
+    `none` trains every weight."""
     r: PositiveInt = 16
     """Rank."""
     alpha: PositiveFloat = 32.0
@@ -217,6 +218,8 @@ class AdapterSection(Section):
     experts and leaves the routers as they are."""
     parameters: list[str] = []
     """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
+    factor: PositiveInt | None = None
+    """Of lokr: the side of the small factor, where it divides a weight's side; by default near the root of that side."""
     rslora: bool = False
     """Rank-stabilised scale."""
     dora: bool = False

@@ -94,6 +94,10 @@ class DiffusionTask:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
             refuse_encoders(config.adapter.targets, self.folder)
+        if config.adapter.kind == "lokr" and precision.packed:
+            raise UsageError(
+                f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs plain weights", fix="adapter.kind: lora"
+            )
         family = self.folder.family
         if config.run.adapter_format == "comfyui":
             if config.adapter.kind == "none":
