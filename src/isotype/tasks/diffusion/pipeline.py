@@ -24,6 +24,7 @@ from ...errors import UsageError
 from ...model.load import loading_error
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
+from .single_file import repository_of, unpacked
 
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
@@ -49,8 +50,9 @@ class PipelineFolder:
         require_diffusers()
         on_hub = None
         if path.is_file():
-            raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
-        if not path.is_dir():
+            beside = path.with_suffix("")
+            path = unpacked(path, beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(path), None))
+        elif not path.is_dir():
             path, on_hub = settings_of(name, revision), name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
