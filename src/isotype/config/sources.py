@@ -226,7 +226,7 @@ def first_name(given: Any) -> str:
     return next(iter(names(given)), "data").removeprefix(HUB)
 
 
-COLUMNS = ("image", "text", "mask")
+COLUMNS = ("image", "text", "mask", "control")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +238,7 @@ class PictureSource:
     weight      of the loss of its pictures; of regularisation pictures only
     draw        how many pictures the folder shall have, where the base model draws those that it lacks; of regularisation pictures only
     resolution  in place of `images.resolution`; with several each picture comes once in each
+    controls    folder of the pictures before the edit
     """
 
     name: str
@@ -248,12 +249,13 @@ class PictureSource:
     draw: int | None = None
     resolution: tuple[int, ...] = ()
     columns: Mapping[str, str] | None = None
+    controls: str | None = None
 
 
 _PICTURE_KEYS = {
-    "train": ("name", "caption", "columns", "repeats", "resolution"),
-    "eval": ("name", "caption", "columns", "resolution"),
-    "regularisation": ("name", "caption", "columns", "repeats", "weight", "draw", "resolution"),
+    "train": ("name", "caption", "columns", "repeats", "controls", "resolution"),
+    "eval": ("name", "caption", "columns", "controls", "resolution"),
+    "regularisation": ("name", "caption", "columns", "repeats", "weight", "draw", "controls", "resolution"),
 }
 
 
@@ -282,7 +284,7 @@ def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSecti
                      "repeats": "has no effect: evaluation takes every picture once"}.items():  # fmt: skip
         if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
             raise UsageError(f"{where}.{key}: {why}")
-    own = {"columns": images.columns} | {key: value for key, value in settings.items() if value is not None}
+    own = {"columns": images.columns, "controls": images.controls} | {key: value for key, value in settings.items() if value is not None}
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
     caption, given = settings.get("caption"), settings.pop("resolution", None)
     resolution = tuple(given) if isinstance(given, list) else () if given is None else (given,)
@@ -297,8 +299,9 @@ def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSecti
         raise UsageError(f"{where}.draw: needs caption, the prompt that the pictures are drawn from", fix="caption: a photo of a person")
     if "draw" in settings and "repeats" in settings:
         raise UsageError(f"{where}.repeats: has no effect with draw: class pictures come one to one with the others")
-    if caption is not None and not isinstance(caption, str):
-        raise UsageError(f"{where}.caption: expected text, got {caption!r}")
+    for text in ("caption", "controls"):
+        if not isinstance(settings.get(text, ""), str):
+            raise UsageError(f"{where}.{text}: expected text, got {settings[text]!r}")
     if unknown := next((key for key in settings.get("columns") or () if key not in COLUMNS), None):
         raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
     return PictureSource(key=where, resolution=tuple(dict.fromkeys(resolution)), **settings)

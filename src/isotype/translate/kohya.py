@@ -214,8 +214,11 @@ def finish(draft: Draft, source: Source) -> None:
     for entry in p.datasets_of(draft):
         if "image_dir" in entry:
             prior = t.is_on(entry.get("is_reg"))
-            settings: dict[str, Any] = {"caption": entry.get("class_tokens"), "repeats": entry.get("num_repeats"), "weight": weight if prior else 1.0}
-            settings["resolution"] = [p.largest_side(entry["resolution"])] if entry.get("resolution") else ()
+            settings: dict[str, Any] = {"caption": entry.get("class_tokens"), "repeats": entry.get("num_repeats")}
+            settings |= {
+                "weight": weight if prior else 1.0,
+                "resolution": [p.largest_side(entry["resolution"])] if entry.get("resolution") else (),
+            }
             sides["images.regularisation" if prior else "images.train"].append(p.source(entry["image_dir"], **settings))
     p.put_sources(draft, sides)
     for side, own in (("images.train", 1.0), ("images.regularisation", weight)):

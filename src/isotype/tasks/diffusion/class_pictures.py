@@ -33,11 +33,16 @@ class ToDraw:
     size: int | None
 
 
-def class_pictures(source: PictureSource) -> tuple[list[Picture], list[ToDraw]]:
+def class_pictures(source: PictureSource, *, pairs: bool = False) -> tuple[list[Picture], list[ToDraw]]:
     """The pictures of a source with `draw`, the first of those in its folder and the missing ones; and the missing ones alone.
 
-    Raises  UsageError for a file in the folder's place
+    pairs   of a model that edits: class pictures have none before the edit
+    Raises  UsageError for these, and for a file in the folder's place
     """
+    if pairs:
+        raise UsageError(
+            f"{source.key}.draw: a model that edits draws from a picture, not from a caption alone", fix=f"remove {source.key}.draw"
+        )
     folder, caption = Path(source.name).expanduser(), source.caption or ""
     if folder.is_file():
         raise UsageError(f"{source.key}: {source.name}: a file; class pictures are drawn into a folder")
