@@ -175,7 +175,7 @@ def test_ai_toolkits_yaml(tmp_path):
 def test_ai_toolkits_pairs(tmp_path):
     text = AI_TOOLKIT.replace("caption_ext: txt", "control_path: before")
     _, config = made(tmp_path, "edit.yaml", text)
-    assert config.images.train == [{"name": "mine", "controls": "before"}]
+    assert config.images.train == [{"name": "mine", "resolution": [512, 768, 1024], "controls": "before"}]
 
 
 def test_onetrainers_json(tmp_path):
