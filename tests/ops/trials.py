@@ -20,15 +20,15 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 
 class Sizes(TorchDispatchMode):
-    """Inside, `numbers` gets how many numbers each result of an operator holds."""
+    """Inside, `numbers` gets how many numbers each result of an operator holds; only of those in `dtype`, where it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.numbers: list[int] = []
+        self.dtype, self.numbers = dtype, list[int]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.numbers += [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.numbers += [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor) and self.dtype in (None, t.dtype)]
         return out
 
 
