@@ -86,6 +86,12 @@ def test_tanh_and_sigmoid_are_within_eight_roundings_and_right_at_their_limits(p
     assert result(probe, 2, far).tolist() == [0, 0, 1, 1]
 
 
+def test_log_is_within_four_roundings(probe):
+    x = torch.cat((torch.linspace(0.5, 2, 200_003), torch.logspace(-37, 38, 10_000)))
+    x = x[x != 1]
+    assert relative(result(probe, 5, x), x.double().log()) < 4 * EPS
+
+
 def test_normal_distribution_is_within_the_roundings_of_its_exponent(probe):
     x = torch.linspace(-12.9, 12.9, 200_003)
     want = torch.erfc(-x.double() / math.sqrt(2)) / 2

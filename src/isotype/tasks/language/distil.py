@@ -22,7 +22,7 @@ from ...model.load import Source, explained, load_base
 from ...ops import linear_cross_entropy, linear_divergence
 from ...ops.cross_entropy.op import rule_logits
 from ...ops.cross_entropy.rule import LossRule
-from ...ops.linear_divergence import divergence
+from ...ops.linear_divergence.op import divergence
 from ...optimize import optimize
 from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
