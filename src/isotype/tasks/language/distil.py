@@ -31,7 +31,7 @@ from ...precision.quantised_base import of_config
 from ...training.memory.device import shown
 from ...training.task import Words
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
-from .objective import Beside, NextToken
+from .objective import Beside, NextToken, refuse_balance
 
 
 class Distil(NextToken):
@@ -57,7 +57,8 @@ class Distil(NextToken):
         super().take(data)
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained, a mixture without its balancing loss."""
+        """Every model is trained; a mixture without its balancing loss, where that was said."""
+        refuse_balance(model, self.config.train.aux_loss, "distil")
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
         """The teacher, frozen, in the dtype of products. Raises UsageError for one with another vocabulary."""
