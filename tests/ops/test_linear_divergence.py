@@ -38,7 +38,7 @@ def test_gradients_agree_with_finite_differences(beta):
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen head", "trained head"])
 @pytest.mark.parametrize("beta", BETAS)
 def test_cpu_kernels_are_near_fp64_for_heads_of_two_dtypes(beta, trained):
-    """Values, entropies and gradients; the teacher in bf16 beside a student in fp32, and the reverse, with biases and more classes than a block."""
+    """Values, entropies and gradients; the teacher in bf16 beside one in fp32, and the reverse, with biases, classes past a block."""
     for mine, theirs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         x, w, y, u = (t / 3 for t in make(classes=8203))
         x, w, y, u = x.to(mine), w.to(mine), y.to(theirs), u.to(theirs)

@@ -1,4 +1,5 @@
-"""TRL's distillation, answered by `linear_divergence`: DistillationTrainer, which compares two heads in tiles, and GKD, which compares logits.
+"""TRL's distillation, answered by `linear_divergence`: DistillationTrainer, which compares two heads in tiles, and GKD, which compares
+logits.
 
 Where either has another form (a subclass's own loss, another release), TRL's code runs.
 """
