@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.denoisers import Wan
 from diffusers import (
     FluxTransformer2DModel,
     PixArtTransformer2DModel,
@@ -38,6 +37,7 @@ from isotype.tasks.diffusion.denoiser import built, quantise
 from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage, Sana
 from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
+from isotype.tasks.diffusion.families.video import Wan
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import resolve_precision

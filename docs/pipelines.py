@@ -19,6 +19,7 @@ def table() -> str:
     for name, kind in FAMILIES.items():
         family = kind()
         learns = "flow matching" if "flow_matching" in family.objectives else "noise, or v"
+        learns += ", from pairs" if family.pairs else ""
         loads = "`load_lora_weights`" if family.loads_lora else "a PEFT folder"
         rows.append(f"| `{name}` | {learns} | {loads} | {'no: ' + family.not_in_comfyui if family.not_in_comfyui else 'yes'} |")
     by_reason: dict[str, list[str]] = {}

@@ -50,10 +50,12 @@ def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):
 # one cell a trainer; those in test_attach.py are not repeated
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("KTO", "lora"), ("CPO", "qlora"), ("Distillation", "lora"), ("GKD", "full"), *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
-        ("ORPO", "lora"), ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"),
-        ("OnlineDPO", "lora"),
-    ))],
+    [
+        ("KTO", "lora"), ("CPO", "qlora"), ("Distillation", "lora"), ("GKD", "full"),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
+            ("ORPO", "lora"), ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"), ("OnlineDPO", "lora"),
+        )),
+    ],
 )  # fmt: skip
 def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):
     cell = dropin.one_cell(name, form, False, tmp_path)

@@ -171,6 +171,12 @@ def test_ai_toolkits_yaml(tmp_path):
     assert next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr") == 20
 
 
+def test_ai_toolkits_pairs(tmp_path):
+    text = AI_TOOLKIT.replace("caption_ext: txt", "control_path: before")
+    _, config = made(tmp_path, "edit.yaml", text)
+    assert config.images.train == [{"name": "mine", "controls": "before"}]
+
+
 def test_onetrainers_json(tmp_path):
     result, config = made(tmp_path, "config.json", json.dumps(ONETRAINER))
     assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.epochs) == ("onetrainer", 16, 1.0, 20.0)
@@ -184,7 +190,7 @@ def test_onetrainers_json(tmp_path):
     [
         ("a.yaml", AI_TOOLKIT.replace("type: lora", "type: lokr"), "network.type: lokr is not offered"),
         ("a.yaml", AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"), "concept_slider is not offered"),
-        ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: before"), "pairs of pictures are not offered"),
+        ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"), "several pictures before an edit"),
         ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),
         ("a.json", json.dumps({**ONETRAINER, "training_method": "EMBEDDING"}), "EMBEDDING is not offered"),
         ("a.sh", DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"), "text encoders are not trained"),

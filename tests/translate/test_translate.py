@@ -90,8 +90,8 @@ def test_adapter_settings_are_carried(tmp_path):
         "a.yml": AXOLOTL
         + AXOLOTL_LORA
         + "peft_use_dora: true\nloraplus_lr_ratio: 16\npeft_init_lora_weights: pissa\nneftune_noise_alpha: 5\n"
-        + "rope_scaling: {type: yarn, factor: 4.0}\n",
-        "b.yaml": FACTORY + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\n",
+        + "rope_scaling: {type: yarn, factor: 4.0}\nchat_template_kwargs: {enable_thinking: false}\n",
+        "b.yaml": FACTORY + "use_dora: true\nloraplus_lr_ratio: 16\npissa_init: true\nneftune_noise_alpha: 5\nenable_thinking: false\n",
         "c.py": UNSLOTH.replace("LOAD", "False").replace('bias="none",', 'bias="none", use_dora=True, init_lora_weights="pissa_niter_4",'),
     }
     for name, text in files.items():
@@ -99,6 +99,7 @@ def test_adapter_settings_are_carried(tmp_path):
         got = settings(translate(tmp_path / name).text, tmp_path)
         assert (got["adapter.dora"], got["adapter.start"]) == (True, "pissa"), name
         assert (got["adapter.plus"], got["train.embedding_noise"]) == ((None, None) if name == "c.py" else (16.0, 5.0))
+        assert got["data.template_kwargs"] == ({} if name == "c.py" else {"enable_thinking": False})
         assert got["model.rope_parameters"] == ({"rope_type": "yarn", "factor": 4.0} if name == "a.yml" else None)
 
 

@@ -28,6 +28,7 @@ def sample(
             help="With a temperature: sample from the most likely tokens up to this share of probability (top-p).",
         ),
     ] = 1.0,
+    control: Annotated[Path | None, typer.Option("--control", help="The picture that the prompts edit, of a model that edits.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -52,8 +53,10 @@ def sample(
     from ..runs.folder import kind_of_run
 
     if kind_of_run(run) == DIFFUSION:
-        _draw(run, texts, context=context, seed=seed, json_output=json_output)
+        _draw(run, texts, context=context, seed=seed, control=control, json_output=json_output)
         return
+    if control is not None:
+        raise UsageError(f"--control has no effect: {run} is no diffusion run")
     from ..training.quiet import quiet_libraries
     from ..wording import printable
 
@@ -93,8 +96,10 @@ def sample(
         print(f"\n> {one.prompt}\n{printable(one.answer) or '(nothing)'}")
 
 
-def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, json_output: bool) -> None:
+def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, control: Path | None, json_output: bool) -> None:
     """Pictures as files in RUN/drawn, numbered on from those that are there."""
+    if control is not None and not texts:
+        raise UsageError("--control has no effect without a prompt: the run's own prompts name their pictures")
     for option in ("tokens", "temperature", "top_p"):
         source = context.get_parameter_source(option)
         if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
@@ -104,7 +109,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
-    taken, pictures = draw_with(run, texts, seed=seed)
+    taken, pictures = draw_with(run, texts, seed=seed, control=control)
     folder = run_and_result(run)[0] / "drawn"
     made: list[dict[str, str]] = []
     _write(pictures, folder, made)

@@ -55,7 +55,7 @@ MAY_CHANGE = {
 }
 PLACES = (
     "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
-    "images.train", "images.eval", "images.regularisation", "images.masks", "adapter.start_from",
+    "images.train", "images.eval", "images.regularisation", "images.masks", "images.controls", "adapter.start_from",
 )  # fmt: skip
 CHOSEN_BY_AUTO = ("train.gradient_checkpointing", "train.checkpointed_layers", "train.keep_attention")
 

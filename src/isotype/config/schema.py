@@ -61,6 +61,9 @@ class ModelSection(Section):
     """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False
     """Train on a 4-bit base of which more than 10% stays unquantised, such as stacked experts, which bitsandbytes does not quantise."""
+    offload: Literal["none", "blocks"] = "none"
+    """`blocks`: the frozen weights of the model's blocks wait in host memory and are fetched one block ahead (GPU only, with an adapter):
+    two blocks are on the device at a time. Every block recomputes. Losses and gradients are the same, bit for bit."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -127,8 +130,11 @@ class ImagesSection(Section):
     others, their loss times `weight`, a key of a mapping, 1 by default."""
     masks: str | None = None
     """Folder of grey pictures, named as those of `train`: the loss counts where the mask is white. A row may name its own (`mask`)."""
+    controls: str | None = None
+    """Of a model that edits: folder of the pictures before the edit, named as those of `train`, which are the edited ones; instructions
+    are captions. A row may name its own (`control`), a source its own folder."""
     columns: dict[str, str] | None = None
-    """The data's own names for `image`, `text`, `mask`: `{image: file, text: prompt}`. By default common names are tried."""
+    """The data's own names for `image`, `text`, `mask`, `control`: `{image: file, text: prompt}`. By default common names are tried."""
     resolution: PositiveInt = 512
     """Side in pixels: a picture is scaled to cover a square of it, and `crop` is taken."""
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0

@@ -226,7 +226,7 @@ def first_name(given: Any) -> str:
     return next(iter(names(given)), "data").removeprefix(HUB)
 
 
-COLUMNS = ("image", "text", "mask")
+COLUMNS = ("image", "text", "mask", "control")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +236,7 @@ class PictureSource:
     caption  of every picture, instead of those in text files
     repeats  how often each picture comes in an epoch
     weight   of the loss of its pictures; of regularisation pictures only
+    controls folder of the pictures before the edit
     """
 
     name: str
@@ -244,12 +245,13 @@ class PictureSource:
     repeats: int = 1
     weight: float = 1.0
     columns: Mapping[str, str] | None = None
+    controls: str | None = None
 
 
 _PICTURE_KEYS = {
-    "train": ("name", "caption", "columns", "repeats"),
-    "eval": ("name", "caption", "columns"),
-    "regularisation": ("name", "caption", "columns", "repeats", "weight"),
+    "train": ("name", "caption", "columns", "repeats", "controls"),
+    "eval": ("name", "caption", "columns", "controls"),
+    "regularisation": ("name", "caption", "columns", "repeats", "weight", "controls"),
 }
 
 
@@ -277,13 +279,14 @@ def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSecti
                      "repeats": "has no effect: evaluation takes every picture once"}.items():  # fmt: skip
         if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
             raise UsageError(f"{where}.{key}: {why}")
-    own = {"columns": images.columns} | {key: value for key, value in settings.items() if value is not None}
+    own = {"columns": images.columns, "controls": images.controls} | {key: value for key, value in settings.items() if value is not None}
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
-    repeats, caption = settings.get("repeats", 1), settings.get("caption")
+    repeats = settings.get("repeats", 1)
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise UsageError(f"{where}.repeats: expected a whole number of at least 1, got {repeats!r}")
-    if caption is not None and not isinstance(caption, str):
-        raise UsageError(f"{where}.caption: expected text, got {caption!r}")
+    for text in ("caption", "controls"):
+        if not isinstance(settings.get(text, ""), str):
+            raise UsageError(f"{where}.{text}: expected text, got {settings[text]!r}")
     if unknown := next((key for key in settings.get("columns") or () if key not in COLUMNS), None):
         raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
     return PictureSource(key=where, **settings)

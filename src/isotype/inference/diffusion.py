@@ -28,8 +28,8 @@ from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_a
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
-from ..tasks.diffusion.sample import Prompt, Sample, texts_of
-from ..tasks.diffusion.task import EMPTY, DiffusionTask
+from ..tasks.diffusion.sample import Prompt, Sample, refuse_prompts, texts_of
+from ..tasks.diffusion.task import DiffusionTask
 from ..training.task import Evaluation, eval_mode
 from .loaded import load_newest, name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
@@ -99,7 +99,8 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
 
     text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
     levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
-    return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths).to(device)
+    control = None if made.control is None else normal(made.control)
+    return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths, control=control).to(device)
 
 
 def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
@@ -130,12 +131,13 @@ def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
     return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
 
 
-def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None) -> tuple[str, list[Sample]]:
+def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None) -> tuple[str, list[Sample]]:
     """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each prompt; the run's own prompts by default.
+    `control`: the picture that `prompts` edit.
 
     Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint yet
     """
-    asked = [Prompt(text) for text in prompts]
+    asked = [Prompt(text, control=control) for text in prompts]
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         asked.extend([] if asked else task.prompts)
@@ -143,8 +145,9 @@ def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None) 
             raise UsageError(
                 f"{folder}: the run has no prompts of its own (run.samples)", fix=f'isotype sample {folder} "a picture of ..."'
             )
+        refuse_prompts(asked, task.folder.family)
         task.encoder = task.new_encoder(device)
-        task.text = task.encoder.captions(list(dict.fromkeys([EMPTY, *texts_of(asked)])))
+        task.text = task.encoder.captions(list(dict.fromkeys(texts_of(asked, task.encoder))))
 
     task, model, device, taken = _load_run(folder, encode)
     how = task.drawing()
@@ -156,7 +159,8 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
 
     Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a checkpoint yet
     """
-    images = {"train": pictures, "eval": None, "eval_split": 0.0, "regularisation": None, "masks": None, "columns": None, "limit": None}
+    others = ("eval", "regularisation", "masks", "controls", "columns", "limit")
+    images = {**dict.fromkeys(others), "train": pictures, "eval_split": 0.0}
 
     def on_these(config: RunConfig) -> RunConfig:
         train = {"eval_batch_size": batch_size or config.train.eval_batch_size}

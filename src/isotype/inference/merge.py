@@ -191,7 +191,7 @@ def _delta(layer: Any, adapter: str) -> Tensor:
         return delta.float()
     parameter = layer.get_param()  # PEFT gives the change of a bare parameter in that parameter's dtype
     narrow = parameter.data
-    parameter.data = narrow.float()
+    parameter.data = narrow.float()  # of a packed one its bytes: PEFT asks for no more than the dtype
     try:
         wide: Tensor = layer.get_delta_weight(adapter)
         return wide

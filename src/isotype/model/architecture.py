@@ -120,6 +120,12 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
                 f"model {name}: {named} answers with {answers}: as a language model it would train without its head, which is dropped",
                 fix="the base that it was made from; train.objective: reward trains one score, attach(Trainer(...)) trains classes",
             )
+    if (named := _backbone(architecture, family)) is not None and not scored:
+        raise UsageError(
+            f"model {name}: {named} is a model without a head for tokens, as embedding models are saved",
+            fix="the base that it was made from; a language model that was saved so: "
+            "name its class with a head under architectures in config.json",
+        )
     if getattr(architecture, "is_encoder_decoder", False):
         raise UsageError(
             f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
@@ -144,6 +150,15 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
             f"model {name}: {family} is no language model ({kinds}): transformers has no next-token head for it",
             fix="a decoder-only language model (Llama, Qwen, Gemma, ...)",
         )
+
+
+def _backbone(architecture: Any, family: str) -> str | None:
+    """The class in config.json where it is the family's without a head; with tied embeddings its weights would make a language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    named = (getattr(architecture, "architectures", None) or [""])[0]
+    without, with_head = MODEL_MAPPING_NAMES.get(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    return named if with_head and named != with_head and named == without else None
 
 
 def _has_no_language_model(architecture: Any, family: str) -> bool:

@@ -34,6 +34,7 @@ from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
 from .memory.auto import WITHIN, auto_checkpointing
+from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, host_memory, recomputing, refuse_without_host_memory
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
@@ -104,6 +105,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
+    check_offload(config, device_type=device.type)
     check_adapters(config)
     check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
@@ -148,6 +150,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     world.at(0, "encoding the data")
     world.first_before_others(lambda: task.encode(basis.device))  # what it put into the cache, the others find there
     world.at(0, "building the model")
+    if config.model.offload == BLOCKS:
+        found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
+        needed = 0 if found is None else sum(block.bytes for block in found.blocks)
+        refuse_without_host_memory(needed, host_memory(), world.local_size)
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
@@ -214,13 +220,23 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
     return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
+_OF_WHOLE_WEIGHTS = {
+    "lion": "bitsandbytes' kernel takes no part of a weight",
+    "muon": "it makes whole matrices orthogonal",
+    "adafactor": "its states are means of whole rows and columns",
+    "prodigy": "its rate follows from sums over all weights",
+}
+
+
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
+    if config.model.offload == BLOCKS:
+        return f"{KEY}: a shared model gathers its weights from the other devices"
     if train.optimizer in EIGHT_BIT:
         return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
-    if train.optimizer != "adamw":
-        return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
+    if why := _OF_WHOLE_WEIGHTS.get(train.optimizer):
+        return f"train.optimizer: {train.optimizer}: {why}"
     if config.adapter.start in OFF_THE_BASE:
         return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
     if config.adapter.train_tokens:
@@ -276,14 +292,14 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
     parts   how many processes share the model
     source  of the setting; a resumed run's is the reason for which `auto` chose it in the part before
     """
-    train, device, precision = task.config.train, basis.device, basis.resolved.precision
+    train, device, precision = recomputing(task.config), basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
     near = most > has // 2
     if near and has and device.type == "cpu":
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
-        chosen = as_configured(model, train)
+        chosen = _as_configured(model, task.config)
         return replace(chosen, reason=source) if source.startswith(f"{AUTO}: ") else chosen
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
@@ -293,6 +309,11 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
     return found
 
 
+def _as_configured(model: nn.Module, config: RunConfig) -> Checkpointing:
+    chosen = as_configured(model, recomputing(config))
+    return replace(chosen, reason=f"{AUTO}: {KEY}") if config.train.gradient_checkpointing == AUTO else chosen
+
+
 def planned_checkpointing(
     task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
 ) -> tuple[Checkpointing, MemoryPlan]:
@@ -300,7 +321,7 @@ def planned_checkpointing(
 
     parts  how many processes share the model
     """
-    train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
+    train, precision, largest = recomputing(task.config), basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
     earlier: MemoryPlan | None = None
 
@@ -313,7 +334,7 @@ def planned_checkpointing(
         return found
 
     if train.gradient_checkpointing != AUTO:
-        checkpointing = as_configured(made.model, train)
+        checkpointing = _as_configured(made.model, task.config)
         return checkpointing, simulate(checkpointing)
     layers = len(checkpointable(made.model))
     target = None if train.memory is None else bytes_of(train.memory)

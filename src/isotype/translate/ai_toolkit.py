@@ -20,8 +20,11 @@ def refusal(source: Source) -> str | None:
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
     if network != "lora":
         return f"network.type: {network} is not offered: adapter.kind is lora"
-    if any(given.name.startswith(f"{DATASET}.") and given.name.endswith(".control_path") and given.value for given in source.keys):
-        return "datasets: control_path: pairs of pictures are not offered"
+    if any(
+        given.name.startswith(f"{DATASET}.") and given.name.endswith(".control_path") and isinstance(given.value, list)
+        for given in source.keys
+    ):
+        return "datasets: control_path: several pictures before an edit are not offered: one is"
     return None
 
 
@@ -36,6 +39,8 @@ def _samples(draft: Draft, given: Given) -> None:
     for i, entry in enumerate(entries):
         text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace("[trigger]", trigger)
         made: dict[str, Any] = {"prompt": text}
+        if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
+            made["control"] = str(control)
         if negative := draft.keys.get("sample.neg"):
             made["negative"] = str(negative)
         if seed is not None:
@@ -75,6 +80,7 @@ _OF_PICTURES: dict[str, t.Handler] = {
     "is_reg": t.changed("images.regularisation"),
     "num_repeats": t.changed("repeats of the source"),
     "mask_path": t.to("images.masks", str),
+    "control_path": t.changed("controls of the source"),
     "flip_x": t.when_on("images.flip", True),
     "trigger_word": t.to("images.trigger", str),
     "random_crop": p.WINDOWS,
@@ -164,5 +170,6 @@ def finish(draft: Draft, source: Source) -> None:
     for entry in p.datasets_of(draft):
         if folder := entry.get("folder_path") or entry.get("dataset_path"):
             side = "images.regularisation" if t.is_on(entry.get("is_reg")) else "images.train"
-            sides[side].append(p.source(folder, repeats=entry.get("num_repeats")))
+            controls = {"controls": str(entry["control_path"])} if entry.get("control_path") else {}
+            sides[side].append(p.source(folder, repeats=entry.get("num_repeats")) | controls)
     p.put_sources(draft, sides)

@@ -253,6 +253,7 @@ KEYS: dict[str, t.Handler] = {
     "sequence_len": t.count("data.max_length"),
     "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
     "chat_template": _chat_template,
+    "chat_template_kwargs": t.to("data.template_kwargs"),
     "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences
     **t.each(_rl, "rl reward_model"),

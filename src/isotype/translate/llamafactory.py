@@ -193,6 +193,7 @@ KEYS: dict[str, t.Handler] = {
     "dataset": _datasets("data.train"),
     "eval_dataset": _datasets("data.eval"),
     "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
+    "enable_thinking": t.to("data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}),
     "cutoff_len": t.count("data.max_length"),
     "max_samples": t.count("data.limit"),
     "buffer_size": t.count("data.shuffle_buffer"),

@@ -1,5 +1,6 @@
 """Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with captions. Random weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,10 @@ def t5() -> T5EncoderModel:
     return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2))
 
 
-def vae(channels: int) -> AutoencoderKL:
+def vae(channels: int, *, stages: int = 3) -> AutoencoderKL:
     return AutoencoderKL(
-        in_channels=3, out_channels=3, latent_channels=channels, block_out_channels=(8, 8, 8), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=SIDE,
+        in_channels=3, out_channels=3, latent_channels=channels, block_out_channels=(8,) * stages, layers_per_block=1, norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * stages, up_block_types=("UpDecoderBlock2D",) * stages, sample_size=SIDE,
         use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5, shift_factor=0.1,
     )  # fmt: skip
 
@@ -145,6 +146,22 @@ def pictures(folder: Path, *, shifts: int = 3) -> Path:
             for shift in range(shifts):
                 draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
                 (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
+    return folder
+
+
+def pairs(folder: Path) -> Path:
+    """`after`: pictures with an instruction each; `before`: those that they were made from; `rows.jsonl` names both."""
+    rows = []
+    for part in ("after", "before"):
+        (folder / part).mkdir(parents=True)
+    for shape in SHAPES:
+        for shift in range(4):
+            name = f"{shape}_{shift}"
+            draw(shape, "red", shift).save(folder / f"before/{name}.png")
+            draw(shape, "green", shift).save(folder / f"after/{name}.png")
+            (folder / f"after/{name}.txt").write_text("green on white\n")
+            rows.append({"source": f"before/{name}.png", "edited_image": f"after/{name}.png", "instruction": "green on white"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

@@ -11,12 +11,14 @@ import re
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from isotype.cli.export import export
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with
 from isotype.tasks.choose import train
+from tests.tasks.diffusion.test_families import data_of
 
 ATTENTION = "attn.(to_q|to_k|to_v|to_out.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 MLPS = "(ff|ff_context).net.(0.proj|2)"
@@ -34,7 +36,18 @@ NAMES = {
     "qwen": [
         rf"transformer.transformer_blocks.\d+.({ATTENTION}|(img|txt)_mod.1|(img|txt)_mlp.net.(0.proj|2))",
     ],
+    "hidream": [
+        r"transformer.(double|single)_stream_blocks.\d+.block.(adaLN_modulation.1|attn1.(to_q|to_k|to_v|to_out)(_t)?|"
+        r"ff_i.(shared_experts|experts.\d+).w[123]|ff_t.w[123])",
+    ],
+    "wan": [r"diffusion_model.blocks.\d+.((self|cross)_attn.[qkvo]|ffn.[02])"],
+    "ltx": [r"diffusion_model.transformer_blocks.\d+.(attn[12].(to_q|to_k|to_v|to_out.0)|ff.net.(0.proj|2))"],
 }  # fmt: skip
+NAMES |= {"kontext": NAMES["flux"], "qwen_edit": NAMES["qwen"]}
+OWN_NAMES = [  # Wan's
+    (".attn1.", ".self_attn."), (".attn2.", ".cross_attn."), (".to_out.0", ".o"), (".to_", "."), (".ffn.net.0.proj", ".ffn.0"),
+    (".ffn.net.2", ".ffn.2"),
+]  # fmt: skip
 
 
 def read_as_comfyui_does(file, names):
@@ -70,11 +83,15 @@ def peft_deltas(folder):
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("flux", {}), ("sdxl", {"rslora": True}), *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen"))],
+    [
+        ("flux", {}),
+        ("sdxl", {"rslora": True}),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "wan", "ltx")),
+    ],
 )
 def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings):
     run = {"adapter_format": "comfyui", "adapters_every": 2}
-    loaded = drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 8.0, **settings}, run=run)
+    loaded = drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 8.0, **settings}, run=run, images=data_of(family, studio)[0])
     assert train(loaded) == 0
     for folder in (tmp_path / "run/adapter", tmp_path / "run/adapters/step_2"):
         added, trained = read_as_comfyui_does(folder / "comfyui.safetensors", NAMES[family]), peft_deltas(folder)
@@ -86,7 +103,25 @@ def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings
 
 
 def _named(name, family):
-    return f"lora_unet_{name.replace('.', '_')}" if family == "sdxl" else f"transformer.{name}"
+    if family == "sdxl":
+        return f"lora_unet_{name.replace('.', '_')}"
+    for theirs, own in OWN_NAMES if family == "wan" else ():
+        name = name.replace(theirs, own)
+    return f"{'diffusion_model' if family in ('wan', 'ltx') else 'transformer'}.{name}"
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("ltx", marks=pytest.mark.full)])
+def test_diffusers_reads_the_file_for_comfyui_as_the_same_adapter(drawn, studio, tmp_path, family):
+    """diffusers maps the names that ComfyUI has for these models to its own. Of LTX it takes no alphas."""
+    assert train(drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 4.0}, run={"adapter_format": "comfyui"})) == 0
+    pipe = DiffusionPipeline.from_pretrained(getattr(studio, family))
+    tensors = load_file(tmp_path / "run/adapter/comfyui.safetensors")
+    pipe.load_lora_weights({name: t for name, t in tensors.items() if family == "wan" or not name.endswith(".alpha")})
+    found = {name: p for name, p in pipe.transformer.named_parameters() if "lora_" in name}
+    saved = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert len(found) == len(saved)
+    for name, p in found.items():
+        assert torch.equal(p, saved[f"base_model.model.{name.replace('.default_0', '')}"])
 
 
 def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, capsys):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import ChromaPipeline, DDPMScheduler, Flux2KleinPipeline, QwenImagePipeline
+from diffusers import ChromaPipeline, DDPMScheduler, Flux2KleinPipeline, FluxKontextPipeline, LTXPipeline, QwenImagePipeline
+from safetensors.torch import load_file
 
 from isotype.errors import UsageError
-from isotype.tasks.choose import task_of, train
+from isotype.precision.apply import denoiser_blocks
+from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import FAMILIES, REFUSED
 from isotype.tasks.diffusion.pipeline import PipelineFolder
@@ -38,6 +40,31 @@ def plain_qwen(model, batch):
         encoder_hidden_states=batch.text["text"], encoder_hidden_states_mask=batch.text["mask"],
         img_shapes=[[(1, h // 2, w // 2)]] * n, return_dict=False,
     )[0]  # fmt: skip
+    return squared_error(QwenImagePipeline._unpack_latents(made, h * 4, w * 4, 4)[:, :, 0], target)
+
+
+def plain_kontext(model, batch):
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
+    pack, ids = FluxKontextPipeline._pack_latents, FluxKontextPipeline._prepare_latent_image_ids
+    after, before = (ids(n, h // 2, w // 2, torch.device("cpu"), torch.float32) for _ in range(2))
+    before[..., 0] = 1
+    made = model(
+        hidden_states=torch.cat([pack(noisy, n, c, h, w), pack(batch.control, n, c, h, w)], dim=1), timestep=batch.sigma,
+        guidance=torch.full_like(batch.sigma, 1.0), encoder_hidden_states=batch.text["text"], pooled_projections=batch.text["pooled"],
+        txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=torch.cat([after, before]), return_dict=False,
+    )[0][:, : h * w // 4]  # fmt: skip
+    return squared_error(FluxKontextPipeline._unpack_latents(made, h * 4, w * 4, 4), target)
+
+
+def plain_qwen_edit(model, batch):
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
+    tokens = [QwenImagePipeline._pack_latents(part, n, c, h, w) for part in (noisy, batch.control)]
+    made = model(
+        hidden_states=torch.cat(tokens, dim=1), timestep=batch.sigma, guidance=None, encoder_hidden_states=batch.text["text"],
+        encoder_hidden_states_mask=batch.text["mask"], img_shapes=[[(1, h // 2, w // 2), (1, h // 2, w // 2)]] * n, return_dict=False,
+    )[0][:, : tokens[0].size(1)]  # fmt: skip
     return squared_error(QwenImagePipeline._unpack_latents(made, h * 4, w * 4, 4)[:, :, 0], target)
 
 
@@ -92,10 +119,60 @@ def plain_auraflow(model, batch):
     return squared_error(model(noisy, encoder_hidden_states=batch.text["text"], timestep=batch.sigma, return_dict=False)[0], target)
 
 
+def plain_lumina2(model, batch):
+    noisy, target = flow(batch)
+    made = model(noisy, 1 - batch.sigma, batch.text["text"], batch.text["mask"].long(), return_dict=False)[0]
+    return squared_error(-made, target)
+
+
+def plain_hidream(model, batch):
+    """In training its denoiser gives patches in their order, so the target is put into patches."""
+    noisy, target = flow(batch)
+    n, c, h, w = target.shape
+    made = model.train()(
+        noisy, timesteps=batch.sigma * 1000, encoder_hidden_states_t5=batch.text["text"],
+        encoder_hidden_states_llama3=batch.text["layers"].transpose(0, 1), pooled_embeds=batch.text["pooled"], return_dict=False,
+    )[0]  # fmt: skip
+    patches = target.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 2, 4, 3, 5).reshape(n, c, h * w // 4, 4)
+    return squared_error(-made[:, :, : h * w // 4], patches)
+
+
+def plain_wan(model, batch):
+    noisy, target = flow(batch)
+    made = model(noisy.unsqueeze(2), batch.sigma * 1000, batch.text["text"], return_dict=False)[0]
+    return squared_error(made.squeeze(2), target)
+
+
+def plain_ltx(model, batch):
+    noisy, target = flow(batch)
+    h, w = noisy.shape[-2:]
+    made = model(
+        LTXPipeline._pack_latents(noisy.unsqueeze(2)), batch.text["text"], batch.sigma * 1000, batch.text["mask"], num_frames=1, height=h,
+        width=w, rope_interpolation_scale=(8 / 25, 4, 4), return_dict=False,
+    )[0]  # fmt: skip
+    return squared_error(LTXPipeline._unpack_latents(made, 1, h, w).squeeze(2), target)
+
+
 PLAIN = {
     "qwen": plain_qwen, "z_image": plain_z_image, "klein": plain_klein, "chroma": plain_chroma, "sd1": plain_sd1, "sana": plain_sana,
-    "auraflow": plain_auraflow,
+    "auraflow": plain_auraflow, "lumina2": plain_lumina2, "hidream": plain_hidream, "wan": plain_wan, "ltx": plain_ltx,
+    "kontext": plain_kontext, "qwen_edit": plain_qwen_edit, "qwen_edit_plus": plain_qwen_edit,
 }  # fmt: skip
+IN_PAIRS = {
+    "kontext": "FluxKontextPipeline", "qwen_edit": "QwenImageEditPipeline", "qwen_edit_plus": "QwenImageEditPlusPipeline",
+}  # fmt: skip
+
+
+def edits(studio):
+    """`images` of a run on pairs."""
+    return {"train": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")}
+
+
+def data_of(family, studio):
+    """`images` and `run.samples` for this family."""
+    if family not in IN_PAIRS:
+        return {}, ["a red circle on white"]
+    return edits(studio), [{"prompt": "green", "control": str(studio.pairs / "before/circle_0.png")}]
 
 
 def loss_and_grads(plain, model, batch, names):
@@ -109,16 +186,20 @@ def loss_and_grads(plain, model, batch, names):
 
 def in_fp64(batch):
     text = {name: tensor.double() for name, tensor in batch.text.items()}
-    return replace(batch, latents=batch.latents.double(), noise=batch.noise.double(), sigma=batch.sigma.double(), text=text)
+    control = None if batch.control is None else batch.control.double()
+    wide = {name: getattr(batch, name).double() for name in ("latents", "noise", "sigma")}
+    return replace(batch, **wide, text=text, control=control)
 
 
 def relative(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family):
-    loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, run={"samples": ["a red circle on white"]})
+def in_training(drawn, studio, tmp_path, family, preset):
+    """The task, the model with random numbers in its adapter, and a batch; the adapter is saved in tmp_path."""
+    images, samples = data_of(family, studio)
+    images = {"limit": 6, "caption_dropout": 0.5, **images}
+    loaded = drawn(model=getattr(studio, family), images=images, run={"samples": samples}, precision={"preset": preset})
     task = task_of(loaded.config)
     basis = settle(task, loaded.sources)
     precision = basis.resolved.precision
@@ -128,7 +209,40 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    batch = task.collate(task.feed().take(3))
+    model.train()
+    save_lora(model, tmp_path, precision, task.folder)
+    return loaded, task, model, task.collate(task.feed().take(3))
+
+
+def in_diffusers(task, tmp_path, dtype):
+    """diffusers' denoiser with the saved adapter."""
+    pipe = task.folder.pipeline_for_sampling(task.folder.denoiser(dtype), None)
+    pipe.load_lora_weights(tmp_path, adapter_name="default")
+    return getattr(pipe, task.folder.denoiser_part)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", PLAIN)
+def test_bf16_gradients_are_at_most_half_as_far_again_as_diffusers(drawn, studio, tmp_path, family):
+    """From fp64 on the same numbers: weights in bf16, an adapter in fp32."""
+    _, task, model, batch = in_training(drawn, studio, tmp_path, family, "bf16-lora")
+    (task.loss_sum(model, batch, dtype="fp32") / batch.weight).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.grad is not None and p.grad.any()}
+    assert {p.grad.dtype for p in trained.values()} == {torch.float32}
+    theirs = in_diffusers(task, tmp_path, torch.bfloat16)
+    for name, p in theirs.named_parameters():
+        if "lora_" in name:
+            p.data = dict(model.named_parameters())[f"base_model.model.{name}"].detach().clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, plain = loss_and_grads(PLAIN[family], theirs, batch, trained)
+    _, exact = loss_and_grads(PLAIN[family], theirs.double(), in_fp64(batch), trained)
+    ours = torch.cat([p.grad.flatten() for p in trained.values()])
+    assert relative(ours, exact) < 1.5 * relative(plain, exact)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family):
+    loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
     ours.backward()
     unused = task.folder.family.unused(model.get_base_model())
@@ -136,11 +250,7 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     without = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
     assert all(any(part in name for part in unused) for name in without), without
 
-    save_lora(model, tmp_path, precision, task.folder)
-    plain = task.folder.denoiser(torch.float32)
-    pipe = task.folder.pipeline_for_sampling(plain, None)
-    pipe.load_lora_weights(tmp_path, adapter_name="default")
-    plain = getattr(pipe, task.folder.denoiser_part).float()
+    plain = in_diffusers(task, tmp_path, torch.float32).float()
     learnt = [name for name in trained if name not in without]
     theirs, plain_grads = loss_and_grads(PLAIN[family], plain, batch, learnt)
     _, exact = loss_and_grads(PLAIN[family], plain.double(), in_fp64(batch), learnt)
@@ -149,18 +259,32 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     allowed = max(1e-6, 2 * relative(plain_grads, exact))  # where diffusers' own fp32 is further from fp64
     assert relative(grads, exact) < allowed
 
-    again = load_result(tmp_path, task.folder, loaded.config, precision, basis.device)
+    again = load_result(tmp_path, task.folder, loaded.config, task.precision, torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(task.loss_sum(again, batch, dtype="fp32") / batch.weight, ours.detach(), rtol=1e-6, atol=0)
-    (picture,) = task.sample(model, basis.device)
+    (picture,) = task.sample(model, torch.device("cpu"))
     assert picture.size == 32
+    planned = plan(loaded)
+    assert planned.memory.not_simulated is None
+    assert planned.memory.activations > 0
+    assert denoiser_blocks(model)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("preset", ["bf16-lora", "nf4-lora"])
 def test_a_family_trains_from_a_folder(drawn, studio, family, preset):
-    assert train(drawn(model=getattr(studio, family), precision={"preset": preset})) == 0
+    assert train(drawn(model=getattr(studio, family), images=data_of(family, studio)[0], precision={"preset": preset})) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "blocks"), [("ltx", 2), ("hidream", 2)])
+def test_blocks_that_a_denoiser_does_not_name_are_recomputed(drawn, studio, tmp_path, capsys, family, blocks):
+    for recompute in ("none", "layers"):
+        assert train(drawn(recompute, model=getattr(studio, family), train={"steps": 2, "gradient_checkpointing": recompute})) == 0
+    assert f"layers: all of {blocks}" in capsys.readouterr().out
+    kept, again = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("none", "layers"))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in again.items())
 
 
 def test_the_page_names_what_trains():
@@ -170,7 +294,7 @@ def test_the_page_names_what_trains():
     assert pipelines.PAGE.read_text(encoding="utf-8") == pipelines.page(), "python docs/pipelines.py --write"
 
 
-@pytest.mark.parametrize("name", ["FluxKontextPipeline", "WanPipeline", "NoSuchPipeline"])
+@pytest.mark.parametrize("name", ["FluxFillPipeline", "LTX2Pipeline", "NoSuchPipeline"])
 def test_another_pipeline_is_refused_by_name(tmp_path, name):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     reason = REFUSED.get(name, "is not supported: expected one of")

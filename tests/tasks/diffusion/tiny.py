@@ -1,6 +1,8 @@
 """Tiny pipelines of the families beside those in models.py; random weights. Each function saves one as a folder."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.diffusion_matrix import qwen_image as qwen_transformer
@@ -10,7 +12,9 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKLFlux2,
+    AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DDIMScheduler,
@@ -18,23 +22,43 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
+    HiDreamImagePipeline,
+    HiDreamImageTransformer2DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     StableDiffusionPipeline,
     UNet2DConditionModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from transformers import (
     Gemma2Config,
     Gemma2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
-from .models import WIDTH, WORDS, clip, t5, tokenizer, vae
+from tests import vlms
+from tests.vlms import tiny_vlm
+
+from .models import WIDTH, WORDS, clip, flux_transformer, t5, tokenizer, vae
 
 TEMPLATE = "{% for m in messages %}a {{ m.content }} on{% endfor %}"
 TEXT = {
@@ -64,6 +88,43 @@ def qwen(folder: Path) -> None:
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
         ),
     ).save_pretrained(folder)  # fmt: skip
+
+
+def kontext(folder: Path) -> None:
+    FluxKontextPipeline(
+        transformer=flux_transformer(guidance=True), vae=vae(4), scheduler=dynamic(),
+        text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def qwen_edit(folder: Path, kind: type = QwenImageEditPipeline, *, stages: int = 2, **transformer: Any) -> None:
+    """`stages`: 2 ** stages pixels are a latent pixel in each direction."""
+    encoder = tiny_vlm("qwen2_5_vl")
+    denoiser = qwen_transformer()
+    settings = {**denoiser.config, "joint_attention_dim": encoder.config.text_config.hidden_size, **transformer}
+    kind(
+        transformer=QwenImageTransformer2DModel.from_config(settings), scheduler=dynamic(), tokenizer=vlms.tokenizer(),
+        text_encoder=encoder, processor=None,
+        vae=AutoencoderKLQwenImage(
+            base_dim=4, z_dim=4, dim_mult=[1] * stages + [2], num_res_blocks=1, temperal_downsample=[False] + [True] * (stages - 1),
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
+        ),
+    ).save_pretrained(folder)  # fmt: skip
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "processor": ["transformers", "Qwen2_5_VLProcessor"]}))
+    made = vlms.PROCESSORS["qwen2_5_vl"]
+    (folder / "processor").mkdir()
+    (folder / "processor/preprocessor_config.json").write_text(json.dumps({**made["images"], "processor_class": made["processor_class"]}))
+
+
+def qwen_edit_plus(folder: Path) -> None:
+    """As the one of November 2025, whose picture before the edit has the noise level 0."""
+    qwen_edit(folder, QwenImageEditPlusPipeline, zero_cond_t=True)
+
+
+def qwen_edit_1024(folder: Path) -> None:
+    """Its pictures of 1024 x 1024 pixels are 64 x 64 latent pixels."""
+    qwen_edit(folder, stages=4)
 
 
 def z_image(folder: Path) -> None:
@@ -142,7 +203,74 @@ def auraflow(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-MAKES = {make.__name__: make for make in (qwen, z_image, klein, chroma, sd1, sana, auraflow)}
+def lumina2(folder: Path) -> None:
+    Lumina2Pipeline(
+        transformer=Lumina2Transformer2DModel(
+            sample_size=8, in_channels=4, hidden_size=24, num_layers=1, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1,
+            multiple_of=16, axes_dim_rope=(4, 4, 4), axes_lens=(128, 32, 32), cap_feat_dim=2 * WIDTH,
+        ),
+        vae=vae(4, stages=4), text_encoder=Gemma2Model(Gemma2Config(**TEXT, num_hidden_layers=2)), tokenizer=tokenizer(256),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def hidream(folder: Path) -> None:
+    denoiser = HiDreamImageTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        caption_channels=[2 * WIDTH, 2 * WIDTH], text_emb_dim=2 * WIDTH, num_routed_experts=2, num_activated_experts=2,
+        axes_dims_rope=(8, 4, 4), max_resolution=(16, 16), llama_layers=[0, 1],
+    )  # fmt: skip
+    for name, p in denoiser.named_parameters():  # its gates are left uninitialised
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(p)
+    HiDreamImagePipeline(
+        transformer=denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4), tokenizer=tokenizer(8),
+        text_encoder=clip(projection=True), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8), text_encoder_3=t5(),
+        tokenizer_3=tokenizer(8), tokenizer_4=tokenizer(8),
+        text_encoder_4=LlamaForCausalLM(LlamaConfig(**TEXT, num_hidden_layers=2, attn_implementation="eager")),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def wan(folder: Path) -> None:
+    text = UMT5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    WanPipeline(
+        transformer=WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=2 * WIDTH, freq_dim=32, ffn_dim=32,
+            num_layers=2,
+        ),
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], scale_factor_spatial=4,
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
+        ),
+        text_encoder=UMT5EncoderModel(text), tokenizer=tokenizer(8),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def ltx(folder: Path) -> None:
+    coder = AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False), decoder_spatio_temporal_scaling=(True, False),
+        down_block_types=("LTXVideoDownBlock3D",) * 2, decoder_inject_noise=(False,) * 3, downsample_type=("conv",) * 2,
+        upsample_residual=(False,) * 2, upsample_factor=(1, 1), patch_size=2, scaling_factor=1.5,
+    )  # fmt: skip
+    coder.latents_mean.normal_(std=0.2)
+    coder.latents_std.uniform_(0.5, 2.0)
+    LTXPipeline(
+        transformer=LTXVideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, cross_attention_dim=24, num_layers=2,
+            caption_channels=2 * WIDTH,
+        ),
+        vae=coder, text_encoder=t5(), tokenizer=tokenizer(8), scheduler=dynamic(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+MAKES = {
+    make.__name__: make
+    for make in (
+        qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, klein, chroma, sd1, sana, auraflow, lumina2, hidream, wan, ltx,
+    )
+}  # fmt: skip
 
 
 def make(name: str, folder: Path) -> None:

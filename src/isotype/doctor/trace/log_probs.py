@@ -70,6 +70,6 @@ class LogProbs(Watcher):
 
     def findings(self) -> list[Finding]:
         return [
-            say("TR025", place_of(one.site, one.module), at("at", one.site), word=one.word, off=one.off, tokens=one.tokens)
+            say("TR027", place_of(one.site, one.module), at("at", one.site), word=one.word, off=one.off, tokens=one.tokens)
             for one in self._found.values()
         ]

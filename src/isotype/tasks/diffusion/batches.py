@@ -22,14 +22,14 @@ from .pixels import Size
 @dataclass(frozen=True)
 class Row:
     """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where
-    pictures
-    are not mirrored), `text` of each caption. `weight`: of its loss."""
+    pictures are not mirrored), `text` of each caption. `empty`: of the empty caption. `weight`: of its loss."""
 
     latents: tuple[str, ...]
     mirrored: tuple[str, ...]
     text: tuple[str, ...]
     size: Size
     weight: float = 1.0
+    empty: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Batch:
     weights         F[N]         of each picture's loss; None: 1
     cut             fp32[N 4]    of `pixels.cut_of`; None: whole pictures of the size of the latents
     lengths                      tokens of each caption, where they differ
+    control         F[N C H W]   latents of the pictures before the edit; None: of a model that does not edit
     """
 
     latents: Tensor
@@ -61,6 +62,7 @@ class Batch:
     weights: Tensor | None = None
     cut: Tensor | None = None
     lengths: tuple[int, ...] = ()
+    control: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -80,8 +82,9 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
         latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
-        mask, weights, cut = (None if t is None else t.to(device, non_blocking=True) for t in (self.mask, self.weights, self.cut))
-        return Batch(latents, noise, sigma, move, mask, weights, cut, self.lengths)
+        beside = (self.mask, self.weights, self.cut, self.control)
+        mask, weights, cut, control = (None if t is None else t.to(device, non_blocking=True) for t in beside)
+        return Batch(latents, noise, sigma, move, mask, weights, cut, self.lengths, control)
 
 
 def one_size_each(rows: Sequence[Placed]) -> list[list[Placed]]:
@@ -129,7 +132,7 @@ def generator_of(purpose: str, seed: int, position: int) -> torch.Generator:
 
 
 class DrawnRow(NamedTuple):
-    """A row with what was drawn for it. latents, noise: fp32[C H W]; mask: fp32[1 H W] or None; cut: fp32[4]."""
+    """A row with what was drawn for it. latents, noise, control: fp32[C H W]; mask: fp32[1 H W] or None; cut: fp32[4]."""
 
     latents: Tensor
     noise: Tensor
@@ -138,12 +141,14 @@ class DrawnRow(NamedTuple):
     cut: Tensor
     mask: Tensor | None = None
     weight: float = 1.0
+    control: Tensor | None = None
 
 
 def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool = False) -> Batch:
     """Rows of one size as a batch. `own_lengths`: texts are padded to the longest, and get a mask."""
     masked, weighted = any(row.mask is not None for row in rows), any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
+    controls = [row.control for row in rows if row.control is not None]
     return Batch(
         torch.stack([row.latents for row in rows]).to(dtype), torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
@@ -152,6 +157,7 @@ def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool =
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
         torch.stack([row.cut for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
+        torch.stack(controls).to(dtype) if controls else None,
     )  # fmt: skip
 
 

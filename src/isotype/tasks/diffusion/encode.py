@@ -12,9 +12,10 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,15 +25,24 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from ...data.bad_rows import BadRow
 from ...data.cache_folder import bound, cache_folder, evict
+from ...data.pictures import opened
 from ...data.progress import Meter, watched
 from ...dtypes import name, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
-from .picture_files import Picture, fingerprint
+from .picture_files import Content, Picture, fingerprint
 from .pictures import BadPictures
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, bucket_of, cut_of, mask_pixels, pixels, shown_size, windows
+from .pixels import BadPicture, Size, Window, bucket_of, cut_of, mask_pixels, of_control, pixels, refuse_other_shape, shown_size, windows
+
+
+class Said(NamedTuple):
+    """What a text encoder is given: a caption, and the picture before the edit where the family's encoder sees it."""
+
+    caption: str
+    control: Content | None = None
+
 
 VERSION = 3  # raise it whenever the same picture or caption gives other tensors
 
@@ -134,6 +144,7 @@ def libraries() -> dict[str, str]:
     }
 
 
+Key = TypeVar("Key", str, Said)
 AT_ONCE = 8  # captions in one pass of the text encoders
 
 
@@ -170,24 +181,31 @@ class Encoder:
     made: int = 0
     found: int = 0
 
-    def captions(self, captions: Sequence[str]) -> dict[str, str]:
-        """caption -> key of its embeddings."""
+    def said(self, caption: str, control: Content | None) -> Said:
+        """`control`: the picture before the edit; None: of a model that does not edit."""
+        return Said(caption, control if self.folder.family.sees_control else None)
+
+    def captions(self, said: Sequence[Said]) -> dict[Said, str]:
+        """The key of the embeddings of each."""
         parts = [part for part in self.folder.family.encoders if (self.folder.path / part).is_dir()]
         shaped = {
             "what": "text", "pipeline": self.folder.family.pipeline, "length": self.text_length, "dtype": self.precision.text_encoder,
             "device": self.device.type, "parts": {part: fingerprint(self.folder.files(part)) for part in parts}, **libraries(),
         }  # fmt: skip
-        keys = {caption: key_of([shaped, caption]) for caption in captions}
+        keys = {one: key_of([shaped, one.caption, *([one.control.fingerprint()] if one.control else [])]) for one in said}
         missing = self._missing(keys)
         if missing:
             self._encode_captions(missing, keys)
         return keys
 
-    def _encode_captions(self, missing: Sequence[str], keys: Mapping[str, str]) -> None:
+    def _encode_captions(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
+        family = self.folder.family
         pipe = self.folder.pipeline(to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None})
         # a pipeline that lacks an encoder asks the denoiser for its widths
         setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
-        for part in self.folder.family.encoders:
+        if family.sees_control:
+            pipe.processor = self.folder.processor(pipe.tokenizer)
+        for part in family.encoders:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):
                 encoder.to(self.device).requires_grad_(False)
@@ -196,16 +214,21 @@ class Encoder:
         with torch.no_grad():
             for start in watched(range(0, len(missing), AT_ONCE), "encoding captions", meter):
                 some = list(missing[start : start + AT_ONCE])
-                made = self.folder.family.encode_text(pipe, some, max_length=self.text_length)
-                for what, tensor in made.items():
+                made: Mapping[str, Sequence[Tensor] | Tensor]
+                if family.sees_control:
+                    some, pictures = _readable(some)
+                    made = family.encode_instructions(pipe, [one.caption for one in some], pictures)
+                else:
+                    made = family.encode_text(pipe, [one.caption for one in some], max_length=self.text_length)
+                for what, tensor in made.items() if some else ():
                     self._note("text_encoder", f"{what} embeddings", tensor[0].dtype)
-                for i, caption in enumerate(some):
-                    self.store.put(keys[caption], {what: tensor[i] for what, tensor in made.items()})
+                for i, one in enumerate(some):
+                    self.store.put(keys[one], {what: tensor[i] for what, tensor in made.items()})
                 meter.done += len(some)
         del pipe, encoder
         release(self.device)
 
-    def pictures(self, pictures: Sequence[Picture], text: Mapping[str, str], shapes: Shapes, bad: BadPictures) -> list[list[Row]]:
+    def pictures(self, pictures: Sequence[Picture], text: Mapping[Said, str], shapes: Shapes, bad: BadPictures) -> list[list[Row]]:
         """The rows of each picture, one for each repeat; none for a bad one, which is added to `bad`."""
         shaped = {
             "what": "latents", "dtype": self.precision.vae, "device": self.device.type, "vae": fingerprint(self.folder.files("vae")),
@@ -225,8 +248,8 @@ class Encoder:
             plain, mirrored = ([key for key, one in windows.items() if one.mirrored is side] for side in (False, True))
             todo |= windows
             row = Row(
-                tuple(plain), tuple(mirrored), tuple(text[caption] for caption in picture.captions),
-                next(iter(windows.values())).window.size, picture.weight,
+                tuple(plain), tuple(mirrored), tuple(text[self.said(caption, picture.control)] for caption in picture.captions),
+                next(iter(windows.values())).window.size, picture.weight, text.get(self.said("", picture.control), ""),
             )  # fmt: skip
             rows.append([row] * picture.repeats)
         missing = self._missing({key: key for key in todo})
@@ -237,9 +260,13 @@ class Encoder:
         """Key -> what is stored under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
+        control = []
+        if picture.control is not None:
+            refuse_other_shape(picture.content.read(), picture.control.read())
+            control = [picture.control.fingerprint()]
         size = shapes.sizes[0] if len(shapes.sizes) == 1 else bucket_of(*shown_size(picture.content.read()), shapes.sizes)
         return {
-            key_of([shaped, content, mask, astuple(window), mirrored]): _Todo(picture, window, mirrored)
+            key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(picture, window, mirrored)
             for mirrored in ((False, True) if shapes.flip else (False,))
             for window in windows(size, shapes.crop, seed=shapes.seed, content=content)
         }
@@ -258,6 +285,8 @@ class Encoder:
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
                     cut_4 = cut_of(*shown_size(content), window, mirrored=mirrored)
                     mask_1HW = mask_pixels(picture.mask.read(), window) if picture.mask is not None else None
+                    with of_control():
+                        before_CHW = pixels(picture.control.read(), window) if picture.control is not None else None
                 except (BadPicture, OSError) as error:
                     bad.add([BadRow(picture.where, _reason(error))])
                     refused.add(key)
@@ -265,6 +294,9 @@ class Encoder:
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(vae, x_1CHW.flip(-1) if mirrored else x_1CHW)
                 self._note("vae", "pixels", x_1CHW.dtype)
                 entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": cut_4}
+                if before_CHW is not None:
+                    before_1CHW = (before_CHW.flip(-1) if mirrored else before_CHW)[None].to(x_1CHW)
+                    entry["control"] = self.folder.family.latents.encode(vae, before_1CHW)[0][0]
                 if mask_1HW is not None:
                     small_1HW = adaptive_avg_pool2d(mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1]))
                     entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW
@@ -273,13 +305,22 @@ class Encoder:
         release(self.device)
         return refused
 
-    def _missing(self, keys: Mapping[str, str]) -> list[str]:
+    def _missing(self, keys: Mapping[Key, str]) -> list[Key]:
         missing = [what for what, key in keys.items() if not self.store.has(key)]
         self.made, self.found = self.made + len(missing), self.found + len(keys) - len(missing)
         return missing
 
     def _note(self, role: str, tensor: str, dtype: torch.dtype) -> None:
         self.observed[role, tensor] = name(dtype)
+
+
+def _readable(some: Sequence[Said]) -> tuple[list[Said], list[Any]]:
+    """Captions whose pictures can be opened, and these (PIL). The row of another one is found bad when its picture is encoded."""
+    found = []
+    for one in some:
+        with suppress(BadPicture, OSError):
+            found.append((one, opened(one.control.read() if one.control is not None else b"")))
+    return [one for one, _ in found], [picture for _, picture in found]
 
 
 def _reason(error: Exception) -> str:

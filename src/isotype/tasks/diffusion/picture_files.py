@@ -90,6 +90,7 @@ class Picture:
 
     where    its file, or the row that names it
     mask     where its loss counts; None: everywhere
+    control  the picture before the edit, of a model that edits
     repeats  how often it comes in an epoch
     weight   of its loss
     """
@@ -98,6 +99,7 @@ class Picture:
     captions: tuple[str, ...]
     where: str
     mask: Content | None = None
+    control: Content | None = None
     repeats: int = 1
     weight: float = 1.0
 
@@ -176,8 +178,8 @@ def metadata_of(folder: Path) -> Path | None:
     return next((folder / name for name in METADATA if (folder / name).is_file()), None)
 
 
-def masks_in(folder: Path) -> dict[str, Path]:
-    """Name without suffix, relative to the folder -> mask."""
+def named_in(folder: Path) -> dict[str, Path]:
+    """Name without suffix, relative to the folder -> picture: the masks or controls of pictures of that name."""
     return {p.relative_to(folder).with_suffix("").as_posix(): p for p in pictures_among(files_of(folder))}
 
 
@@ -186,24 +188,39 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "caption", "captions", "prompt"),
     "mask": ("mask", "mask_path"),
 }
+# of a pair; `image` is the picture before the edit where another column is the edited one
+PAIR_NAMES: Mapping[str, tuple[str, ...]] = {
+    "image": (
+        "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *NAMES["image"],
+    ),
+    "control": (
+        "control", "control_image", "source_image", "source_img", "source", "cond_image", "condition_image", "conditioning_image",
+        "input_image", "input", "original_image", "before", "image",
+    ),
+    "text": ("instruction", "edit_prompt", "edit", *NAMES["text"]),
+    "mask": NAMES["mask"],
+}  # fmt: skip
 ROW_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
 
 
-def pictures_of_rows(file: Path, columns: Mapping[str, str] | None, key: str, complain: Complain) -> Iterator[Picture]:
+def pictures_of_rows(
+    file: Path, columns: Mapping[str, str] | None, key: str, complain: Complain, *, pairs: bool = False
+) -> Iterator[Picture]:
     """The pictures of a file's rows, in order of their first row. Paths are relative to the file's folder.
 
-    columns  the file's own names for `image`, `text`, `mask`
+    columns  the file's own names for `image`, `text`, `mask`, `control`
     key      the setting that names the file, for messages
+    pairs    whether rows are edits
     Raises   UsageError for a file that has no such columns, or is no table
     """
-    found: dict[str, Picture] = {}
+    found: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
     for record, cells in _rows_of(file):
         if record.wrong or not isinstance(record.value, dict):
             complain(record.place, record.wrong or "expected an object")
             continue
         if names is None:
-            names = _names(file, record.value, columns, key)
+            names = _names(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
         made = _picture(record, names, file, cells)
         if isinstance(made, str):
             complain(record.place, made)
@@ -241,28 +258,30 @@ def _parquet_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
         raise UsageError(f"{file}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
 
 
-def _names(file: Path, row: Mapping[str, Any], columns: Mapping[str, str] | None, key: str) -> dict[str, str]:
+def _names(
+    file: Path, row: Mapping[str, Any], columns: Mapping[str, str] | None, key: str, common: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
     """Our key -> the file's column."""
     columns = columns or {}
     for ours, theirs in columns.items():
         if theirs not in row:
             raise UsageError(f"{key}: {file}: no column {theirs!r} (columns.{ours}): it has {', '.join(map(str, row))}")
     names = dict(columns)
-    for ours, tried in NAMES.items():
-        found = next((name for name in tried if name in row), None)
+    for ours, tried in common.items():
+        found = next((name for name in tried if name in row and name not in names.values()), None)
         if ours not in names and found is not None:
             names[ours] = found
     for ours in ("image", "text"):
         if ours not in names:
             raise UsageError(
-                f"{key}: {file}: no column for the {ours} ({', '.join(NAMES[ours])}): it has {', '.join(map(str, row))}",
+                f"{key}: {file}: no column for the {ours} ({', '.join(common[ours])}): it has {', '.join(map(str, row))}",
                 fix=f"images.columns: {{{ours}: NAME}}",
             )
     return names
 
 
-def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[str, Picture] | str:
-    """The picture and what names it, or what is wrong with the row."""
+def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]) -> tuple[Any, Picture] | str:
+    """The picture and what names it (with the one before the edit), or what is wrong with the row."""
     row = record.value
     captions = _captions_of(row.get(names["text"]))
     if captions is None:
@@ -270,13 +289,15 @@ def _picture(record: Record, names: Mapping[str, str], file: Path, cells: tuple[
     content = _content(row.get(names["image"]), names["image"], file, cells)
     if isinstance(content, str):
         return content
-    mask: Content | str | None = None
-    if "mask" in names and row.get(names["mask"]) not in (None, ""):
-        mask = _content(row[names["mask"]], names["mask"], file, cells)
-    if isinstance(mask, str):
-        return mask
+    beside: dict[str, Content] = {}
+    for ours in ("mask", "control"):
+        if ours in names and row.get(names[ours]) not in (None, ""):
+            other = _content(row[names[ours]], names[ours], file, cells)
+            if isinstance(other, str):
+                return other
+            beside[ours] = other
     name = str(content.path) if isinstance(content, InFile) else record.place
-    return name, Picture(content, captions, record.place, mask=mask)
+    return (name, beside.get("control")), Picture(content, captions, record.place, mask=beside.get("mask"), control=beside.get("control"))
 
 
 def _captions_of(given: Any) -> tuple[str, ...] | None:

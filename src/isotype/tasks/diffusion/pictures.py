@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource, picture_sources
@@ -22,8 +23,8 @@ from .picture_files import (
     InFile,
     Picture,
     files_of,
-    masks_in,
     metadata_of,
+    named_in,
     pictures_among,
     pictures_beside_captions,
     pictures_of_rows,
@@ -32,24 +33,26 @@ from .picture_files import (
 
 @dataclass
 class Gathered:
-    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them."""
+    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them. `pairs`: each has a control."""
 
     train: list[Picture]
     eval: list[Picture]
     bad: BadPictures
     regularisation: int = 0
-    _captions_of: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    pairs: bool = False
+    _captions_of: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def all(self) -> list[Picture]:
         return [*self.train, *self.eval]
 
 
-def gather(images: ImagesSection, *, seed: int) -> Gathered:
-    """Training and evaluation pictures. Raises UsageError naming every one that cannot be paired."""
+def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered:
+    """Training and evaluation pictures. `pairs`: each with the picture before the edit. Raises UsageError naming every one that cannot be
+    paired."""
     from ...training.feed import epoch_order
 
-    made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"))
+    made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"), pairs=pairs)
     train = with_trained_captions(_masked(_found(images, "train", made)[: images.limit], images, made), images, seed=seed)
     regularisation = _found(images, "regularisation", made)
     given = _found(images, "eval", made) if images.eval is not None else None
@@ -67,7 +70,10 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     found: list[Picture] = []
     for source in picture_sources(images, side):
         wrong: list[BadRow] = []
-        here = list(_of_source(source, images, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023  # consumed here
+        complain: Complain = lambda place, reason: wrong.append(BadRow(place, reason))  # noqa: B023, E731  # consumed here
+        here = list(_of_source(source, images, complain, pairs=made.pairs))
+        if made.pairs:
+            here = _paired(here, source, complain)
         if not here and not wrong and images.uncaptioned != "skip":
             raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
         made.bad.add(wrong)
@@ -76,7 +82,7 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     return found
 
 
-def _of_source(source: PictureSource, images: ImagesSection, complain: Complain) -> Iterable[Picture]:
+def _of_source(source: PictureSource, images: ImagesSection, complain: Complain, *, pairs: bool) -> Iterable[Picture]:
     path = Path(source.name).expanduser()
     if not path.exists():
         raise UsageError(f"{source.key}: {source.name}: no such file or folder")
@@ -85,19 +91,27 @@ def _of_source(source: PictureSource, images: ImagesSection, complain: Complain)
             raise UsageError(f"{source.key}.caption: has no effect: {source.name} has captions of its own; only a folder takes one")
         if ending(path) not in ROW_ENDINGS:
             raise UsageError(f"{source.key}: {source.name}: expected a folder of pictures, or a file that ends in {' '.join(ROW_ENDINGS)}")
-        return pictures_of_rows(path, source.columns, source.key, complain)
+        return pictures_of_rows(path, source.columns, source.key, complain, pairs=pairs)
     if source.caption is not None:
         return [Picture(InFile(file), (source.caption,), str(file)) for file in pictures_among(files_of(path))]
     if images.captions == "names":
         return [Picture(InFile(file), (caption_of_name(file),), str(file)) for file in pictures_among(files_of(path))]
     if (file := metadata_of(path)) is not None:
-        return _by_metadata(path, file, source, complain)
+        return _by_metadata(path, file, source, complain, pairs=pairs)
     return pictures_beside_captions(path, complain, uncaptioned=images.uncaptioned)
 
 
-def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain) -> Iterable[Picture]:
+def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain, *, pairs: bool) -> Iterable[Picture]:
     """The pictures that the folder's metadata file names; a picture that it does not name has no caption."""
-    named = {str(p.content.path): p for p in pictures_of_rows(file, source.columns, source.key, complain) if isinstance(p.content, InFile)}
+    rows = list(pictures_of_rows(file, source.columns, source.key, complain, pairs=pairs))
+    if pairs:  # controls lie among the others, and one picture may come from several
+        known = {content.path for row in rows for content in (row.content, row.control) if isinstance(content, InFile)}
+        for path in pictures_among(files_of(folder)):
+            if path not in known:
+                complain(str(path), f"{file.name} does not name it")
+        yield from rows
+        return
+    named = {str(p.content.path): p for p in rows if isinstance(p.content, InFile)}
     for path in pictures_among(files_of(folder)):
         beside = path.with_suffix(".txt")
         picture = named.get(str(path))
@@ -114,7 +128,8 @@ def _disagreeing(pictures: Iterable[Picture], made: Gathered) -> Iterable[BadRow
     for picture in pictures:
         if not isinstance(picture.content, InFile):
             continue
-        where, captions = made._captions_of.setdefault(str(picture.content.path.resolve()), (picture.where, picture.captions))
+        name = (str(picture.content.path.resolve()), picture.control)
+        where, captions = made._captions_of.setdefault(name, (picture.where, picture.captions))
         if captions != picture.captions:
             yield BadRow(picture.where, f"{where} gives {picture.content.path.name} another caption ({captions[0]!r:.60})")
 
@@ -126,7 +141,7 @@ def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> l
     folder = Path(images.masks).expanduser()
     if not folder.is_dir():
         raise UsageError(f"images.masks: {images.masks}: no such folder")
-    masks = masks_in(folder)
+    masks = named_in(folder)
     roots = [Path(source.name).expanduser() for source in picture_sources(images, "train")]
     taken, out = set(), []
     for picture in pictures:
@@ -136,6 +151,28 @@ def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> l
     if not images.limit:
         made.bad.add(BadRow(str(path), "a mask without a picture") for name, path in masks.items() if name not in taken)
     return out
+
+
+def _paired(pictures: Sequence[Picture], source: PictureSource, complain: Complain) -> list[Picture]:
+    """The edited pictures that have one before the edit: their row's, or the one of the same name in the source's `controls`."""
+    root, controls, there = Path(source.name).expanduser(), dict[str, Path](), "a row names it (control), or images.controls its folder"
+    if source.controls is not None:
+        folder = Path(source.controls).expanduser()
+        if not folder.is_dir():
+            raise UsageError(f"{source.key}: controls: {source.controls}: no such folder")
+        if folder.resolve().is_relative_to(root.resolve()):
+            raise UsageError(f"{source.key}: controls: {source.controls} lies in {source.name}, which holds the edited ones", fix="move it")
+        controls, there = named_in(folder), f"{source.controls} has none of its name"
+    paired = []
+    for picture in pictures:
+        name = _name_of(picture, [root])
+        if picture.control is None and name in controls:
+            picture = replace(picture, control=InFile(controls[name]))
+        if picture.control is None:
+            complain(picture.where, f"no picture before the edit: {there}")
+        else:
+            paired.append(picture)
+    return paired
 
 
 def _name_of(picture: Picture, roots: Sequence[Path]) -> str:

@@ -22,9 +22,11 @@ from ...environment.hub import is_away, say
 from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...model.load import loading_error
+from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -62,6 +64,8 @@ class PipelineFolder:
         if kind not in FAMILIES:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
+        if (why := family.refusal(index)) is not None:
+            raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
         folder = cls(path, family, index, on_hub)
         wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
@@ -105,6 +109,31 @@ class PipelineFolder:
         except (OSError, ValueError, LookupError, TypeError):
             return 77  # CLIP's own
 
+    def processor(self, tokenizer: Any) -> Any:
+        """What gives a text encoder its pictures. Raises UsageError."""
+        from transformers import AutoConfig
+
+        from ...model.processor import load_processor
+
+        return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
+
+    @property
+    def published(self) -> Quantisation | None:
+        """How the denoiser's own files are quantised; None where they are not."""
+        found = self.config(self.denoiser_part).get("quantization_config") if self.own is None else None
+        return of_settings(found) if isinstance(found, Mapping) else None
+
+    def denoiser_files(self) -> list[Path]:
+        """The denoiser's safetensors files. Raises UsageError."""
+        self._fetch(self.denoiser_part)
+        folder = self.path / self.denoiser_part
+        index = folder / f"{WEIGHTS}.index.json"
+        with self._explained(self.denoiser_part):
+            names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+        if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
+            raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
+        return [folder / name for name in sorted(names)]
+
     def denoiser_class(self) -> Any:
         import diffusers
 
@@ -126,7 +155,11 @@ class PipelineFolder:
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
         with self._explained(self.denoiser_part), torch.device("meta"):
-            return self.denoiser_class().from_config(self.config(self.denoiser_part))
+            return self.denoiser_class().from_config(self.dense_config())
+
+    def dense_config(self) -> dict[str, Any]:
+        """The denoiser's configuration, without how its files are quantised."""
+        return {key: value for key, value in self.config(self.denoiser_part).items() if key != "quantization_config"}
 
     def encoder_outlines(self) -> list[Any]:
         """The text encoders without weights: on the meta device."""

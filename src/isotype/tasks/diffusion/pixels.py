@@ -8,7 +8,8 @@ import hashlib
 import io
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,6 +91,26 @@ def shown_size(content: bytes) -> tuple[int, int]:
             return (image.height, image.width) if turned else (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadPicture(why_bad(error, content)) from None
+
+
+@contextmanager
+def of_control() -> Iterator[None]:
+    """Says of a BadPicture that it is about the picture before the edit."""
+    try:
+        yield
+    except BadPicture as error:
+        raise BadPicture(f"the picture before the edit: {error}") from None
+
+
+def refuse_other_shape(after: bytes, before: bytes) -> None:
+    """Raises  BadPicture where the halves of an edit differ in shape by more than a pixel: both are scaled to the same window"""
+    width, height = shown_size(after)
+    with of_control():
+        other_width, other_height = shown_size(before)
+    if abs(width * other_height - other_width * height) > max(width, height):
+        raise BadPicture(
+            f"{width} x {height} pixels, and the picture before the edit has {other_width} x {other_height}: cut one to the other's shape"
+        )
 
 
 def pixels(content: bytes, window: Window) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
+from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder, widen_buffers
@@ -63,7 +67,7 @@ def load_result(
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part))
+        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
         if pipeline.family.loads_lora:
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)
@@ -73,9 +77,9 @@ def load_result(
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
-    model.to(loaded_on(device, part))
+    model.to(loaded_on(device, part, config.model.offload))
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
-    return model.eval()
+    return as_set(model, config.model.offload, device).eval()
 
 
 class NamedAsPeft(nn.Module):
@@ -95,6 +99,16 @@ class NamedAsPeft(nn.Module):
         return self.get_base_model()(*args, **kwargs)
 
 
+def _shape_of(
+    ask: Callable[..., torch.Size], model: nn.Module, base_module: nn.Module | None = None, base_weight_param_name: str | None = None
+) -> torch.Size:
+    """The shape of a linear layer's weight, which diffusers asks for to compare an adapter of Flux with it; a packed weight is bytes."""
+    layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
+    if isinstance(layer, PackedLinear):
+        return layer.weight.quant_state.shape
+    return ask(model=model, base_module=base_module, base_weight_param_name=base_weight_param_name)
+
+
 def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
     """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file lacks uninitialised, and ignores tensors
     that no part of the model takes. Raises RunError SV001.
@@ -103,6 +117,9 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
     """
     refuse_adapter_of_another_model(denoiser, folder)
     pipe = pipeline.pipeline_for_sampling(denoiser, None)
+    if hasattr(pipe, "_calculate_module_shape"):
+        kind = type(pipe)
+        pipe.__class__ = type(kind.__name__, (kind,), {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)})
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
     loaded = {name.replace(".default.", "."): p for name, p in denoiser.named_parameters() if ".lora_" in name}
@@ -203,7 +220,9 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
         if family.denoiser == "unet":
             module, side = f"lora_unet_{module.replace('.', '_')}", _UNET[side]
         else:
-            module = f"{family.denoiser}.{module}"
+            module = f"{family.in_comfyui}.{module}"
+            for part, there in family.comfyui_names.items():
+                module = module.replace(part, there)
         made[f"{module}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...config.sources import unknown_key
+from ...data.pictures import opened
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
@@ -19,9 +21,11 @@ from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
 from ...training.task import eval_mode, random_state_restored
 from .batches import generator_of
-from .encode import release
+from .encode import Encoder, Said, release
+from .families import Family
+from .picture_files import InFile
 from .pipeline import PipelineFolder
-from .pixels import as_png
+from .pixels import BadPicture, Size, Window, as_png, pixels
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a picture's noise depends on that alone."""
+    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a picture's noise depends on that alone.
+
+    control  file of the picture before the edit
+    """
 
     text: str
     negative: str = ""
     own: Mapping[str, Any] = field(default_factory=dict)
+    control: Path | None = None
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any], where: str = "run.samples") -> Prompt:
@@ -75,13 +83,18 @@ class Prompt:
             if not isinstance(value, _KINDS[key]) or isinstance(value, bool) or (key in ("size", "steps") and value < 1):
                 raise UsageError(f"{where}: {key}: {value!r}: expected {'text' if _KINDS[key] is str else 'a number'}")
         own = {key: given[key] for key in ("size", "steps", "guidance", "seed") if key in given}
-        return cls(given["prompt"], given.get("negative", ""), own)
+        control = Path(given["control"]).expanduser() if "control" in given else None
+        return cls(given["prompt"], given.get("negative", ""), own, control)
+
+    @property
+    def shown(self) -> str:
+        return self.text if self.control is None else f"{self.text} ({self.control.name})"
 
     def drawing(self, how: Drawing) -> Drawing:
         return replace(how, **self.own)
 
 
-_KINDS: dict[str, Any] = {"prompt": str, "negative": str, "size": int, "steps": int, "guidance": (int, float), "seed": int}
+_KINDS: dict[str, Any] = {"prompt": str, "control": str, "negative": str, "size": int, "steps": int, "guidance": (int, float), "seed": int}
 
 
 def sample(
@@ -114,16 +127,42 @@ def sample(
             given, none = ({name: tensor[None].to(device, dtype) for name, tensor in words.items()} for words in (text, negative))
             own = prompt.drawing(how)
             generator = generator_of("sample", own.seed, 0 if "seed" in prompt.own else i)
+            before = None
+            if prompt.control is not None:
+                x_1CHW = pixels(prompt.control.read_bytes(), Window(Size(own.size, own.size)))[None].to(device, vae.dtype)
+                before = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
             latents_1CHW = folder.family.sample(
-                pipe, given, none, size=own.size, steps=own.steps, guidance=own.guidance, generator=generator
+                pipe, given, none, size=own.size, steps=own.steps, guidance=own.guidance, generator=generator, control=before
             )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            samples.append(Sample(prompt.text, picture_CHW.shape[-1], as_png(picture_CHW.float())))
+            samples.append(Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float())))
         del pipe, vae
     release(device)
     return samples
 
 
-def texts_of(prompts: Sequence[Prompt]) -> list[str]:
-    """What is encoded for them."""
-    return [text for prompt in prompts for text in (prompt.text, prompt.negative)]
+def texts_of(prompts: Sequence[Prompt], encoder: Encoder) -> list[Said]:
+    """What is encoded for them: of each its text, and what is guided away from."""
+    found = []
+    for prompt in prompts:
+        control = None if prompt.control is None else InFile(prompt.control)
+        found += [encoder.said(text, control) for text in (prompt.text, prompt.negative)]
+    return found
+
+
+def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
+    """Raises  UsageError for a prompt of a model that edits without a picture, or with one that cannot be read, and for one of another"""
+    for prompt in prompts:
+        if prompt.control is None and family.pairs:
+            raise UsageError(
+                f"run.samples: {prompt.text!r}: {family.pipeline} edits a picture, and control is missing",
+                fix="{prompt: make it red, control: before.png}; isotype sample: --control before.png",
+            )
+        if prompt.control is not None and not family.pairs:
+            raise UsageError(f"run.samples: control: has no effect: {family.pipeline} does not edit pictures")
+        if prompt.control is not None:
+            try:
+                opened(prompt.control.read_bytes())
+            except (OSError, BadPicture) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None

@@ -27,19 +27,22 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
+from ...precision.quantised_base import check_base
+from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers, refuse_encoders
-from .encode import Encoder, Shapes, Store, key_of, latent
+from .encode import Encoder, Said, Shapes, Store, key_of, latent
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
+from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, sample, texts_of
+from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
 
 EMPTY = ""
 EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
@@ -59,7 +62,7 @@ class DiffusionTask:
     encoder: Encoder
     train_rows: list[Row] | None = None
     evaluated: list[Row]
-    text: dict[str, str]
+    text: dict[Said, str]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -87,6 +90,7 @@ class DiffusionTask:
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+        check_base(self.folder.published, precision, self.base_name)
         if config.adapter.start_from is not None:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
@@ -96,9 +100,18 @@ class DiffusionTask:
             if config.adapter.kind == "none":
                 raise UsageError("run.adapter_format: has no effect with adapter.kind: none", fix="remove run.adapter_format")
             refuse_unread(family)
+        if config.images.controls is not None and not family.pairs:
+            raise UsageError(f"images.controls: has no effect: {family.pipeline} does not edit pictures", fix="remove images.controls")
+        if family.sees_control and config.images.flip:
+            raise UsageError(
+                f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its mirror image",
+                fix="images.flip: false",
+            )
+        refuse_prompts(self.prompts, family)
         if config.diffusion.max_text_length is not None and family.max_text_length is None:
             raise UsageError(
-                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: {family.pipeline} has CLIP encoders only",
+                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: "
+                f"{family.pipeline} {'does not cut instructions' if family.sees_control else 'has CLIP encoders only'}",
                 fix="remove diffusion.max_text_length",
             )
         self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
@@ -139,13 +152,13 @@ class DiffusionTask:
         return buckets(images.resolution, max_aspect=images.max_aspect, multiple=self.downscale * self.folder.family.downscale)
 
     def load_data(self) -> None:
-        self.gathered = gather(self.config.images, seed=self.config.train.seed)
+        self.gathered = gather(self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs)
 
     def encode(self, device: torch.device) -> None:
         """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
-        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of(gathered.all), *texts_of(self.prompts)])))
+        self.text = encoder.captions(self._said())
         shapes = Shapes(self.sizes, images.crop, images.flip, self.config.train.seed)
         rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
         gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
@@ -153,6 +166,15 @@ class DiffusionTask:
         split = len(gathered.train)
         self.train_rows, self.evaluated = ([row for some in part for row in some] for part in (rows[:split], rows[split:]))
         self._observed |= encoder.observed
+
+    def _said(self) -> list[Said]:
+        """What is encoded as text: every caption, the empty one, and what is sampled."""
+        said, dropped = self.encoder.said, self.config.images.caption_dropout > 0
+        found = [] if self.folder.family.sees_control else [Said(EMPTY)]
+        for picture in self.gathered.all:
+            found += [said(caption, picture.control) for caption in picture.captions]
+            found += [said(EMPTY, picture.control)] if dropped else []
+        return list(dict.fromkeys([*found, *texts_of(self.prompts, self.encoder)]))
 
     def new_encoder(self, device: torch.device) -> Encoder:
         return Encoder(self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length)
@@ -171,10 +193,11 @@ class DiffusionTask:
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part))
+            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
+        manifest.notes += check_base(self.folder.published, precision, self.base_name)
         self.watch_time(model)
-        return model, manifest
+        return as_set(model, self.config.model.offload, device), manifest
 
     def watch_time(self, model: nn.Module) -> None:
         """Notes the dtype of every noise level that is embedded, and of its embedding."""
@@ -219,13 +242,16 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
-        if precision.base == "nf4" and self.config.adapter.kind != "none":
+        if (found := self.folder.published) is not None:
+            denoiser = outline_published(self.folder, found, precision)
+        elif precision.base == "nf4" and self.config.adapter.kind != "none":
             layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
             quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         elif precision.packed and self.config.adapter.kind != "none":
             pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
+            as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return Outline(model, trainable, total + (0 if self.config.adapter.kind == "none" else trainable))
 
@@ -243,6 +269,7 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
+            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
         )
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
@@ -255,7 +282,8 @@ class DiffusionTask:
         shapes = self.folder.family.text_shapes(config, length)
         words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
         lengths = (length,) * rows if self.folder.family.own_lengths else ()
-        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths)
+        control = torch.empty_like(latents) if self.folder.family.pairs else None
+        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths, control=control)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
@@ -284,13 +312,14 @@ class DiffusionTask:
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
             if (offset := config.diffusion.noise_offset) > 0:
                 noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
-            text = self.text[EMPTY] if dropped < config.images.caption_dropout else row.text[int(caption * len(row.text))]
+            text = row.empty if dropped < config.images.caption_dropout else row.text[int(caption * len(row.text))]
             drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
         return self._stacked(drawn)
 
     def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
         x_CHW = latent(entry, eps=eps)
-        return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry["cut"], entry.get("mask"), row.weight)
+        words, mask, control = self.encoder.store.get(text), entry.get("mask"), entry.get("control")
+        return DrawnRow(x_CHW, noise, sigma, words, entry["cut"], mask, row.weight, control)
 
     def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
         batch = stacked(drawn, dtype=to_torch(self.precision.latents), own_lengths=self.folder.family.own_lengths)
@@ -300,7 +329,7 @@ class DiffusionTask:
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         huber = self.config.diffusion.huber_c if self.config.diffusion.loss == "huber" else None
-        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut)
+        asked = Asked(self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control)
         return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
@@ -318,8 +347,9 @@ class DiffusionTask:
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
         denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
+        self.folder.family.prepare(denoiser)
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
-        return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
@@ -374,7 +404,8 @@ class DiffusionTask:
     ) -> list[Sample]:  # fmt: skip
         """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
         get = self.encoder.store.get
-        asked = [(prompt, get(self.text[prompt.text]), get(self.text[prompt.negative])) for prompt in prompts]
+        words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
+        asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
         return sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world)
 
     # the result
@@ -423,7 +454,7 @@ class DiffusionTask:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        return type(inner_model(made.model)).__name__, []
+        return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
 
     def plan_facts(self) -> dict[str, Any]:
         gathered = self.gathered

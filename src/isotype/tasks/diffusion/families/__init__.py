@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from .edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
 from .family import REFUSED, Asked, Family
 from .flow import SD3, AuraFlow, Chroma, Flux, Flux2, Flux2Klein, QwenImage, Sana, ZImage
+from .hidream import HiDream
+from .lumina2 import Lumina2
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
+from .video import LTX, Wan
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family
     for family in (
-        Flux, Flux2, Flux2Klein, QwenImage, ZImage, Chroma, SD3, SDXL, StableDiffusion, Sana, AuraFlow, PixArtAlpha, PixArtSigma,
+        Flux, FluxKontext, Flux2, Flux2Klein, QwenImage, QwenImageEdit, QwenImageEditPlus, ZImage, Chroma, SD3, SDXL, StableDiffusion, Sana,
+        AuraFlow, Lumina2, HiDream, PixArtAlpha, PixArtSigma, Wan, LTX,
     )
 }  # fmt: skip
 

@@ -152,12 +152,14 @@ class Asked:
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels
     lengths    tokens of each caption, of a family with `own_lengths`
     cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the size of the latents
+    control    F[N C H W]  latents of the pictures before the edit, of a family with `pairs`
     """
 
     guidance: float = 1.0
     downscale: int = 8
     lengths: tuple[int, ...] = ()
     cut: Tensor | None = None
+    control: Tensor | None = None
 
 
 class Family:
@@ -176,8 +178,12 @@ class Family:
     latents          what stands between the VAE and the denoiser
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
-    adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
+    in_comfyui       what ComfyUI has before the names of a transformer's modules, and `comfyui_names` parts of names that differ there
+    blocks           classes of the blocks that are recomputed, shared and adapted, where the denoiser's `_no_split_modules` lacks them
+    adapted          see `blocks_of`; empty: the blocks
     guidance         the pipeline's argument for the guidance scale
+    pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets beside the noisy ones
+    sees_control     the text encoder gets that picture too (`encode_instructions`)
     """
 
     pipeline: ClassVar[str]
@@ -192,12 +198,26 @@ class Family:
     own_lengths: ClassVar[bool] = False
     loads_lora: ClassVar[bool] = True
     not_in_comfyui: ClassVar[str] = ""
+    in_comfyui: ClassVar[str] = "transformer"
+    comfyui_names: ClassVar[Mapping[str, str]] = {}
+    blocks: ClassVar[tuple[str, ...]] = ()
     adapted: ClassVar[tuple[str, ...]] = ()
     guidance: ClassVar[str] = "guidance_scale"
+    pairs: ClassVar[bool] = False
+    sees_control: ClassVar[bool] = False
 
     def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
-        return self.adapted or tuple(denoiser._no_split_modules or ())
+        return self.adapted or self.blocks or tuple(denoiser._no_split_modules or ())
+
+    def refusal(self, index: Mapping[str, Any]) -> str | None:
+        """Why a pipeline of this class is not trained, from its model_index.json; None: it is."""
+        return None
+
+    def prepare(self, denoiser: Any) -> None:
+        """Changes an instance that names no blocks, computes wider than declared, or could not be planned (on the meta device)."""
+        if self.blocks:
+            denoiser._no_split_modules = list(self.blocks)
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
         """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops: nothing there gets a gradient."""
@@ -219,6 +239,10 @@ class Family:
         `own_lengths` a list of F[S D], without mask."""
         raise NotImplementedError
 
+    def encode_instructions(self, pipe: Any, captions: list[str], pictures: list[Any]) -> Mapping[str, Sequence[Tensor]]:
+        """`encode_text` of captions with the pictures before their edits (PIL), of a family with `sees_control`."""
+        raise NotImplementedError
+
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
@@ -232,11 +256,12 @@ class Family:
         return made
 
     def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
-    ) -> Tensor:
-        """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own denoising loop."""
+        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any,
+        control: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own loop. `control`: `Asked.control`."""
         given = {"height": size, "width": size, "num_inference_steps": steps, self.guidance: guidance, "generator": generator}
-        return self.drawn(pipe, pipe(**self.prompts(text, empty), **given, output_type="latent").images, size)
+        return self.drawn(pipe, pipe(**self.prompts(text, empty), **given, output_type="latent", return_dict=False)[0], size)
 
 
 def config_of(model: Any) -> Any:
@@ -262,30 +287,22 @@ def pooled_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[st
 
 # --- pipelines of diffusers that are not trained, and why: an error names the reason
 
-_PAIRS = "it learns from pairs of pictures, before and after, which Isotype does not read"
 _VIDEO = "it makes videos: Isotype trains on pictures"
-_TEXT_LENGTHS = "its denoiser reads the captions' lengths back from the device in each step, so that a step could not be planned"
 
 REFUSED: dict[str, str] = {
-    "FluxKontextPipeline": _PAIRS,
-    "QwenImageEditPipeline": _PAIRS,
-    "QwenImageEditPlusPipeline": _PAIRS,
-    "StableDiffusionInstructPix2PixPipeline": _PAIRS,
+    "StableDiffusionInstructPix2PixPipeline": "its U-Net takes both pictures as channels; FluxKontextPipeline trains on pairs",
     "FluxFillPipeline": "it completes masked pictures, and Isotype has no masked input; FluxPipeline trains",
     "FluxControlPipeline": "it draws from a second picture (depth, edges); FluxPipeline trains",
     "StableDiffusionControlNetPipeline": "ControlNet is not offered: Isotype trains the denoiser",
-    "Lumina2Pipeline": _TEXT_LENGTHS,
-    "HiDreamImagePipeline": "its experts take tokens by their values, so that a step could not be planned",
     "StableDiffusionXLInpaintPipeline": "it completes masked pictures, and Isotype has no masked input; StableDiffusionXLPipeline trains",
     "StableDiffusionXLImg2ImgPipeline": "the refiner draws from a picture; StableDiffusionXLPipeline trains",
     "SanaSprintPipeline": "it is distilled to few steps with a loss of its own; SanaPipeline trains",
     "StableCascadePriorPipeline": "it has two denoisers in a row",
     "KolorsPipeline": "its text encoder is not one of transformers' own",
     "HunyuanDiTPipeline": "its captions have two masks and a style, which were never tried here",
-    "WanPipeline": _VIDEO,
-    "WanImageToVideoPipeline": _VIDEO,
-    "LTXPipeline": _VIDEO,
-    "LTX2Pipeline": _VIDEO,
+    "WanImageToVideoPipeline": f"{_VIDEO}; WanPipeline trains on them as single frames",
+    "LTXImageToVideoPipeline": f"{_VIDEO}; LTXPipeline trains on them as single frames",
+    "LTX2Pipeline": "it makes videos with sound: Isotype trains on pictures",
     "HunyuanVideoPipeline": _VIDEO,
     "CogVideoXPipeline": _VIDEO,
     "MochiPipeline": _VIDEO,

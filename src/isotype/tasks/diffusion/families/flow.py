@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,15 @@ class Flux(Family):
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         told = torch.full_like(time_N, asked.guidance) if told_guidance(model) else None
+        ids_T3 = positions(height // 2, width // 2, noisy_NCHW.device)
+        if asked.control is not None:
+            ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         made_NTC = model(
-            hidden_states=packed(noisy_NCHW), timestep=time_N, guidance=told, encoder_hidden_states=text["text"],
+            hidden_states=beside(noisy_NCHW, asked), timestep=time_N, guidance=told, encoder_hidden_states=text["text"],
             pooled_projections=text["pooled"], txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
-            img_ids=positions(height // 2, width // 2, noisy_NCHW.device), return_dict=False,
+            img_ids=ids_T3, return_dict=False,
         )[0]  # fmt: skip
-        return unpacked(made_NTC, height, width)
+        return unpacked(made_NTC[:, : height * width // 4], height, width)
 
     def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
         return {"prompt_embeds": text["text"], "pooled_prompt_embeds": text["pooled"]}
@@ -43,6 +46,11 @@ class Flux(Family):
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_scale_factor
         return unpacked(made, side, side)
+
+
+def beside(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
+    """Tokens of the noisy latents, and after them those of the picture before the edit."""
+    return packed(noisy_NCHW) if asked.control is None else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
 
 
 def told_guidance(model: Any) -> bool:
@@ -153,8 +161,8 @@ class QwenImage(Family):
 
     pipeline = "QwenImagePipeline"
     time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
-    max_text_length = 1024
-    encoders = ("text_encoder", "tokenizer")
+    max_text_length: ClassVar[int | None] = 1024
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     latents = OfAVideo()
     own_lengths = True
     guidance = "true_cfg_scale"
@@ -173,17 +181,17 @@ class QwenImage(Family):
 
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
+        shapes = [(1, height // 2, width // 2)] * (1 if asked.control is None else 2)
         made_NTC = model(
-            hidden_states=packed(noisy_NCHW), timestep=time_N, encoder_hidden_states=text["text"],
-            encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[[(1, height // 2, width // 2)]] * len(noisy_NCHW),
-            return_dict=False,
+            hidden_states=beside(noisy_NCHW, asked), timestep=time_N, encoder_hidden_states=text["text"],
+            encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[shapes] * len(noisy_NCHW), return_dict=False,
         )[0]  # fmt: skip
-        return unpacked(made_NTC, height, width)
+        return unpacked(made_NTC[:, : height * width // 4], height, width)
 
     def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
         return {
-            "prompt_embeds": text["text"], "prompt_embeds_mask": _all(text), "negative_prompt_embeds": empty["text"],
-            "negative_prompt_embeds_mask": _all(empty),
+            "prompt_embeds": text["text"], "prompt_embeds_mask": every(text), "negative_prompt_embeds": empty["text"],
+            "negative_prompt_embeds_mask": every(empty),
         }  # fmt: skip
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
@@ -191,7 +199,7 @@ class QwenImage(Family):
         return unpacked(made, side, side)
 
 
-def _all(text: dict[str, Tensor]) -> Tensor:
+def every(text: dict[str, Tensor]) -> Tensor:
     """bool[N S]: every token counts, of a caption in its own length."""
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 

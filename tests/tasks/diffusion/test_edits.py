@@ -1,0 +1,158 @@
+"""Models that edit pictures: pairs of pictures with an instruction, trained, drawn and resumed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from isotype.config.load import load
+from isotype.tasks.choose import task_of, train
+from isotype.training.callbacks import Callback
+from isotype.training.setup import settle
+from tests.commands import ask
+from tests.tasks.diffusion.models import refused
+from tests.tasks.diffusion.test_families import IN_PAIRS, edits
+
+
+def encoded(loaded):
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    task.encode(basis.device)
+    return task
+
+
+@pytest.mark.parametrize("family", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.full)])
+def test_an_edit_trains_draws_exports_and_resumes(drawn, studio, tmp_path, family):
+    images = {**edits(studio), "caption_dropout": 0.3, "eval_split": 0.25, "cache": str(tmp_path / "cache")}
+    control = str(studio.pairs / "before/circle_0.png")
+    run = {"samples": [{"prompt": "green on white", "control": control}], "sample_every": 2, "save_every": 1}
+    settings = {"model": getattr(studio, family), "images": images, "run": run, "precision": {"preset": "bf16-lora"}}
+    assert train(drawn("plain", **settings)) == 0
+    assert json.loads((tmp_path / "plain/precision.json").read_text())["violations"] == []
+    (sample,) = json.loads((tmp_path / "plain/samples/step_4.json").read_text())["samples"]
+    assert sample["prompt"] == "green on white (circle_0.png)"
+
+    class Killed(Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(drawn("cut", **settings), callbacks=[Killed()])
+    assert train(load(tmp_path / "cut/resolved.yaml", [], {}, resolved=True), resume=tmp_path / "cut") == 0
+    first, second = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("plain", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    said = json.loads(ask("sample", tmp_path / "plain", "green", "--control", control, "--json").splitlines()[-1])
+    assert said["samples"][0]["prompt"] == "green (circle_0.png)"
+    said = json.loads(ask("export", tmp_path / "plain", "--to", "comfyui", "--json").splitlines()[-1])
+    assert said["modules"] * 2 == len(first)
+    said = json.loads(ask("eval", tmp_path / "plain", studio.pairs / "rows.jsonl", "--json").splitlines()[-1])
+    assert said["rows"] == 8
+
+
+def test_an_edit_depends_on_the_picture_before_it(drawn, studio, tmp_path):
+    """The same training on other pictures before the edit ends in another adapter; folder and rows are the same data."""
+    found = {}
+    shutil.copytree(studio.pairs, tmp_path / "other")
+    for picture in (tmp_path / "other/before").glob("*.png"):
+        Image.new("RGB", (32, 32), "black").save(picture)
+    for name, images in {
+        "folder": edits(studio), "rows": {"train": str(studio.pairs / "rows.jsonl"), "shuffle": False},
+        "other": {"train": str(tmp_path / "other/rows.jsonl")},
+    }.items():  # fmt: skip
+        task = encoded(drawn(name, model=studio.kontext, images={"shuffle": False, "eval_split": 0.0, **images}))
+        found[name] = task.collate(task.feed().take(8))
+    assert torch.equal(found["folder"].latents, found["rows"].latents)
+    assert torch.equal(found["folder"].control, found["rows"].control)
+    assert torch.equal(found["folder"].latents, found["other"].latents)
+    assert not torch.equal(found["folder"].control, found["other"].control)
+
+
+def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
+    folder = shutil.copytree(studio.pairs, tmp_path / "pairs")
+    Image.open(folder / "before/circle_1.png").resize((64, 64)).save(folder / "before/circle_1.png")  # the same shape, more pixels
+    Image.new("RGB", (64, 32)).save(folder / "before/circle_2.png")
+    (folder / "before/circle_3.png").write_bytes((folder / "before/circle_3.png").read_bytes()[:60])
+    (folder / "before/square_0.png").unlink()
+    said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "rows.jsonl")}))
+    assert said.splitlines() == [f"{folder}/rows.jsonl:5: before/square_0.png: no such picture"]
+    said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "after"), "controls": str(folder / "before")}))
+    assert said == f"{folder}/after/square_0.png: no picture before the edit: {folder}/before has none of its name"
+    rows = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n".join(row for row in rows if "square_0" not in row))
+    for family in ("kontext", "qwen_edit"):
+        said = said_of(drawn(model=getattr(studio, family), images={"train": str(folder / "rows.jsonl")}))
+        assert said.splitlines()[0] == (
+            f"{folder}/rows.jsonl:3: 32 x 32 pixels, and the picture before the edit has 64 x 32: cut one to the other's shape"
+        )
+        assert said.splitlines()[1].startswith(f"{folder}/rows.jsonl:4: the picture before the edit: ")
+
+
+def said_of(loaded):
+    from isotype.errors import UsageError
+
+    with pytest.raises(UsageError) as raised:
+        encoded(loaded)
+    return raised.value.message
+
+
+def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_path):
+    images = edits(studio)
+    assert "images.controls: has no effect: FluxPipeline does not edit" in refused(drawn(model=studio.flux, images=images))
+    assert "sees the picture as it is" in refused(drawn(model=studio.qwen_edit, images={**images, "flip": True}))
+    said = refused(drawn(model=studio.kontext, images=images, run={"samples": ["green"]}))
+    assert said == "run.samples: 'green': FluxKontextPipeline edits a picture, and control is missing"
+    sample = {"prompt": "green", "control": str(tmp_path / "nowhere.png")}
+    assert "nowhere.png: No such file" in refused(drawn(model=studio.kontext, images=images, run={"samples": [sample]}))
+    sample["control"] = str(studio.pairs / "before/circle_0.png")
+    said = refused(drawn(model=studio.flux, images={"train": images["train"]}, run={"samples": [sample]}))
+    assert "control: has no effect: FluxPipeline does not edit" in said
+    inside = {"train": str(studio.pairs), "controls": str(studio.pairs / "before")}
+    assert "which holds the edited ones" in refused(drawn(model=studio.kontext, images=inside))
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen_edit_1024", marks=pytest.mark.full), "kontext"])
+def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path, family):
+    """Of the size that the pipeline scales pictures to; its own picture and text go in."""
+    qwen = family != "kontext"
+    size = 1024 if qwen else 32
+    prompt = {"prompt": "green on white", "control": str(studio.pairs / "before/circle_0.png"), "size": size, "seed": 3}
+    loaded = drawn(model=getattr(studio, family), images=edits(studio), run={"samples": [prompt], "sample_guidance": 3.0})
+    task = encoded(loaded)
+    model, _ = task.build_model(task.precision, torch.device("cpu"), tmp_path)
+    (ours,) = task.sample(model, torch.device("cpu"))
+    from isotype.tasks.diffusion.batches import generator_of
+    from isotype.tasks.diffusion.pixels import Size, Window, as_png, pixels
+
+    picture = Image.open(prompt["control"]).convert("RGB")
+    if qwen:
+        pipe = QwenImageEditPipeline.from_pretrained(studio.qwen_edit_1024, processor=None)
+        pipe.processor = task.folder.processor(pipe.tokenizer)
+        given = {"image": picture.resize((1024, 1024), Image.Resampling.LANCZOS), "negative_prompt": "", "true_cfg_scale": 3.0}
+    else:
+        pipe = FluxKontextPipeline.from_pretrained(studio.kontext)
+        shown = (pixels((studio.pairs / "before/circle_0.png").read_bytes(), Window(Size(32, 32)))[None] + 1) / 2
+        given = {"image": shown, "guidance_scale": 3.0, "max_area": 32 * 32, "_auto_resize": False, "max_sequence_length": 8}
+    theirs = pipe(
+        prompt="green on white", height=size, width=size, num_inference_steps=2, output_type="pt",
+        generator=generator_of("sample", 3, 0), **given,
+    ).images[0]  # fmt: skip
+    first, second = (torch.tensor(list(image.getdata())).float() for image in (_opened(ours.png), _opened(as_png(theirs * 2 - 1))))
+    assert (first - second).abs().max() <= 1
+
+
+def _opened(png):
+    import io
+
+    return Image.open(io.BytesIO(png))
+
+
+def test_every_family_of_pairs_is_named():
+    from isotype.tasks.diffusion.families import FAMILIES
+
+    assert {name for name, family in FAMILIES.items() if family.pairs} == set(IN_PAIRS.values())
