@@ -31,8 +31,8 @@ from isotype.ops.experts import Adapter, Clamped, experts
 from isotype.ops.experts import triton as expert_kernels
 from isotype.ops.gated import gated_gradients, gated_product
 from isotype.ops.linear_divergence import triton as divergence_kernels
+from isotype.ops.linear_divergence.eager import Pair
 from isotype.ops.linear_divergence.op import divergence_and_entropy
-from isotype.ops.linear_divergence.rows import Pair
 from isotype.ops.linear_log_probs import OUTPUTS
 from isotype.ops.rms_norm import triton as norm_kernels
 from isotype.testing import compile_matrix

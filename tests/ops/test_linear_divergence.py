@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -74,6 +76,17 @@ def test_the_largest_logits_of_both_sides_are_made_again():
         off[backend] = (error(made, exact), error(torch.autograd.grad(made.sum(), leaf)[0], gradient))
     assert off["cpp"][0] < off["eager"][0] / 10
     assert off["cpp"][1] < off["eager"][1] / 5
+
+
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_distributions_that_share_no_class_are_far_apart(beta, backend):
+    """Each side is sure of another class, 200 nats apart: KL is 200, their mixture is as near as beta says."""
+    x, w, y, u = torch.eye(2)[:1] * 200, torch.eye(2), torch.eye(2)[1:] * 200, torch.eye(2)
+    with using(backend):
+        found = linear_divergence(x, w, y, u, beta=beta)
+    want = 200.0 if beta in (0.0, 1.0) else -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+    assert found.item() == pytest.approx(want, rel=1e-6)
 
 
 def test_it_holds_no_logits():

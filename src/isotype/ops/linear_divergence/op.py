@@ -35,7 +35,8 @@ from ..linear_cross_entropy.chunked import (
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
-from .rows import Cpp, Pair, row_paths
+from .eager import Pair
+from .rows import Cpp, row_paths
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
@@ -100,8 +101,8 @@ class Sides(NamedTuple):
         """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the student's logits"""
         one, other = (LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2))
         every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
-        student = Chunks(*tensors[:3], every_T, one, chunk, gradients)
-        teacher = Chunks(*tensors[3:], every_T, other, chunk, False)
+        student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
+        teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
         return cls(student, teacher, Pair(one, other, rules[4]), row_paths(student.logits, teacher.logits))
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:

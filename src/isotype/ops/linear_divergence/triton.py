@@ -6,8 +6,6 @@ side is the cross-entropy kernel's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +14,7 @@ from torch import Tensor
 from ..cross_entropy.rule import LossRule
 from ..cross_entropy.triton import block_of, capped, cross_entropy_forward
 from ..launch import on_its_device, warps
-
-if TYPE_CHECKING:
-    from .rows import Pair
+from .eager import Pair
 
 # 8 values a thread of each side: 16 spill 8 on sm_80
 MAX_BLOCK = 2048
@@ -170,7 +166,7 @@ def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
 def divergences(
     z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `rows.Eager`'s."""
+    """As `eager`'s."""
     rows, classes = z_NV.shape
     lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
     found_N, kept_N, entropy_N = torch.empty_like(lse_N), torch.empty_like(lse_N), torch.empty_like(lse_N)
