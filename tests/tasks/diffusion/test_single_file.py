@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, UNet2DConditionModel
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
 from isotype.inference.diffusion import merge_denoiser
@@ -82,6 +83,26 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     kept = load_file(found.path / "transformer/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
     assert (found.path / "text_encoder_2/model.safetensors").is_file()
+
+
+WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
+OF_SDXL = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (320, 640, 1280),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816, "cross_attention_dim": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "count"), [(OF_SDXL, 1680), ({"cross_attention_dim": 768, "attention_head_dim": 8}, 686)])
+def test_names_are_those_that_diffusers_reads(settings, count):
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**WIDTHS, **settings)
+    tensors = unet.state_dict()
+    original = {f"model.diffusion_model.{original_name(name, unet.config)}": tensor for name, tensor in tensors.items()}
+    read = convert_ldm_unet_checkpoint(original, dict(unet.config))
+    assert len(read) == count
+    assert {name: tensor.shape for name, tensor in read.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
