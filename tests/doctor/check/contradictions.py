@@ -86,15 +86,15 @@ LORA = {"adapter_config.json": j(peft_type="LORA", r=16, lora_alpha=32, target_m
 CHECKPOINT = {"config.json": j(architectures=["LlamaForCausalLM"], hidden_size=64, model_type="llama", torch_dtype="bfloat16")}
 
 
-def published(**quantisation: Any) -> dict[str, str]:
-    sizes = {
+def published(sizes: dict[str, int] | None = None, **quantisation: Any) -> dict[str, str]:
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 256,
         "intermediate_size": 448,
         "model_type": "llama",
         "torch_dtype": "bfloat16",
     }
-    return {"config.json": j(**sizes, quantization_config=quantisation)}
+    return {"config.json": j(**config | (sizes or {}), quantization_config=quantisation)}
 
 
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -193,6 +193,9 @@ CASES: dict[str, Case] = {
     "second command of a line": Case("CF009", {"run.sh": "cd x && accelerate launch --mixed_precision fp16 t.py --bf16 --output_dir o\n"}, {"run.sh": "cd x && accelerate launch --mixed_precision bf16 t.py --bf16 --output_dir o\n"}),
     "nested section": Case("CF001", y("c.yaml", data={"name": "x"}, training_args={"output_dir": "o", "fp16": True, "bf16": True}), y("c.yaml", data={"name": "x"}, training_args={"output_dir": "o", "bf16": True})),
     "rounded activations": Case("CF064", {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="float-quantized", config_groups={"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": True}}})}, {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="dense", config_groups={"group_0": {"weights": {"num_bits": 8}, "input_activations": None}})}),
+    "torchao's rounded activations": Case("CF064", {**hf(bf16=True), **LORA, **published(quant_method="torchao", quant_type={"default": {"_type": "Int8DynamicActivationInt8WeightConfig", "_data": {}, "_version": 1}})}, {**hf(bf16=True), **LORA, **published(quant_method="torchao", quant_type={"default": {"_type": "Int8WeightOnlyConfig", "_data": {}, "_version": 1}})}),
+    "blocks of DeepSeek": Case("CF065", {**hf(bf16=True), **LORA, **published({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "intermediate_size": 512}, quant_method="fp8", weight_block_size=[128, 128])}, {**hf(bf16=True), **LORA, **published({"kv_lora_rank": 448, "qk_rope_head_dim": 64, "intermediate_size": 512}, quant_method="fp8", weight_block_size=[128, 128])}, "cpu"),
+    "widened before training": Case("CF066", {**hf(bf16=True), **LORA, **published(quant_method="mxfp4")}, {**hf(bf16=True), **LORA, **published(quant_method="gptq", bits=4)}, note=True),
     "blocks that do not divide": Case("CF065", {**hf(bf16=True), **LORA, **published(quant_method="fp8", weight_block_size=[128, 128])}, {**hf(bf16=True), **LORA, **published(quant_method="fp8", weight_block_size=[64, 64])}, "cpu"),
     "widened for good": Case("CF066", {**hf(bf16=True), **LORA, **published(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": {"weights": {"num_bits": 4}}})}, {**hf(bf16=True), **LORA, **published(quant_method="gptq", bits=4)}, note=True),
     "a checkpoint's compute dtype": Case("CF010", {**hf(bf16=True), **LORA, "config.json": j(architectures=["A"], hidden_size=8, model_type="llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"})}, {**hf(bf16=True), **LORA, "config.json": j(architectures=["A"], hidden_size=8, model_type="llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"})}),

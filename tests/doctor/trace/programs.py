@@ -677,3 +677,64 @@ class Gate(nn.Module):
 def sine_of_values_scaled_by_a_bf16_buffer(broken):
     """A 1-d bf16 buffer that is no table of frequencies: its products are not one position times the table."""
     Gate()(torch.randn(4, 16))
+
+
+# ---- frozen layers of quantised checkpoints
+class W8A8(nn.Linear):
+    """As transformers runs a compressed-tensors checkpoint whose activations are rounded; `rounds`: how."""
+
+    rounds = "no_grad"
+
+    def forward(self, x):
+        scale = x.detach().abs().amax(-1, keepdim=True) / 127
+        if self.rounds == "no_grad":
+            with torch.no_grad():
+                x = (x / scale).round().clamp(-128, 127) * scale
+        elif self.rounds == "round":
+            x = (x / scale).round() * scale
+        elif self.rounds == "straight through":
+            x = x + ((x / scale).round() * scale - x).detach()
+        return F.linear(x, self.weight)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.a, self.b = base.requires_grad_(False), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.base(x) + self.b(self.a(x))
+
+
+def adapters_on(rounds):
+    model = nn.Sequential(Adapted(W8A8(16, 16, bias=False)), Adapted(W8A8(16, 16, bias=False)))
+    for layer in model:
+        layer.base.rounds = rounds
+    for _ in range(2):
+        model(x_of(torch.float32)).pow(2).mean().backward()
+
+
+def activations_rounded_without_a_gradient(broken):
+    adapters_on("no_grad" if broken else "not at all")
+
+
+def activations_rounded_by_a_flat_operator(broken):
+    adapters_on("round" if broken else "straight through")
+
+
+def quantised_model_in_bf16(broken):
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = type("Config", (), {"quantization_config": {"quant_method": "compressed-tensors"}})()
+            self.layers = nn.Sequential(Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, 16)))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model = Quantised().to(bf16)
+    for layer in model.layers:
+        if not broken:
+            layer.base.weight = nn.Parameter(layer.base.weight.to(torch.float8_e4m3fn), requires_grad=False)
+            layer.base.forward = lambda x, base=layer.base: F.linear(x, base.weight.to(x.dtype), base.bias)
+    model(x_of()).float().pow(2).mean().backward()

@@ -23,6 +23,7 @@ from ...observe.origin import OBSERVERS, Site, here, statement
 from ...observe.tape import Calls, Modules, Running, Tape, observing
 from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
+from .frozen import Cuts, Widened
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
 from .parameters import Parameters
@@ -44,6 +45,8 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     EngineCasts,
     Positions,
     Overflows,
+    Cuts,
+    Widened,
     Compiled,
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def _undivided_size(r: Record) -> Setting | None:
         size = r.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
         if size is not None and isinstance(size.value, int) and size.value > int(block[0]) and size.value % int(block[0]):
             return size
+    # of DeepSeek's kv_a_proj_with_mqa: 512 + 64 are 576
+    rank, angles = (r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if rank and angles and isinstance(rank.value, int) and isinstance(angles.value, int) and (rank.value + angles.value) % int(block[0]):
+        return replace(rank, value=rank.value + angles.value, key=f"{rank.key} + {angles.key.rpartition('.')[2]}")
+    return None
+
+
+def _rounded_activations(r: Record) -> Setting | None:
+    """The setting of a published checkpoint that asks for them, by compressed-tensors or torchao."""
+    for setting in r.facts.under("checkpoint.quantization_config"):
+        if ".config_groups." in setting.key and ".input_activations" in setting.key and setting.value:
+            return setting
+        if ".quant_type" in setting.key and "DynamicActivation" in str(setting.value):
+            return setting
     return None
 
 
@@ -99,7 +114,6 @@ def _pinned_packages(r: Record) -> str | None:
     return " ".join(sorted(document.attributes.get("names", ()))) if document else None
 
 
-_GROUPS = "checkpoint.quantization_config.config_groups"
 _QUANTO = "precision with quanto"
 _SHARED: dict[str, Callable[[Record], Any]] = {
     "accumulates": lambda r: r.accumulates,
@@ -114,7 +128,7 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     "learning rate": lambda r: r.learning_rate,
     "pinned packages": _pinned_packages,
     "precision plugin": _precision_plugin,
-    "rounded activations": lambda r: next((s for s in r.facts.under(_GROUPS) if ".input_activations" in s.key and s.value), None),
+    "rounded activations": _rounded_activations,
     "undivided size": _undivided_size,
     "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
     "versions file": lambda r: document.file if (document := r.facts.tool("versions")) else None,
