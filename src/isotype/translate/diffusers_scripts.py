@@ -38,7 +38,7 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "download it, and name its folder in images.train": "dataset_name",
-    "images.columns, and a file of rows": "dataset_config_name image_column caption_column",
+    "images.columns, and a file of rows": "dataset_config_name image_column cond_image_column caption_column",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "run.sample_every counts steps": "validation_epochs",
     "class pictures are not drawn by the run: images.regularisation names a folder of them": "num_class_images",
