@@ -1,28 +1,43 @@
 """The memory plan of real diffusion architectures, from their configurations alone: no weights, no download.
 
     python benchmarks/diffusion_plans.py FOLDER     # writes pipelines' folders without weights; isotype plan takes them
+    python benchmarks/diffusion_plans.py --least    # writes the table of least memory into docs/memory.md; ten minutes
 
-Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image
+Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image,
+        `unet/config.json` of stabilityai/stable-diffusion-xl-base-1.0
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+from benchmarks.diffusion_matrix import plain_objective
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
 from isotype.config.load import load
-from isotype.environment.hardware import detect
-from isotype.tasks.diffusion.denoiser import built, quantised_layers
-from isotype.tasks.diffusion.families import Family
+from isotype.config.schema import RunConfig
+from isotype.environment.hardware import by_name, detect
+from isotype.model.packed import quantise as pack_layers
+from isotype.precision.precision import Precision
+from isotype.tasks.diffusion.batches import Batch
+from isotype.tasks.diffusion.denoiser import ForwardCost, built, quantised_layers
+from isotype.tasks.diffusion.families import Asked, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
+from isotype.tasks.diffusion.families.noise import SDXL
+from isotype.tasks.diffusion.loss import picture_losses
+from isotype.training.memory.blocks import as_set, plan_offload
 from isotype.training.memory.outline import quantise_outline
-from isotype.training.memory.plan import held_bytes
+from isotype.training.memory.plan import held_bytes, plan_memory
+from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable
 from isotype.training.setup import resolve_precision
+from isotype.training.task import Outline, StepOutline
 
 FLUX_DEV = {
     "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
@@ -37,28 +52,97 @@ QWEN_IMAGE = {
     "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
     "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56),
 }  # fmt: skip
+SDXL_BASE = {
+    "sample_size": 128, "in_channels": 4, "out_channels": 4, "block_out_channels": (320, 640, 1280), "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048, "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
 ARCHITECTURES: dict[str, tuple[Any, dict[str, Any], Family]] = {
     "FLUX.1-dev": (FluxTransformer2DModel, FLUX_DEV, Flux()),
     "stable-diffusion-3.5-large": (SD3Transformer2DModel, SD35_LARGE, SD3()),
     "Qwen-Image": (QwenImageTransformer2DModel, QWEN_IMAGE, QwenImage()),
+    "stable-diffusion-xl-base-1.0": (UNet2DConditionModel, SDXL_BASE, SDXL()),
 }
 _FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 _VAE = {"_class_name": "AutoencoderKL", "latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}
 
 
-def held(name: str, preset: str) -> tuple[int, int, int]:
-    """(all weights, trained weights, held bytes) of a LoRA of rank 16 on every linear layer of the blocks."""
-    kind, settings, family = ARCHITECTURES[name]
-    loaded = load(None, [f"precision.preset={preset}", "adapter.r=16", "model.device=cpu"])
+def outlined(name: str, *settings: str) -> tuple[torch.nn.Module, int, RunConfig, Precision]:
+    """A denoiser on the meta device with a LoRA of rank 16 on every linear layer of its blocks, and how many weights it has without."""
+    kind, architecture, family = ARCHITECTURES[name]
+    loaded = load(None, [*settings, "adapter.r=16", "model.device=cpu"])
     precision = resolve_precision(loaded.config, loaded.sources, detect("cpu")).precision
     with torch.device("meta"):
-        denoiser = kind(**settings)
+        denoiser = kind(**architecture)
         total = sum(p.numel() for p in denoiser.parameters())
+        layers = set(quantised_layers(denoiser, family, precision).values())
         if precision.base == "nf4":
-            quantise_outline(denoiser, torch.bfloat16, layers=set(quantised_layers(denoiser, family, precision).values()))
+            quantise_outline(denoiser, torch.bfloat16, layers=layers)
+        elif precision.packed:
+            pack_layers(denoiser, layers, precision.base)
         model, _ = built(denoiser, family, loaded.config, precision, device_type="cuda")
+    return as_set(model, loaded.config.model.offload, torch.device("meta")), total, loaded.config, precision
+
+
+def held(name: str, preset: str) -> tuple[int, int, int]:
+    """(all weights, trained weights, held bytes)."""
+    model, total, config, precision = outlined(name, f"precision.preset={preset}")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return total, trained, held_bytes(model, loaded.config.train, precision)
+    return total, trained, held_bytes(model, config.train, precision)
+
+
+BASES = {"bf16": "precision.preset=bf16-lora", "fp8": "precision.base=fp8", "nf4": "precision.preset=nf4-lora"}
+CARD, SIDE = "rtx4090", 128  # latent pixels of a picture of 1024 x 1024
+
+
+def least(name: str, base: str, offload: str) -> tuple[str, float | None]:
+    """(cells of a row: peak, and with blocks in host memory what is there and moved; the counted time), of a step on one picture."""
+    kind, architecture, family = ARCHITECTURES[name]
+    model, total, config, precision = outlined(name, BASES[base], f"model.offload={offload}")
+    settings = {"joint_attention_dim": 0, **architecture}
+    length = family.text_tokens(77, family.max_text_length or 77)
+
+    def batch(device: torch.device) -> Batch:
+        latents, noise = (torch.empty(1, 4 if isinstance(family, SDXL) else 16, SIDE, SIDE, device=device) for _ in range(2))
+        shapes = family.text_shapes(settings, length)
+        text = {word: torch.empty(1, *shape, dtype=torch.bfloat16, device=device) for word, shape in shapes.items()}
+        return Batch(latents, noise, torch.empty(1, device=device), text, lengths=(length,) if family.own_lengths else ())
+
+    def loss_sum(model: torch.nn.Module, batch: Batch, divisor: int = 1) -> torch.Tensor:
+        asked = Asked(1.0, 8, batch.lengths, batch.cut)
+        return picture_losses(model, family, plain_objective(family), batch, asked, dtype="fp32").sum() / divisor
+
+    blocks, tokens = len(checkpointable(model)), (SIDE // family.downscale) ** 2
+    plan = plan_memory(
+        Outline(model.train(), 0, total), config.train, precision, StepOutline(rows=1, length=tokens, batch=batch, loss_sum=loss_sum),
+        checkpointing=Checkpointing(LAYERS, tuple(range(blocks)), blocks), device_type="cuda",
+    )  # fmt: skip
+    assert plan.not_simulated is None, plan.not_simulated
+    with torch.device("meta"):
+        plain = kind(**architecture)
+    whole = batch(torch.device("meta"))
+    whole = replace(whole, text={word: tensor.float() for word, tensor in whole.text.items()})
+    cost = ForwardCost.of(plain, lambda: loss_sum(plain, whole))
+    found = plan_offload(model, config.train, by_name(CARD), compute=precision.compute, flops=lambda _: cost.blocks)
+    if found is None:
+        return f"{plan.peak / 2**30:.1f}", None
+    return f"{plan.peak / 2**30:.1f} | {found.share:.0%} | {found.host / 2**30:.1f} | {found.moved / 2**30:.1f}", found.time
+
+
+def table() -> str:
+    lines = [
+        "| | base | GiB at the peak | with `blocks` | of the frozen weights | GiB in host memory | GiB moved a step | counted time |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in ARCHITECTURES:
+        for base in BASES:
+            whole, _ = least(name, base, "none")
+            cells, time = least(name, base, "blocks")
+            lines.append(f"| {name} | {base} | {whole} | {cells} | {time:.2f} |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
 
 
 def write_folder(folder: Path, name: str) -> Path:
@@ -80,7 +164,21 @@ def write_folder(folder: Path, name: str) -> Path:
     return folder
 
 
+def write_table() -> None:
+    page = Path(__file__).parents[1] / "docs" / "memory.md"
+    text = page.read_text(encoding="utf-8")
+    made = re.sub(r"(<!-- least memory -->\n).*(\n<!-- end of least memory -->)", partial(_between, table()), text, flags=re.DOTALL)
+    page.write_text(made, encoding="utf-8")
+
+
+def _between(middle: str, found: re.Match[str]) -> str:
+    return found[1] + middle + found[2]
+
+
 def main() -> int:
+    if "--least" in sys.argv:
+        write_table()
+        return 0
     for name in ARCHITECTURES:
         for preset in ("bf16-lora", "nf4-lora"):
             total, trained, taken = held(name, preset)

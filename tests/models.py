@@ -1,7 +1,9 @@
 """Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and rows for them."""
 
+from pathlib import Path
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isotype.data.rows import Row
 
@@ -44,6 +46,16 @@ def tiny(family: str = "llama", *, seed: int = 0, **changes):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save_with_tokenizer(family: str, of: Path, folder: Path, **changes) -> Path:
+    """Saves a tiny model of `family` with the tokenizer of the folder `of`, whose ids it has, where there is no such folder yet."""
+    if not folder.exists():
+        tokenizer = AutoTokenizer.from_pretrained(of)
+        ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+        tiny(family, **{"vocab_size": len(tokenizer), **ids, **changes}).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 def lora(model, *, seed: int = 1, **changes):

@@ -179,13 +179,20 @@ def write(model, tokenizer, folder: Path, form: str, *, seed: int = 0, head: boo
     return layers
 
 
-def write_experts(model, folder: Path, form: str, *, seed: int = 0) -> None:
-    """Saves a mixture with packed experts: stacked, in mxfp4 (gpt-oss), or a linear layer each in the layout `form`."""
+def write_experts(model, folder: Path, form: str, *, seed: int = 0, layers: bool = False) -> None:
+    """Saves a mixture with packed experts: stacked, in mxfp4 (gpt-oss), or a linear layer each in the layout `form`.
+
+    layers  packs every linear layer but the head as well (DeepSeek)
+    """
     torch.manual_seed(seed)
     tensors, stacked = {}, form == "mxfp4"
+    head = model.get_output_embeddings()
+    linear = {n for n, m in model.named_modules() if layers and isinstance(m, torch.nn.Linear) and m is not head}
     for name, t in model.state_dict().items():
         owner, _, last = name.rpartition(".")
-        if last not in ("gate_up_proj", "down_proj"):
+        if owner in linear and last == "weight":
+            tensors |= {f"{owner}.{part}": p for part, p in packed(form, *t.shape).items()}
+        elif last not in ("gate_up_proj", "down_proj"):
             tensors[name] = t.to(torch.bfloat16)
         elif stacked:
             experts, i, o = t.shape

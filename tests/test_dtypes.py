@@ -7,7 +7,6 @@ import isotype
 from isotype import dtypes
 from isotype.dtypes import FLOATS, TensorSpec
 from isotype.errors import DtypeError, ShapeError
-from isotype.testing.expect import binding
 
 
 @pytest.mark.parametrize(("text", "word"), [("torch.bfloat16", "bf16"), ("c10::Half", "fp16"), ("BFloat16", "bf16"), ("f32", "fp32")])
@@ -46,15 +45,6 @@ def test_expect_returns_its_tensor():
 def test_expect_refuses_a_wrong_dtype_or_shape(spec, error):
     with pytest.raises(error):
         isotype.expect(torch.zeros(2, 3, dtype=torch.bfloat16), spec)
-
-
-def test_names_bind_across_calls_in_a_block():
-    with binding():
-        isotype.expect(torch.zeros(2, 3), "F[T D]")
-        with pytest.raises(ShapeError, match="dimension D is 4"):
-            isotype.expect(torch.zeros(2, 4), "F[T D]")
-        with pytest.raises(DtypeError):
-            isotype.expect(torch.zeros(2, 3, dtype=torch.bfloat16), "F[T D]")
 
 
 def test_a_spec_without_meaning_is_refused():

@@ -12,6 +12,7 @@ from tests.warm import interpreter
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SLOW = {"hf_trainer.py", "trl_sft.py"}  # their imports alone take ten seconds
+SHORT = {"colours_and_shapes.py": ["10"]}  # a form of some seconds
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("test_"))
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 TESTS = sorted(path.name for path in EXAMPLES.glob("test_*.py"))
@@ -24,9 +25,17 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS])
 def test_each_example_program_runs_and_prints(name, tmp_path):
-    done = run([interpreter(), str(EXAMPLES / name)], tmp_path)
+    done = run([interpreter(), str(EXAMPLES / name), *SHORT.get(name, ())], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_each_example_with_a_short_form_keeps_its_promise_in_full(name, tmp_path):
+    done = run([interpreter(), str(EXAMPLES / name)], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -69,7 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text": {"num_hidden_layers": 3, "cross_attention_layers": [1], "rope_scaling": {"rope_type": "default", "rope_theta": 10000.0}},
         "eye": {
             **_EYE, "num_global_layers": 1, "attention_heads": 4, "image_size": PICTURE, "intermediate_layers_indices": [0],
-            "vision_output_dim": 48, "max_num_tiles": 4, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1], [2, 2]],
+            "vision_output_dim": 48, "max_num_tiles": 4,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
         },
         "tokens": {"image_token_index": "<|image|>"},
     },

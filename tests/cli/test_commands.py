@@ -11,10 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.cli.merge import merge
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.runs.checkpoint.atomic_folder import write_folder
 from tests.commands import ask
 
 
@@ -174,18 +172,3 @@ def test_an_interrupted_command_has_status_130_and_no_traceback(tmp_path, monkey
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize(("placed", "left"), [(False, "was not written, and the same command starts again"), (True, "was written")])
-def test_an_interrupted_merge_says_whether_the_folder_was_written(tmp_path, monkeypatch, capsys, placed, left):
-    out = tmp_path / "merged"
-
-    def interrupted(*given):
-        if placed:
-            write_folder(out, lambda folder: None)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("isotype.inference.loaded.load_run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        merge(tmp_path / "run", out)
-    assert capsys.readouterr().err == f"interrupted: {out} {left}\n"

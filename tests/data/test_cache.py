@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from isotype.cli.app import build_app
 from isotype.config.schema import DataSection
 from isotype.data.cache import read_entry
-from isotype.data.cache_folder import cache_folder, entries
+from isotype.data.cache_folder import entries
 from isotype.data.load import load_data
 from isotype.data.rows import LoadedData
 from isotype.errors import UsageError
@@ -142,17 +142,6 @@ def test_bad_rows_are_refused_again_from_the_cache(load: Any) -> None:
         with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
             load()
     assert load(on_bad_row="skip").bad_rows[0].place == "chats.jsonl:61"
-
-
-def test_cache_folder_of_each_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder("none") is None
-    assert cache_folder("here") == Path("here")
-    assert cache_folder("auto") is None, "the tests' own setting"
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    assert cache_folder("auto") == tmp_path / "tokens"
-    monkeypatch.delenv("ISOTYPE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder("auto") == tmp_path / "xdg/isotype/tokens"
 
 
 def test_the_folder_is_held_to_its_bound_and_the_oldest_go_first(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

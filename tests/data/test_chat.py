@@ -79,19 +79,3 @@ def test_no_template_and_no_end_token_is_refused(families: SimpleNamespace) -> N
     tokenizer.eos_token = None
     with pytest.raises(UsageError, match=r"set data\.chat_template"):
         chat_template(tokenizer, None)
-
-
-def test_of_several_templates_the_default_is_taken(families: SimpleNamespace) -> None:
-    tokenizer = families.new("chatml")
-    tokenizer.chat_template = {"tool_use": TOOLS, "default": END_AT_END}
-    assert chat_template(tokenizer, None).text == END_AT_END
-
-
-def test_a_template_that_does_not_write_tools_is_named(families: SimpleNamespace) -> None:
-    messages = said("u is it dry?", "a let me see", "t rain", "a it rains")
-    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
-    for template, unseen in ((families.templates["chatml"], (1, 1)), (TOOLS, (0, 0))):
-        _, tally = learnt(families, template, messages, tools)
-        assert (tally.calls_unseen, tally.tools_unseen) == unseen
-        assert Tally.sum([tally.as_json(), tally.as_json()]).calls_unseen == 2 * unseen[0]

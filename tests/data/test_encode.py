@@ -87,18 +87,6 @@ def test_no_beginning_of_text_is_doubled(families: SimpleNamespace, family: str)
         assert ids.count(tokenizer.bos_token_id) == (0 if tokenizer.bos_token is None else 1)
 
 
-def test_text_with_special_tokens_gets_no_second_ones(families: SimpleNamespace) -> None:
-    tokenizer = families.of("mistral")
-    encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
-    row = row_of(encoder, Example("x:1", text="<s>hello</s>"))
-    assert [row.input_ids.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [1, 1]
-
-
-def test_loss_on_all_learns_everything(families: SimpleNamespace) -> None:
-    row = row_of(encoder_of(families, "chatml", loss_on="all"), chat("hi", "yes"))
-    assert row.labels == row.input_ids
-
-
 def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(families: SimpleNamespace) -> None:
     tokenizer = families.of("chatml")
     encoder, tally = encoder_of(families, "chatml"), Tally()

@@ -123,15 +123,6 @@ def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize(
-    "row", [{"prompt": "a", "completion": ["b", "c"]}, {"prompt": "a", "answers": ["b"]}, {"instruction": "a", "output": ["b"]}]
-)
-def test_a_list_of_texts_may_be_the_steps_of_one_answer(row: Any) -> None:
-    """Of these, the one to learn or a row for each would be a part of the answer."""
-    with pytest.raises(UsageError, match="or, of parts of one answer, their text joined"):
-        read(row)
-
-
 def test_an_answer_that_is_json_is_text() -> None:
     for answer in ('["Paris", "London"]', '[{"name": "add", "arguments": {}}]', "[1, 2]", '{"a": 1, "a": 2}'):
         found = read({"prompt": "[3, 4]", "completion": answer})
@@ -144,21 +135,6 @@ def test_tools_are_alike_however_they_are_written() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "sub"}}]
     for written in (tools, json.dumps(tools), [json.dumps(tool) for tool in tools]):
         assert read({"messages": [ASK, ANSWER], "tools": written}).tools == tools
-
-
-def test_what_is_said_of_a_row_has_the_names_of_its_file() -> None:
-    columns = {"prompt": "inputs", "completion": "targets"}
-    record = Record("x.jsonl", 3, {"inputs": "a", "targets": "b"})
-    why = detect(record, "auto", columns)[1]
-    assert why == "the first row (x.jsonl:3) has the keys inputs (read as prompt) and targets (read as completion)"
-    with pytest.raises(UsageError) as caught:
-        read({"inputs": "a", "targets": [1]}, columns=columns)
-    assert caught.value.message.endswith(
-        "prompt is text, completion a list; of this file's keys: inputs (read as prompt), targets (read as completion)"
-    )
-    with pytest.raises(UsageError) as caught:
-        read({"prompt": "a", "targets": 3}, columns={"completion": "targets"})
-    assert caught.value.message == "x.jsonl:3: completion must be text, got a number; of this file's keys: targets (read as completion)"
 
 
 def test_a_missing_column_is_named() -> None:

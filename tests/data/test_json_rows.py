@@ -1,13 +1,11 @@
 """The rows of a JSON array, and the places of its errors."""
 
 import json
-import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.data import json_rows
 from isotype.data.json_rows import read_json
 from isotype.errors import UsageError
 
@@ -57,27 +55,6 @@ def test_lines_and_places(tmp_path):
         with pytest.raises(UsageError) as refused:
             rows_of(tmp_path, raw)
         assert str(refused.value).startswith(said), raw
-
-
-def test_an_array_of_some_gigabytes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_rows, "MOST", 10)
-    with pytest.raises(UsageError, match=r"jq -c '\.\[\]' a\.json"):
-        rows_of(tmp_path, '[{"a": "long enough"}]')
-
-
-@pytest.mark.full
-def test_an_array_in_one_line_takes_the_memory_of_its_text(tmp_path):
-    file = tmp_path / "a.json"
-    row = {"text": "word " * 100}
-    file.write_text("[" + ", ".join([json.dumps(row)] * 20_000) + "]")
-    tracemalloc.start()
-    try:
-        assert sum(record.value == row for record in read_json(file, "a.json")) == 20_000
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert file.stat().st_size > 10_000_000
-    assert peak < 4 * file.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,6 @@ def test_prompts_on_both_sides_are_counted(write: Any, load: Any) -> None:
     assert load(train=name, stream=True, eval_split=0.2).facts["prompts_between"] > 0
 
 
-def test_few_rows_are_all_trained_on_and_sampled(write: Any, load: Any) -> None:
-    loaded = load(train=write("chats.jsonl", CHATS[:5]))
-    assert (len(loaded.train), len(loaded.eval), len(loaded.prompts)) == (5, 0, 4)
-    assert loaded.facts["notes"] == ["only 5 rows: none is held out for evaluation"]
-
-
 def test_prompt_and_completion_use_the_chat_template_where_there_is_one(write: Any, load: Any, families: SimpleNamespace) -> None:
     rows = [{"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(3)]
     name = write("pairs.jsonl", rows)
@@ -159,15 +153,6 @@ def test_formats_are_per_file(write: Any, load: Any) -> None:
     assert len(loaded.train) == 6
 
 
-def test_a_file_that_two_sources_lead_to_is_refused(write: Any, load: Any) -> None:
-    for name in ("a.jsonl", "ab.jsonl"):
-        write(name, [chat(f"{name} {i}", "answer") for i in range(4)])
-    with pytest.raises(UsageError, match=r"ab\.jsonl: \*b\.jsonl and a\*\.jsonl both lead to it") as caught:
-        load(train=["*b.jsonl", "a*.jsonl"])
-    assert caught.value.fix == "name each file once"
-    assert len(load(train=["a.jsonl"], eval=["a*.jsonl"]).eval) == 8
-
-
 def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
     loaded = load(train=write("book.txt", "The quick brown fox jumps over the lazy dog.\n" * 100), max_length=32)
     assert loaded.chat_template is None
@@ -183,31 +168,6 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     assert source_lines(loaded.facts)[0].startswith("chats.jsonl (training): 5 rows of more (limit), messages: ")
     whole = load(train="chats.jsonl", limit=8, eval_split=0.0)
     assert source_lines(whole.facts)[0].startswith("chats.jsonl (training): 8 rows, messages: ")
-
-
-def test_a_limit_of_all_sources_says_what_it_leaves_of_each(write: Any, load: Any) -> None:
-    first, second = write("a.jsonl", [chat("q", "a")] * 4), write("b.jsonl", [chat("r", "b")] * 4)
-    loaded = load(train=[first, second], limit=3)
-    assert len(loaded.train) == 3
-    assert [file["kept"] for file in loaded.facts["train"]["files"]] == [3, 0]
-    assert any("data.limit takes the first rows of all sources together: 3 of a.jsonl, 0 of b.jsonl;" in n for n in loaded.facts["notes"])
-    with pytest.raises(UsageError, match=r"b\.jsonl: no training row is left of it") as raised:
-        load(train=[{"name": first, "weight": 1}, {"name": second, "weight": 1}], limit=3)
-    assert "limit: N" in str(raised.value)
-
-
-def test_the_limit_of_plain_texts_counts_over_all_files_and_says_how_many_windows_there_are(write: Any, load: Any) -> None:
-    Path("books").mkdir()
-    for name in ("one", "two"):
-        write(f"books/{name}.txt", "The quick brown fox jumps over the lazy dog. " * 500)
-    whole = load(train="books", max_length=32, eval_split=0.0).facts["train"]["files"][0]
-    assert "of_about" not in whole
-    for data in ([{"name": "books", "limit": 20}], "books"):
-        facts = load(train=data, max_length=32, eval_split=0.0, limit=None if data != "books" else 20).facts
-        (file,) = facts["train"]["files"]
-        assert (facts["train"]["rows"], file["rows"]) == (20, 20)
-        assert abs(file["of_about"] - whole["rows"]) <= 0.02 * whole["rows"]
-        assert source_lines(facts)[0].startswith(f"books (training): 2 files, 20 rows of about {file['of_about']:,} (limit), text: ")
 
 
 def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
@@ -339,46 +299,3 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     notes = " ".join(loaded.facts["notes"])
     assert "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content" in notes
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
-
-
-_FIRST_SYSTEM_ONLY = """\
-{%- if messages[0].role == 'system' %}{{ 'S: ' + messages[0].content + '\\n' }}{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{{ 'U: ' + m.content + '\\n' }}
-{%- elif m.role == 'assistant' %}{{ 'A: ' + m.content + eos_token + '\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'A: ' }}{% endif %}"""
-
-
-def test_turns_that_a_template_does_not_write_are_counted(write: Any, load: Any) -> None:
-    # the lost turn says what another one says too, so that its words are in the text all the same
-    brief = {"role": "system", "content": "Be brief."}
-    rows = [{"messages": [brief, *CHATS[i]["messages"]]} for i in range(20)]
-    for i in (3, 4):
-        rows[i]["messages"] += [brief, *CHATS[20 + i]["messages"]]
-    write("first.jinja", _FIRST_SYSTEM_ONLY)
-    seen = load(train=write("x.jsonl", rows), chat_template="first.jinja").facts["notes"]
-    assert "2 rows have a turn of the role 'system' that the chat template does not write: the model does not see it" in seen
-    assert not any("a turn of the role" in note for note in load(train="x.jsonl").facts["notes"])
-
-
-_THINKS = """\
-{%- for m in messages %}
-{%- if m.role == 'assistant' and m.reasoning_content and loop.last %}{{ 'Thought: ' + m.reasoning_content + '\n' }}{% endif %}
-{%- set said = m.content.split(END)[-1] if m.role == 'assistant' and END in m.content and not loop.last else m.content %}
-{{- m.role + ': ' + said + eos_token + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-
-
-@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("", "</seed:think>")])
-def test_thoughts_in_answers_that_a_template_leaves_out_are_counted(write: Any, load: Any, begin: str, end: str) -> None:
-    def talk(*thoughts: str) -> Any:
-        turns = [turn for t in thoughts for turn in chat("q", f"{begin}\n{t}\n{end}\n\nso" if t else "so")["messages"]]
-        return {"messages": turns}
-
-    template = write("t.jinja", _THINKS.replace("END", f"'{end}'"))
-    rows = [talk("only"), talk("", "last"), talk("first", "last"), talk("same", "same"), talk("same", "")]
-    rows[0]["messages"][0]["content"] = f"what is {end}?"
-    loaded = load(train=write("x.jsonl", rows), chat_template=template, eval_split=0.0)
-    assert "3 rows have reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]

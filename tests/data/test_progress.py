@@ -12,12 +12,6 @@ def test_it_is_silent_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-def test_the_time_left_is_shown_if_the_total_is_known() -> None:
-    assert progress.progress("tokenising x", 3000, 10.0, 0.25) == "tokenising x: 3,000 rows, 300/s, 25%, 0:30 left"
-    assert progress.progress("tokenising x", 30, 3600.0, 0.5).endswith("50%, 1:00:00 left")
-    assert progress.progress("tokenising x", 3000, 10.0, None) == "tokenising x: 3,000 rows, 300/s"
-
-
 def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter(range(0, 10_000, 8))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))

@@ -57,22 +57,6 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert one.notes == (["set: 1 of 4 files is not read (README.md)"] if name == "set" else [])
 
 
-def test_a_json_that_describes_the_other_files_is_refused_with_their_name(folder: Path) -> None:
-    name = "shards/**/*.*"
-    (folder / "shards").mkdir()
-    (folder / "shards/b.jsonl").write_bytes((folder / "set/a.jsonl").read_bytes())
-    about = folder / "shards/a.json"
-    for value in ({"features": {"prompt": "string"}, "tags": ["a"]}, [{"file": "b.jsonl"}, {"file": "c.jsonl"}], {"data": [{"q": "1"}]}):
-        about.write_text(json.dumps(value))
-        with pytest.raises(UsageError, match=r"a\.json:1: no known format in the keys") as caught:
-            found(name)
-        assert caught.value.fix is not None
-        assert caught.value.fix.startswith("if a.json holds no rows, name the files that do: 'shards/**/*.jsonl'")
-    about.write_text('{"promt": "x", "completion": "y"}')
-    with pytest.raises(UsageError, match="did you mean prompt"):
-        found(name)
-
-
 def test_the_files_of_runs_are_no_data(folder: Path) -> None:
     name = "."
     names = found(name).identity()
@@ -133,14 +117,6 @@ def test_the_limit_counts_over_all_files(folder: Path) -> None:
     assert asked(found("set", limit=6)) == ["q0", "q1", "q2", "q3", "q4", "q5"]
     assert asked(found("set", limit=6), skip=5) == ["q5"]
     assert asked(found("set/a.jsonl", limit=3), skip=1) == ["q1", "q2"]
-
-
-def test_the_content_is_what_identifies_a_source(folder: Path) -> None:
-    before = found("set").identity()
-    (folder / "set/a.jsonl").rename(folder / "set/aa.jsonl")
-    assert found("set").identity() == before
-    (folder / "set/aa.jsonl").write_bytes(lines(ROWS[:3]))
-    assert found("set").identity() != before
 
 
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,6 @@ def test_weights_are_kept_in_every_block(load: Any, families: SimpleNamespace) -
     assert loaded.stream.epochs == 1.0
 
 
-def test_the_longest_rows_of_a_stream_are_as_long_as_may_be(load: Any) -> None:
-    assert [len(r.input_ids) for r in load().longest(3)] == [64, 64, 64]
-    assert all(r.documents for r in load(packing=True).longest(2))
-
-
 def test_a_row_that_cannot_be_read_stops_the_run_with_its_place(load: Any) -> None:
     with Path("many.jsonl").open("a") as file:
         file.write("{broken\n")

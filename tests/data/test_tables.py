@@ -94,22 +94,6 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
 
 
-def test_a_date_that_python_cannot_hold_is_no_value(tmp_path: Path) -> None:
-    far = pa.array([1, 3 * 10**17], pa.int64()).cast(pa.timestamp("us"))
-    table = {"text": ["a", "b"], "far": far, "zone": pa.array([0, 0], pa.timestamp("us", tz="Nowhere/City"))}
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    first, last = (record.value for record in read_parquet(tmp_path / "a.parquet", "a.parquet"))
-    assert (first["text"], first["far"].microsecond, first["zone"]) == ("a", 1, None)
-    assert last == {"text": "b", "far": None, "zone": None}
-
-
-def test_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
-    columns = [pa.array(["asked"]), pa.array(["one"]), pa.array(["other"])]
-    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "completion", "completion"]), tmp_path / "a.parquet")
-    with pytest.raises(UsageError, match=r"^a\.parquet: the column 'completion' is there twice"):
-        next(read_parquet(tmp_path / "a.parquet", "a.parquet"))
-
-
 def test_broken_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()

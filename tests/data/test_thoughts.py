@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import pytest
 
 from isotype.config.schema import DataSection
@@ -91,25 +90,6 @@ def test_rows_without_thoughts_stay_as_they_are(load: Any, template: str, though
     assert list(usual.train) == list(chosen.train)
 
 
-def test_thoughts_in_marks_of_the_templates_own(load: Any) -> None:
-    channel = "{%- if m.thinking and loop.last %}{{ '[THINK]' + m.thinking + '[/THINK]' }}{% endif %}"
-    own = PLAIN.replace(
-        "{{ '<|im_start|>' + m.role + '\\n' + m.content", "{{ '<|im_start|>' + m.role + '\\n' }}" + channel + "{{ m.content"
-    )
-    rows = turns({"content": "one", "thinking": "hm"}, {"content": "two", "thinking": "so"})
-    assert load(own, rows, thoughts="last")[1] == "one<|im_end|>[THINK]so[/THINK]two<|im_end|>"
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: all keeps them"):
-        load(own, rows, thoughts="all")
-
-
-def test_thoughts_behind_an_empty_one_of_the_template_are_a_bad_row(load: Any) -> None:
-    always = QWEN3.replace(
-        "{%- if loop.index0 > ns.last and (loop.last or thought) %}", "{%- if loop.index0 <= ns.last %}<think></think>{% else %}"
-    )
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: all keeps them"):
-        load(always, BESIDE, thoughts="all")
-
-
 def test_thoughts_are_learnt_where_the_prompt_ends_in_empty_ones(load: Any) -> None:
     _, learnt = load(QWEN3, BESIDE, template_kwargs={"enable_thinking": False})
     assert learnt == "one<|im_end|>so\n</think>\n\ntwo<|im_end|>"  # the tag and its line end are those of the prompt
@@ -146,14 +126,6 @@ def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any
     assert not on.endswith(NOTHING)
 
 
-def test_values_of_every_kind_reach_the_template(load: Any) -> None:
-    names = {"a": 'it\'s "so" }} %} é\n😀', "b": 0.5, "c": -3, "d": True, "e": ["x", "y"], "f": None, "g": {"k": 1}}
-    shows = PLAIN.replace("m.content +", "m.content + '|'.join([a, b|string, c|string, d|string, e[1], f|string, g.k|string]) +")
-    loaded, _ = load(shows, PLAIN_ANSWERS, template_kwargs=names)
-    made = jinja2.Environment().from_string(loaded.chat_template or "").render(messages=[{"role": "user", "content": ""}])
-    assert made == "<|im_start|>user\n" + 'it\'s "so" }} %} é\n😀|0.5|-3|True|y|None|1<|im_end|>\n'
-
-
 def test_settings_without_effect_are_refused(load: Any) -> None:
     with pytest.raises(
         UsageError, match=r"data.template_kwargs.enable_thinkin: the chat template \(tokenizer\) reads no such setting"
@@ -168,12 +140,3 @@ def test_settings_without_effect_are_refused(load: Any) -> None:
     for section in ({"thoughts": "none"}, {"template_kwargs": {"enable_thinking": False}}):
         with pytest.raises(UsageError, match=f"data.{next(iter(section))} has no effect"):
             load(QWEN3, {"text": "some text"}, **section)
-
-
-def test_kept_rows_belong_to_their_setting(load: Any, tmp_path: Path) -> None:
-    kept = str(tmp_path / "cache")
-    learnt = [
-        load(QWEN3, IN_CONTENT, cache=kept, **section)[1]
-        for section in ({}, {"thoughts": "all"}, {"thoughts": "none"}, {"thoughts": "none", "template_kwargs": {"enable_thinking": False}})
-    ]
-    assert len(set(learnt)) == 4

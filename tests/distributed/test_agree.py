@@ -1,8 +1,5 @@
 """Which process of a run this is, what is compared before the first step, and which rows a process computes."""
 
-from dataclasses import dataclass
-from itertools import count, groupby
-
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +19,6 @@ from isotype.distributed.rank import Batching, Rank, find_rank, run_to_go_on_wit
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
 from isotype.precision.precision import PRESETS
-from isotype.training.task import Idle, batches_of_rank
 
 
 class Others(World):
@@ -168,46 +164,3 @@ def test_the_nearest_numbers_are_named():
         Batching.of(TrainSection(batch_size=4), size=8)
     with pytest.raises(UsageError, match="1 process can"):
         Batching.of(TrainSection(batch_size=1), size=2)
-
-
-@dataclass
-class Letters:
-    rows: int
-    text: str
-
-    def to(self, device):
-        return Letters(self.rows, self.text + str(device))
-
-
-class OneLetterEach:
-    """Rows are letters, which are their shapes."""
-
-    def one_shape_each(self, rows):
-        return [list(same) for _, same in groupby(sorted(rows))]
-
-    def collate(self, rows):
-        assert len(set(rows)) == 1
-        return Letters(len(rows), "".join(rows))
-
-
-class Given:
-    def __init__(self, rows):
-        self.rows, self.at = rows, count()
-
-    def take(self, number):
-        return [self.rows[next(self.at)] for _ in range(number)]
-
-
-def batching_of(rows, *, rank, size, together, batch=2):
-    batching = Batching(batch, len(rows) // batch, range(rank * len(rows) // batch // size, (rank + 1) * len(rows) // batch // size))
-    stream = Given(rows)
-    found = batches_of_rank(OneLetterEach(), stream, batching, together=together)
-    assert next(stream.at) == len(rows)  # every process passes over the rows of all
-    return [f"({one.batch.text})" if isinstance(one, Idle) else one.text for one in found]
-
-
-def test_processes_that_share_a_model_make_as_many_micro_batches_as_the_one_with_most():
-    assert batching_of("aaab", rank=0, size=2, together=True) == ["aa", "(a)"]
-    assert batching_of("aaab", rank=1, size=2, together=True) == ["a", "b"]
-    assert batching_of("abaaaaac", rank=0, size=2, together=True) == ["a", "b", "aa"]
-    assert batching_of("abaaaaac", rank=1, size=2, together=True) == ["aa", "a", "c"]

@@ -210,17 +210,6 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp_path):
-    configured("run", train=STEPS, parallel={"kind": "shard"}, run={"sample_every": 2})
-    status, said = run(2, tmp_path / "run.yaml", fault=[1, 0, "die"])
-    assert status == 1
-    assert "Traceback" not in said
-    assert "MP001 step 0: rank 1 on " in said
-    assert said.count("isotype: ") == 1
-
-
-@pytest.mark.full
-@pytest.mark.slow
 def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
     """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}

@@ -91,12 +91,6 @@ def test_a_log_from_standard_input_and_an_error_as_text(arguments, given):
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["EX001"]
 
 
-def test_of_one_log_alone_notes_are_told_too():
-    done = CliRunner().invoke(build_app(), ["doctor"], input="KeyError: 'x'\n")
-    assert done.exit_code == 0
-    assert "not a dtype error" in done.stdout
-
-
 def test_a_code_prints_its_page_and_one_of_lint_the_command_to_use():
     assert CliRunner().invoke(build_app(), ["doctor", "CF018"]).stdout.startswith("# CF018: ")
     with pytest.raises(UsageError, match=r"lint is gone[\s\S]*conform"):
@@ -175,8 +169,3 @@ def test_pipes_and_links_to_nowhere_are_passed_over(project):
     (project / "cells.ipynb").write_text('{"cells": 3}')
     codes = {f.code for one in visit(project, static=True) for f in one.findings}
     assert {"CF001", "CF099", "EX001"} <= codes
-
-
-def test_a_missing_path_is_one_line():
-    with pytest.raises(UsageError, match="no such file"):
-        visit(__import__("pathlib").Path("nowhere"))

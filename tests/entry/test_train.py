@@ -223,15 +223,3 @@ def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(pla
     finally:
         torch.set_default_dtype(torch.float32)
     same_result(plain.folder, other.folder)
-
-
-@pytest.mark.full
-def test_a_run_does_not_depend_on_the_callers_autocast(workshop, tmp_path):
-    """Inside it, PyTorch would keep each weight as the first step cast it."""
-    more = {"precision": "bf16-mixed", "adapter": "none"}
-    plain = isotype.train(**settings(workshop, tmp_path / "plain") | more)
-    with torch.autocast("cpu", torch.bfloat16):
-        run = isotype.train(**settings(workshop, tmp_path / "run") | more)
-        assert torch.is_autocast_enabled("cpu")
-    same_result(plain.folder, run.folder)
-    assert not torch.is_autocast_enabled("cpu")

@@ -68,9 +68,6 @@ def shorten(file: Path):
 # --- The watch over hostile inputs sees what it is there for; inputs can be made again; JSON is changed in every way.
 
 
-pytestmark = pytest.mark.full
-
-
 @pytest.fixture
 def chunk(tmp_path):
     numbers = itertools.count()
@@ -81,6 +78,7 @@ def chunk(tmp_path):
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
@@ -99,6 +97,7 @@ def test_a_fault_is_reported_with_the_number_of_its_input(chunk, target, fault):
     assert fault in faults[0][1]
 
 
+@pytest.mark.full
 def test_an_input_that_kills_its_process_is_named_and_the_next_begins_behind_it(chunk):
     def dies(material, folder, draw):
         os._exit(3)

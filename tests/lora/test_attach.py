@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.errors import UsageError
 from isotype.lora import fuse_lora, unfuse_lora
 
 from .layers import Checkpointed, adapted, assert_same, fused_nodes, inputs, layer_of, nf4_linear, results
@@ -47,12 +46,6 @@ def test_output_and_gradients_of_each_configuration_are_pefts(config):
     (line,) = fuse_lora(model)
     assert line.op == (("lora_dora" if "use_dora" in config else "lora_linear") if plain else None)
     assert bool(line.reason) != plain
-
-
-def test_dropout_of_a_transposed_input_draws_pefts_mask():
-    """PyTorch draws in the order in which the input lies in memory (Zamba's and RecurrentGemma's output layers get transposed ones)."""
-    model, x = adapted(lora_dropout=0.3), inputs().transpose(1, 2).contiguous().transpose(1, 2)
-    assert_same(results(fused_copy(model), x), results(model, x))
 
 
 def test_disabled_merged_switched_replaced_and_back():
@@ -160,19 +153,3 @@ def test_gradients_with_dropout_under_checkpointing_are_pefts(reentrant, base):
     model = adapted(nf4_linear(compute=torch.float32) if base else None, lora_dropout=0.2)
     twin = fused_copy(model)
     assert_same(results(Checkpointed(twin, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
-
-
-def test_functional_transforms_take_pefts_code():
-    twin = fused_copy(adapted())
-    torch.testing.assert_close(torch.func.vmap(twin)(inputs()), twin(inputs()))
-
-
-def test_a_second_derivative_is_refused_where_autograd_would_leave_out_a_part():
-    """`torch.autograd.grad` never reaches what PyTorch's `once_differentiable` puts into the graph: it takes that part for zero."""
-    model = fused_copy(adapted())
-    x = inputs().requires_grad_(True)
-    with pytest.raises(UsageError, match="no second derivative"):
-        torch.autograd.functional.vhp(lambda x: model(x).pow(3).sum(), x, torch.ones_like(x))
-    unfuse_lora(model)
-    _, found = torch.autograd.functional.vhp(lambda x: model(x).pow(3).sum(), x, torch.ones_like(x))
-    assert found.abs().sum() > 0

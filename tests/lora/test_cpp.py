@@ -43,30 +43,6 @@ def test_every_product_is_its_exact_value_rounded_once(tokens, features, ranks):
 
 
 @kernels
-def test_rows_of_any_stride():
-    x, a, left = operands(40, 64, 6)
-    wide = torch.full((40, 3 * 64), float("nan")).bfloat16()
-    wide[:, 64:128] = x
-    part, expanded = wide[:, 64:128], x[:1].expand(40, -1)
-    assert torch.equal(scaled_product(part, a.t()), scaled_product(x, a.t()))
-    assert torch.equal(product_fp32(left, part, 1.0), product_fp32(left, x, 1.0))
-    assert torch.equal(product_fp32(left, expanded, 1.0), product_fp32(left, expanded.contiguous(), 1.0))
-    assert torch.equal(scaled_product(x.t().contiguous().t(), a.t()), scaled_product(x, a.t()))
-    # columns of another projection beside these, and an odd number of them: what is not a number there stays there
-    ranks = torch.full((40, 9), float("nan")).bfloat16()
-    ranks[:, 2:7] = left[:, :5]
-    y, z = x.clone(), x.clone()
-    add_product_(y, ranks[:, 2:7], a[:5], 1.0)
-    add_product_(z, left[:, :5].contiguous(), a[:5], 1.0)
-    assert torch.equal(y, z)
-    whole = wide.clone()
-    add_product_(whole[:, 64:128], left[:, :5], a[:5], 1.0)
-    assert torch.equal(whole[:, 64:128], z)
-    assert whole[:, :64].isnan().all()
-    assert whole[:, 128:].isnan().all()
-
-
-@kernels
 def test_a_sum_does_not_depend_on_the_number_of_threads():
     x, a, left = operands(256, 512, 16)
     threads = torch.get_num_threads()

@@ -49,35 +49,6 @@ def test_trainable_weights_and_biases():
     assert len(got) == 14
 
 
-class Between(Attention):
-    """Does something between the first call and the others."""
-
-    def __init__(self, deed):
-        super().__init__()
-        self.deed = deed
-
-    def forward(self, x):
-        x = x * 1.0
-        q = self.q_proj(x)
-        x = self.deed(self, x)
-        return torch.cat([q, self.v_proj(x), self.k_proj(x), self.k_proj(x)], dim=-1)
-
-
-DEEDS = {
-    "another tensor": lambda module, x: x + 1,
-    "written in place": lambda module, x: x.add_(1),
-    "an adapter disabled": lambda module, x: module.k_proj.enable_adapters(False) or x,
-}
-
-
-@pytest.mark.parametrize("deed", DEEDS.values(), ids=DEEDS)
-def test_changes_between_the_calls_are_seen(deed):
-    model = adapted(Between(deed))
-    fused = fused_copy(model)
-    with torch.no_grad():
-        torch.testing.assert_close(fused(inputs()), model(inputs()))
-
-
 @pytest.mark.parametrize("state", ["dropout", "another scale"])
 def test_members_that_differ_in_scale_and_dropout_go_together(state):
     model = adapted(Attention(), **({"lora_dropout": 0.2} if state == "dropout" else {}))

@@ -158,9 +158,6 @@ def test_a_model_without_a_head_is_refused_as_what_it_is(tmp_path):
         load(Source(str(tmp_path)))
 
 
-# --- A model of which a process keeps a part is made as the whole one: the same adapter, the same values, the same manifest.
-
-
 # --- What an adapter trains in full is not quantised with the rest of the base, whatever kind of module it is.
 
 
@@ -247,8 +244,3 @@ def test_buffers_have_the_constructors_values(with_buffers, name):
     assert torch.equal(own.kept.float(), torch.full((2,), 7.0))
     assert notes[0].startswith("3 buffers that no file holds, own.angles first")
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def logits(model, length):
-    with torch.no_grad():
-        return model.eval()(input_ids=torch.arange(3, 3 + length)[None]).logits

@@ -6,15 +6,19 @@ import shutil
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype import optimize
+from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
+from isotype.model.adapter import attach_adapter, save_adapter
 from isotype.model.load import Source, load_base
+from isotype.model.targets import notes_of_targets
 from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -64,7 +68,7 @@ def dense(model, dtype):
         for n, p in model.named_parameters()
     }
     plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-    plain.load_state_dict(state)
+    plain.load_state_dict(dict(model.named_buffers()) | state, strict=False)
     return plain.requires_grad_(False)
 
 
@@ -224,36 +228,50 @@ def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, t
 MIXTURES = {
     "gpt-oss": ("gpt_oss", "mxfp4", {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16}),
     "qwen3-moe": ("qwen3_moe", "fp8-block", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
+    "deepseek": ("deepseek_v3", "fp8-block", {"moe_intermediate_size": 48}),
     "qwen3-moe gptq": ("qwen3_moe", "gptq-v2", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16, "mlp_only_layers": []}),
 }
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_packed_experts_pass_a_right_gradient_on(name, tmp_path):
+def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path):
     family, form, sizes = MIXTURES[name]
     tied = {"tie_word_embeddings": False, "num_experts_per_tok": 2}
-    write_experts(tiny(family, hidden_size=64, intermediate_size=96, **sizes, **tied), tmp_path / "mixture", form)
+    model = tiny(family, hidden_size=64, intermediate_size=96, **sizes, **tied)
+    write_experts(model, tmp_path / "mixture", form, layers=family == "deepseek_v3")
     word = "mxfp4" if form == "mxfp4" else FORMATS[form][0]
     precision = PRESETS["fp32"].but(base=word)
     model = load_base(Source(str(tmp_path / "mixture")), precision, attention="eager", device=torch.device("cpu"), trainable=False)
-    experts = model.model.layers[0].mlp.experts
+    experts = model.model.layers[1].mlp.experts
     assert experts.down_proj.quant_state.word == word
     exact = dense(model, torch.float64)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")
-    packed, reference = (peft_on_attention(m) for m in (model, exact))
+    exact.config._attn_implementation = "eager"
+    packed = attach_adapter(model, AdapterSection(r=4), seed=0)
+    assert notes_of_targets(packed, AdapterSection(r=4)) == []
+    for n, p in sorted(packed.named_parameters()):
+        if "lora_" in n:
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05
+    manifest = optimize(packed, precision)
+    fused = [e.reason for e in manifest.entries if e.part == "experts"]
+    assert set(fused) == {"with LoRA on down_proj and gate_up_proj"}
+    save_adapter(packed, tmp_path / "adapter", precision)
+    # PEFT's own code, on the dense weights that the file means
+    reference = PeftModel.from_pretrained(exact, str(tmp_path / "adapter"), is_trainable=True).double()
     logits, grads = step(packed, ids)
-    exact_logits, exact_grads = step(reference.double(), ids)
+    exact_logits, exact_grads = step(reference, ids)
     assert off(logits, exact_logits) < 1e-4
-    assert len(grads) == 8
+    assert grads.keys() == exact_grads.keys()
+    assert sum(".experts." in n for n in grads) == 4 * len(fused)
     for n, grad in grads.items():
         assert off(grad, exact_grads[n]) < 1e-4, n
-
-
-def peft_on_attention(model):
-    model.config._attn_implementation = "eager"
-    adapters = lora(model, target_modules=["q_proj", "v_proj"])
-    for n, p in sorted(adapters.named_parameters()):
-        if "lora_" in n:
-            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n)), dtype=torch.float64).mul(0.05).to(p.dtype)
-    return adapters
+    state, _, count = merged_state(packed, torch.float32)
+    assert count == len(grads) // 2
+    merged = reference.merge_and_unload().state_dict()
+    for n, value in state.items():
+        assert (value.double() - merged[n]).norm() <= 2e-5 * merged[n].norm(), n
+    packed.add_adapter("other", packed.peft_config["default"])
+    packed.base_model.set_adapter(["default", "other"])
+    with pytest.raises(UsageError, match="an adapter on packed experts: several adapters are active"):
+        packed(input_ids=ids)

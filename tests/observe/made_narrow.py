@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .program import program
-from .tiny import MLP, TinyRMSNorm, tiny
+from .tiny import MLP, tiny
 
 RATE = 0.1
 MAKERS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
@@ -40,61 +39,5 @@ def dropout(make: Callable[[Tensor, float, torch.dtype], Tensor], dtype: torch.d
     return Dropout
 
 
-class NarrowDropout(MLP):
-    """The same in other places of a program, which subclasses choose."""
-
-    dtype, number = torch.float16, 1 / (1 - RATE)
-
-    def scale(self, y: Tensor) -> Tensor:
-        return torch.full(y.shape, self.number, dtype=self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return self.dropped(y).to(y.dtype)
-
-    def dropped(self, y: Tensor) -> Tensor:
-        return y * self.scale(y)
-
-
-class Recomputed(NarrowDropout):
-    def dropped(self, y: Tensor) -> Tensor:
-        return checkpoint(super().dropped, y, use_reentrant=False)
-
-
-class ScaledBackward(torch.autograd.Function):
-    """Scales by a number of Python in forward, and by a narrow fill in backward."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, number: float, dtype: torch.dtype) -> Tensor:
-        ctx.number, ctx.dtype = number, dtype
-        return y * number
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        return (dy * torch.full(dy.shape, ctx.number, dtype=ctx.dtype)).to(dy.dtype), None, None
-
-
-class InAFunction(NarrowDropout):
-    def dropped(self, y: Tensor) -> Tensor:
-        return ScaledBackward.apply(y, self.number, self.dtype)
-
-
-class ScaledNorm(TinyRMSNorm):
-    dtype, number = torch.float16, 1 / (1 - RATE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (super().forward(x).float() * torch.full(x.shape, self.number, dtype=self.dtype)).to(x.dtype)
-
-
-PLACES = (NarrowDropout, Recomputed, InAFunction, ScaledNorm)
-
-
-def in_place_of(made: type, dtype: torch.dtype, number: float) -> Callable[[], torch.nn.Module]:
-    part = "norm1" if made is ScaledNorm else "mlp"
-    return lambda: tiny(**{part: type(made.__name__, (made,), {"dtype": dtype, "number": number})})
-
-
 for name, make in MAKERS.items():
     program(f"{name}_in_fp32", lambda make=make: tiny(mlp=dropout(make, torch.bfloat16)), preset="fp32")
-for made in PLACES:
-    program(f"{made.__name__}_in_bf16-mixed", in_place_of(made, torch.float16, 1 / (1 - RATE)))

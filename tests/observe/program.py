@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,17 +17,14 @@ class Program:
 
     preset   the declaration
     steps    how many steps the run has
-    generate the model makes tokens under `precision.generate` instead of a training step
     """
 
     name: str
     build: Callable[[], nn.Module]
     preset: str = "bf16-mixed"
     steps: int = 1
-    generate: bool = False
     prepare: Callable[[Any], None] = lambda run: None
     before_step: Callable[[Any, int], None] = lambda run, step: None
-    precision: dict[str, str] = field(default_factory=dict)
 
 
 def program(name: str, build: Callable[[], nn.Module], **settings: Any) -> None:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from isotype.config.schema import TrainSection
 from isotype.observe import Observation, Observer, is_observed
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.apply import apply_precision, generating
+from isotype.precision.apply import apply_precision
 from isotype.precision.precision import Precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
@@ -57,13 +56,7 @@ def watched_step(run: Run, step: int, batches: Any = (BATCH,)) -> Observation:
 
 def observed(program: Program) -> list[Observation]:
     """What every look of the program's run saw."""
-    precision = PRESETS[program.preset].but(**program.precision)
-    model = program.build()
-    run = set_up(model, precision)
-    if program.generate:
-        with torch.no_grad(), generating(model), run.observer.watch(0, role="generate") as seen:
-            model.generate(BATCH.input_ids[:1, :5], 3)
-        return [seen]
+    run = set_up(program.build(), PRESETS[program.preset])
     program.prepare(run)
     if run.loss is not None:
         run.stepper.loss_sum = lambda m, b, divisor: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:]) / divisor

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
-from isotype.ops.attention import Documents, attention, attention_reference, backend_of, gpu, op
-from isotype.optimize.attention import by_the_op
+from isotype.ops.attention import Documents, attention, attention_reference, gpu, op
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error
@@ -72,32 +69,6 @@ def test_a_head_size_without_a_backward_on_small_gpus_is_left_to_pytorch(pretend
     assert pretend((13, 0), depth, packed=True) == "sdpa"
 
 
-def test_cudnn_runs_where_pytorch_would_run_it(pretend, monkeypatch):
-    assert [pretend(c) for c in (HOPPER, BLACKWELL, ADA, CONSUMER_BLACKWELL)] == ["cudnn", "cudnn", "flash", "flash"]
-    with monkeypatch.context() as m:
-        # 9.15.0 and older are wrong for lengths that are no multiple of 128
-        m.setattr(gpu, "cudnn_version", lambda: 91500)
-        assert pretend(HOPPER) == "flash"
-    with monkeypatch.context() as m:
-        m.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-        assert pretend(HOPPER) == "flash"
-    # its backward is not deterministic
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert pretend(HOPPER) == "flash"
-    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
-    assert pretend(HOPPER) == "cudnn"
-
-
-def test_a_back_end_that_the_user_switched_off_is_not_called(pretend, monkeypatch):
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        assert pretend(HOPPER) == "flash"
-    with sdpa_kernel(SDPBackend.MATH):
-        assert [pretend(HOPPER), pretend(HOPPER, packed=True)] == ["sdpa", "sdpa"]
-    assert pretend(HOPPER) == "cudnn"
-    monkeypatch.setattr(gpu, "has_flash", lambda: False)
-    assert [pretend(HOPPER, packed=True), pretend(AMPERE)] == ["sdpa", "sdpa"]
-
-
 def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     graphs, runs = [], []
 
@@ -121,36 +92,6 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
     assert len(graphs) <= 4
     assert len(runs) == len(lengths)
-
-
-def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():
-    q = of((1, 8, 256, 128))
-    with planned_for("cuda"):
-        assert backend_of(torch.bfloat16, q, q, q, None, causal=True) == "cudnn"
-    real = torch.zeros(1, 8, 256, 128)
-    assert backend_of(torch.float32, real, real, real, None, causal=True) == "sdpa"
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_cudnn_gets_no_mask_tensor(masked, monkeypatch):
-    """Its backward gives NaN for queries at lengths 64 past a multiple of 128 (pytorch issue 196678)."""
-    allowed = []
-
-    def original(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return (args[1] if len(args) > 3 else args[0]), None
-
-    q = of((1, 8, 192, 64))
-    mask = of((1, 1, 192, 192)).bool() if masked else None
-    # the op, for keys and queries of other lengths or a mask, and the model's own function where the op does not serve
-    monkeypatch.setattr(op.F, "scaled_dot_product_attention", lambda *a, **k: original(*a, **k)[0])
-    with planned_for("cuda"):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        if masked:
-            attention(q, q, q, mask=mask)
-        by_the_op(original, eager=False)(SimpleNamespace(is_causal=True), q, q, q, mask, dropout=0.1)
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert allowed == ([False, False] if masked else [True])
 
 
 DOCUMENTS, PACKED = Documents.of([100, 0, 156, 200, 56]), Documents.of([10, 14, 5, 19])
@@ -177,19 +118,6 @@ def test_one_operator_a_pass_no_mask_no_repeated_heads_and_nothing_read_on_the_h
     heavy = [name.split(".")[1] for name in mode.seen if "attention" in name]
     assert heavy == [forward, backward]
     assert not [name for name in mode.seen if any(word in name for word in ("mm", "where", "softmax", "expand", "repeat"))]
-
-
-def test_bounds_are_those_of_the_documents_and_their_mask_is_theirs():
-    assert DOCUMENTS.bounds.tolist() == [0, 100, 256, 456, 512]
-    assert DOCUMENTS.bounds.dtype == torch.int32
-    assert DOCUMENTS.longest == 200
-    mask = DOCUMENTS.mask(2, 256)
-    lengths = [100, 156, 200, 56]
-    number = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).view(2, 256)
-    assert torch.equal(mask[:, 0], number[:, :, None] == number[:, None, :])
-    rows = Documents.rows(3, 7, torch.device("cpu"))
-    assert rows.bounds.tolist() == [0, 7, 14, 21]
-    assert rows.whole_rows
 
 
 def drawn(dtype, batch=2, heads=4, keys=2, positions=24, depth=16):

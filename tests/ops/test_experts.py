@@ -6,13 +6,17 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.ops import cpp
 from isotype.ops.backend import using
 from isotype.ops.experts import Adapter, Clamped, experts, groups
 from isotype.ops.experts.op import experts_reference
+from isotype.ops.packed import StackState, widen
+from tests.ops.test_packed import read
 from tests.ops.trials import FACTOR, error
+from tests.published import packed
 
 TOKENS, PLACES, EXPERTS, HIDDEN, INNER, RANK = 37, 2, 5, 24, 19, 3
 GATES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "clamped": Clamped(1.7, 0.8), "relu": torch.relu}
@@ -23,22 +27,24 @@ BACKENDS = ["eager", pytest.param("cpp", marks=COMPILED)]
 class Call:
     """One call and its gradients. Values are drawn in fp64 and rounded to `dtype`; adapters are `adapter`."""
 
-    def __init__(self, *, gate="silu", biased=False, transposed=False, lora=False, dtype=torch.float64, adapter=None):
+    def __init__(
+        self, *, gate="silu", biased=False, transposed=False, lora=False, dtype=torch.float64, adapter=None, hidden=HIDDEN, inner=INNER
+    ):
         generator = torch.Generator().manual_seed(0)
 
         def made(*shape, dtype=dtype):
             return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5).to(dtype).requires_grad_()
 
-        width = INNER if gate == "relu" else 2 * INNER
-        self.x, self.w = made(TOKENS, HIDDEN), made(TOKENS, PLACES)
+        width = inner if gate == "relu" else 2 * inner
+        self.x, self.w = made(TOKENS, hidden), made(TOKENS, PLACES)
         # the last expert has no row
         self.index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:PLACES] for _ in range(TOKENS)])
-        self.up = made(*((EXPERTS, HIDDEN, width) if transposed else (EXPERTS, width, HIDDEN)))
-        self.down = made(*((EXPERTS, INNER, HIDDEN) if transposed else (EXPERTS, HIDDEN, INNER)))
+        self.up = made(*((EXPERTS, hidden, width) if transposed else (EXPERTS, width, hidden)))
+        self.down = made(*((EXPERTS, inner, hidden) if transposed else (EXPERTS, hidden, inner)))
         self.leaves = {"x": self.x, "w": self.w, "up": self.up, "down": self.down}
         self.options = {"activation": GATES[gate], "transposed": transposed}
         adapter = adapter or dtype
-        for name, rows, columns in (("up", width, HIDDEN), ("down", HIDDEN, INNER)):
+        for name, rows, columns in (("up", width, hidden), ("down", hidden, inner)):
             if biased:
                 self.leaves[f"{name}_bias"] = self.options[f"{name}_bias"] = made(EXPERTS, rows)
             if lora:
@@ -46,7 +52,7 @@ class Call:
                 a, b = made(EXPERTS, RANK, columns, dtype=adapter), made(rows, RANK, EXPERTS, dtype=adapter)
                 self.leaves |= {f"{name}_a": a, f"{name}_b": b}
                 self.options[f"{name}_adapter"] = Adapter(a, b.permute(2, 0, 1), 2.0)
-        self.dy = made(TOKENS, HIDDEN).detach()
+        self.dy = made(TOKENS, hidden).detach()
 
     def run(self, op, **more):
         y = op(self.x, self.index, self.w, self.up, self.down, **self.options, **more)
@@ -87,6 +93,58 @@ def test_bf16_is_as_exact_as_plain_pytorch_and_adapter_gradients_are_fp32(form, 
     for name, want in truth.items():
         assert got[name].dtype == (torch.float32 if name[-2:] in ("_a", "_b") else torch.bfloat16)
         assert error(got[name], want) <= FACTOR * error(plain[name], want), name
+
+
+@pytest.mark.parametrize(("form", "transposed"), [("mxfp4-ct", True), ("fp8-block", False), ("gptq-v2", False)])
+def test_packed_stacks_are_as_exact_as_the_dense_weights_that_they_mean(form, transposed, monkeypatch):
+    """A few experts are wide at a time: no tensor is as large as half a stack."""
+    monkeypatch.setattr(groups, "ROWS", 30)
+    options, sizes = {"gate": "silu", "lora": True, "transposed": transposed}, {"hidden": 64, "inner": 32}
+    call = Call(**options, **sizes, dtype=torch.bfloat16, adapter=torch.float32)
+    exact = Call(**options, **sizes)
+    states = {}
+    for name, (o, i) in {"up": (64, 64), "down": (64, 32)}.items():
+        weight, states[f"{name}_state"] = packed_stack(form, o, i, transposed=transposed)
+        for one in (call, exact):
+            one.leaves.pop(name)
+        wide = widen(weight, states[f"{name}_state"], torch.float64)
+        setattr(exact, name, wide)
+        setattr(call, name, wide.bfloat16())
+        states[name] = weight
+    for name, leaf in exact.leaves.items():
+        leaf.data.copy_(call.leaves[name].data)
+    exact.dy.copy_(call.dy)
+    truth, plain = exact.run(experts_reference), call.run(experts)
+    call.up, call.down = states.pop("up"), states.pop("down")
+    largest = EXPERTS * 64 * 32 // 2
+    with Largest() as seen:
+        got = call.run(experts, **states)
+    assert seen.elements < largest
+    for name, want in truth.items():
+        assert got[name].dtype == (torch.float32 if name[-2:] in ("_a", "_b") else torch.bfloat16)
+        assert error(got[name], want) <= 1.5 * error(plain[name], want), name
+
+
+def packed_stack(form, o, i, *, transposed):
+    """The bytes of EXPERTS random matrices [o i] in this format, and their state."""
+    torch.manual_seed(0)
+    made = [read(form, packed(form, o, i), (o, i)) for _ in range(EXPERTS)]
+    first = made[0][1]
+    tensors = {name: torch.stack([state.tensors[name][None] for _, state in made]) for name in first.tensors}
+    return torch.stack([weight for weight, _ in made]).flatten(), StackState(first.layout, first.word, tensors, transposed=transposed)
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest floating tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for t in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and not function.is_view:
+                self.elements = max(self.elements, t.numel())
+        return made
 
 
 def test_the_gradient_of_a_routing_weight_of_zero_is_exact():

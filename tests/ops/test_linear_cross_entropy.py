@@ -6,15 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotype.environment.planned import planned_for
-from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
-from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked, op
+from isotype.ops.linear_cross_entropy import op
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
-from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error
 
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -108,16 +104,6 @@ def test_logits_never_exist_at_once():
     assert max(seen) <= 64 * 2000
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_chunk_size_changes_only_rounding(chunk):
-    x, w, b, targets = make()
-    got = [t.clone().requires_grad_() for t in (x, w, b)]
-    want = [t.clone().requires_grad_() for t in (x, w, b)]
-    linear_cross_entropy(got[0], got[1], targets, bias=got[2], chunk=chunk, **OPTIONS).backward()
-    linear_cross_entropy_reference(want[0], want[1], targets, bias=want[2], **OPTIONS).backward()
-    torch.testing.assert_close([t.grad for t in got], [t.grad for t in want])
-
-
 @pytest.mark.parametrize("items", [None, torch.tensor(0), 0], ids=str)
 def test_a_mean_over_no_tokens_is_nan_with_zero_gradients(items):
     """0 / 0 has a gradient of nan, which the head would hand on to every weight; PyTorch's is 0 there."""
@@ -136,50 +122,3 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
     with torch.no_grad():
         loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())
-
-
-@pytest.mark.parametrize("head", [False, True], ids=["frozen", "trained"])
-def test_the_heads_chunks_read_nothing_on_the_host(head):
-    # inside the operator, whose results alone test_every_op sees
-    hidden, weight = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (300, 1000))
-    one = torch.empty((), device="meta")
-    labels, rule = torch.empty(300, dtype=torch.int64, device="meta"), LossRule().arguments
-    with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        loss, lse, *_ = op._forward.__wrapped__(hidden, weight, None, labels, one, *rule, 64, True, head, False, True)
-        op._backward.__wrapped__(hidden, weight, None, labels, lse, loss, *rule, True, head)
-    # five chunks of rows, then one block of the vocabulary
-    assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
-
-
-@pytest.mark.parametrize(("reduction", "share"), [("mean", 0.4), ("none", 0.4), ("mean", 1.0)])
-def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share):
-    hidden, weight = torch.randn(150, 64, dtype=torch.float64), torch.randn(1000, 64, dtype=torch.float64) / 8
-    labels = torch.randint(0, 1000, (150,))
-    labels[torch.rand(150) < share] = -100
-
-    def run():
-        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy(x, w, labels, reduction=reduction, chunk=64, label_smoothing=0.1, z_loss=1e-3)
-        loss.sum().backward()
-        return loss.detach(), x.grad, w.grad
-
-    selected = run()
-    for module in (chunked, eager):
-        monkeypatch.setattr(module, "rows_can_be_counted", lambda x: False)
-    for masked, wanted in zip(run(), selected, strict=True):
-        torch.testing.assert_close(masked, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"weight": torch.ones(50, 3)}, ShapeError, "SH001 hidden"),
-        ({"bias": torch.ones(3)}, ShapeError, "SH001 bias"),
-        ({"chunk": 0}, UsageError, "chunk is 0"),
-        ({"targets": torch.full((20,), 50)}, IsotypeError, "SH002"),
-    ],
-)
-def test_bad_arguments_are_named(changes, kind, message):
-    x, w, _, targets = make()
-    with pytest.raises(kind, match=message):
-        linear_cross_entropy(**{"hidden": x, "weight": w, "targets": targets, **changes})

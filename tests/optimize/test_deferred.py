@@ -218,31 +218,6 @@ def test_a_loss_has_plain_pytorchs_dtype_and_is_no_worse(cast, dtype, reduction,
         assert error(mine, truth) <= FACTOR * max(error(theirs, truth), narrowest)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_backward_hooks_of_the_head_see_what_they_see_in_the_plain_model(everywhere):
-    seen = []
-    model = tiny("llama")
-    mine = copy.deepcopy(model)
-    optimize(mine)
-    for each in (model, mine):
-        gradients = []
-
-        def keep(module, *grads, head=each.lm_head, gradients=gradients):
-            if module is head:
-                gradients.extend(g for pair in grads for g in pair if g is not None)
-
-        register = torch.nn.modules.module.register_module_full_backward_hook if everywhere else each.lm_head.register_full_backward_hook
-        handle = register(keep)
-        try:
-            each(**batch()).loss.backward()
-        finally:
-            handle.remove()
-        seen.append([*gradients, each.lm_head.weight.grad])
-    assert len(seen[0]) > 1
-    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
-    assert isinstance(mine(**batch()).logits, DeferredLogits), "without hooks they are deferred again"
-
-
 @pytest.mark.parametrize("asks", ["retain_grad", "register_hook"])
 def test_the_gradient_of_deferred_logits_is_refused(asks):
     model = tiny("llama")
@@ -250,48 +225,3 @@ def test_the_gradient_of_deferred_logits_is_refused(asks):
     logits = model(**batch()).logits
     with pytest.raises(IsotypeError, match=asks):
         getattr(logits, asks)(*([print] if asks == "register_hook" else []))
-
-
-class Reversed(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
-
-
-@torch.jit.script
-def scripted(x):
-    return x.pow(2).mean()
-
-
-def total(x):
-    return F.cross_entropy(x.reshape(-1, 7), torch.arange(x.shape[:-1].numel()) % 7, reduction="sum")
-
-
-# none of them calls __torch_function__
-BESIDES = {
-    "an autograd function of some rows": lambda x: Reversed.apply(x[:, 1:] / 2).square().sum(),
-    "an autograd function of a summed loss": lambda x: Reversed.apply(total(x)),
-    "reentrant checkpointing": lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.square().sum(), x, use_reentrant=True),
-    "TorchScript": scripted,
-    "vmap": lambda x: torch.vmap(lambda y: y.logsumexp(-1))(x).sum(),
-    "vjp": lambda x: torch.func.vjp(lambda y: y.square().sum(), x)[0],
-}
-
-
-@pytest.mark.parametrize("use", BESIDES.values(), ids=BESIDES)
-def test_code_that_torch_function_does_not_see_gets_the_gradients_of_real_logits(use):
-    results = []
-    for f in (defer, F.linear):
-        leaves = make(bias=True)
-        x = torch.tanh(f(*leaves) / 5) * 5
-        # the loss reads the logits too, as a model's own does
-        value = use(x) + total(x) / 3
-        value.backward()
-        results.append([value.detach(), *(t.grad for t in leaves)])
-    torch.testing.assert_close(results[0], results[1])

@@ -106,9 +106,3 @@ def test_restore_gives_back_the_original():
         assert (dict(module._forward_hooks), dict(module._forward_pre_hooks)) == hooks[name]
     assert restore(model) == 0
     assert "already optimized" not in str(optimize(model))
-
-
-def test_a_second_optimize_is_reported():
-    model = tiny("llama")
-    optimize(model)
-    assert {e.reason for e in optimize(model).left} == {"already optimized"}

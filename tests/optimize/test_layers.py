@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import IdeficsConfig, logging
-from transformers.models.idefics.modeling_idefics import IdeficsDecoderLayer
+from transformers import logging
 
 from isotype.optimize import layers, optimize
 from tests.models import assert_same_step, step
@@ -55,12 +54,3 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(family):
     assert found, str(manifest)
     assert all(op is None and reason.startswith(LEFT[family]) for op, reason in found), found
     assert not any(layers.has_halves(m) for m in mine.modules())
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_layer_that_drops_values_in_training_alone_is_of_another_form(dropout):
-    """Idefics drops in its layer's forward, by no child; the layer is in evaluation mode, as a loaded model is."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = IdeficsConfig(**sizes, dropout=dropout, attn_implementation="eager")
-    found = layers.recognise(IdeficsDecoderLayer(config, 0).eval())
-    assert isinstance(found, str) if dropout else isinstance(found, layers.LayerSettings)

@@ -51,22 +51,6 @@ def test_a_users_wrappers_stay_and_call_the_models_own_code(kind):
     assert all(foreign(module) for module in model.modules() if "forward" in vars(module))
 
 
-def test_a_users_generate_is_preserved():
-    model = tiny("llama")
-    optimize(model)
-    inner, calls = model.generate, []
-
-    def generate(*args, **kwargs):
-        calls.append(1)
-        return inner(*args, **kwargs)
-
-    model.generate = generate
-    restore(model)
-    model.generate(torch.arange(3, 9)[None], max_new_tokens=2, pad_token_id=0)
-    assert calls
-    assert model.generate is generate
-
-
 @pytest.mark.parametrize(("kind", "order"), [("lora", "offload after"), ("plain", "offload before")])
 def test_accelerates_offloading_is_preserved(kind, order):
     from accelerate import cpu_offload

@@ -54,20 +54,6 @@ def test_the_heads_loss_is_that_of_the_logits(family, each, monkeypatch):
     assert not takes_targets(model)
 
 
-def test_the_divisor_is_inside_the_op():
-    """A gradient that is divided after it was rounded to bf16 is rounded twice."""
-    model = tiny("llama").bfloat16()
-    targets, exact = next_tokens(BATCH, every_row=True), copy.deepcopy(model).double()
-    divided = Targets(targets.classes, divisor=7)
-    theirs = gradients(exact, divided.of_logits(exact(**INPUTS).logits.float()))["lm_head.weight"]
-    optimize(model)
-
-    def error(loss):
-        return float((gradients(model, loss)["lm_head.weight"].double() - theirs).norm() / theirs.norm())
-
-    assert error(loss_of(model, INPUTS, divided)) < error(loss_of(model, INPUTS, targets) / 7)
-
-
 def test_another_forward_gets_logits_and_the_manifest_says_why():
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -79,23 +79,3 @@ def test_hugging_faces_trainer_trains_an_optimized_model_as_the_plain_one(archit
         return measured["eval_loss"], measured["eval_accuracy"]
 
     agrees(*ARCHITECTURES[architecture], make)
-
-
-def test_trls_sft_trainer_trains_an_optimized_model_as_the_plain_one(tmp_path):
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCABULARY - 3))])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
-    data = Dataset.from_dict({"text": [" ".join(f"w{(i * j) % 90}" for j in range(3, 12)) for i in range(16)]})
-
-    def make(model):
-        given = trl.SFTConfig(dataset_text_field="text", max_length=32, **arguments(tmp_path))
-        trainer = trl.SFTTrainer(model, args=given, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer)
-        return trainer, lambda trainer: ()
-
-    agrees(*ARCHITECTURES["Llama 3.2"], make)

@@ -78,14 +78,3 @@ def test_early_sums_are_those_after_the_backward():
     late, early = step(accumulator, loss), step(accumulator, loss)
     assert all(torch.equal(a, b) for a, b in zip(late, early))
     assert late[3].tolist() == pytest.approx([2 / 9] * 9)
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_only_the_last_backward_of_a_step_sends():
-    both = Doubled()
-    _, accumulator, loss = chain(both)
-    step(accumulator, loss)
-    both.events.clear()
-    loss().backward()
-    assert both.events == []
-    assert step(accumulator, loss)[0].tolist() == pytest.approx([4 / 3] * 3)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from isotype.precision import PRESETS
 from isotype.precision.apply import cast_parameters
@@ -39,26 +35,3 @@ def test_the_model_is_looked_at_while_it_has_every_row():
     for name, p in model.named_parameters():
         assert p.dtype == torch.bfloat16
         assert torch.equal(p.chunk(2)[1], whole[name].bfloat16().chunk(2)[1])
-
-
-def mapped_pages(file: Path) -> int:
-    """Bytes of the file that this process has read through its mapping."""
-    found, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            ours = line.endswith(str(file))
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="pages are counted by /proc")
-def test_of_a_mapped_file_the_own_rows_are_read(tmp_path):
-    file = tmp_path / "model.safetensors"
-    save_file({"weight": torch.zeros(8192, 4096, dtype=torch.bfloat16)}, file)
-    with safe_open(file, framework="pt") as tensors:
-        weight = tensors.get_tensor("weight")
-    assert mapped_pages(file) < 4 * MB
-    Part(1, 4).narrowed(weight, torch.float32)
-    # the system maps neighbouring pages along with one that is read
-    assert 16 * MB <= mapped_pages(file) < 24 * MB

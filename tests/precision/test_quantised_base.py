@@ -12,7 +12,6 @@ from isotype import optimize
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
-from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, check_base, of_config, of_model, unquantised_share
 from isotype.tasks.choose import train
 from tests.models import lora, quantised, tiny
@@ -150,31 +149,3 @@ def test_eight_bit_layers_run_pefts_code_and_are_named_with_the_reason():
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
     assert all("activations" in entry.reason for entry in placed)
-
-
-def test_tensors_widened_earlier_are_named_and_restored(tmp_path):
-    from peft import prepare_model_for_kbit_training
-
-    model = quantised(tiny("qwen2").to(torch.bfloat16))
-    biases = {name: p.dtype for name, p in model.named_parameters() if name.endswith("bias")}
-    assert set(biases.values()) == {torch.bfloat16}
-    prepared = lora(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
-    notes = [note for note in optimize(prepared, NF4).notes if "frozen tensors are fp32" in note]
-    assert len(notes) == 1
-    assert "prepare_model_for_kbit_training" in notes[0]
-    apply_precision(prepared, NF4, device_type="cpu")
-    ids = torch.arange(3, 20)[None]
-    prepared(input_ids=ids, labels=ids).loss.backward()
-    with torch.no_grad():
-        prepared.eval()(input_ids=ids)
-    frozen = {p.dtype for p in prepared.parameters() if not p.requires_grad and not hasattr(p, "quant_state")}
-    assert frozen == {torch.bfloat16}, "norms, embeddings, head and biases have the declared dtype, also after training and evaluation"
-
-
-def test_without_the_contract_a_4bit_layers_bias_keeps_its_dtype():
-    model = lora(quantised(tiny("qwen2"), compute=torch.bfloat16), use_dora=True)
-    optimize(model)
-    ids = torch.arange(3, 20)[None]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(input_ids=ids, labels=ids).loss.backward()
-    assert {p.dtype for name, p in model.named_parameters() if name.endswith("bias")} == {torch.float32}

@@ -11,7 +11,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.libdevice import tanh
 
 from isotype.testing.interpreter import interpreted
-from isotype.testing.interpreter_repairs import FUNCTIONS, narrow, widen
+from isotype.testing.interpreter_repairs import narrow, widen
 
 
 def test_fp64_is_rounded_to_bf16_once():
@@ -85,22 +85,6 @@ def test_arithmetic_is_pytorchs_in_every_dtype(kind, dtype):
 
 
 @triton.jit
-def casts(x, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(x + i).to(D))
-
-
-@pytest.mark.parametrize("other", [tl.float32, tl.float16, tl.float64, tl.int32, tl.int64])
-def test_casts_from_and_to_bf16_are_pytorchs(other):
-    dtype = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}.get(other.name, other.name))
-    for source, into, made in ((torch.bfloat16, other, dtype), (dtype, tl.bfloat16, torch.bfloat16)):
-        x, out = (torch.randn(64, dtype=torch.float64) * 20).to(source), torch.empty(64, dtype=made)
-        with interpreted():
-            casts[(1,)](x, out, into, 64)
-        assert torch.equal(out, x.to(made))
-
-
-@triton.jit
 def reductions(x, out, M: tl.constexpr, N: tl.constexpr):
     row = tl.arange(0, M)
     a = tl.load(x + row[:, None] * N + tl.arange(0, N)[None, :])
@@ -132,22 +116,6 @@ def test_reductions_round_as_a_tree_of_low_precision_additions_does(dtype):
     assert torch.equal(smallest, x.amin(1))
     assert torch.equal(where, x.argmax(1).to(dtype))
     assert torch.equal(total[0], halves(x.reshape(1, -1))[0])
-
-
-@triton.jit
-def product(a, b, out, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
-    left = tl.load(a + m[:, None] * K + k[None, :])
-    right = tl.load(b + k[:, None] * N + n[None, :])
-    tl.store(out + m[:, None] * N + n[None, :], tl.dot(left, right))
-
-
-def test_dot_accumulates_in_fp32():
-    a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
-    out = torch.empty(16, 16)
-    with interpreted():
-        product[(1,)](a, b, out, 16, 32, 16)
-    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
 
 
 def test_atomics_on_colliding_addresses():
@@ -190,34 +158,6 @@ def tanh_of_bf16(x, out):
 def test_libdevice_refuses_bf16_as_a_compiler_does():
     with interpreted(), pytest.raises(Exception, match="Expect fp32 or fp64, got bf16"):
         tanh_of_bf16[(1,)](torch.zeros(1).bfloat16(), torch.zeros(1))
-
-
-@triton.jit
-def unknown_libdevice(x):
-    tl.store(x, libdevice.tgamma(tl.load(x)))
-
-
-def test_an_unknown_libdevice_function_is_refused_by_name():
-    with interpreted(), pytest.raises(Exception, match=r"libdevice.tgamma has no CPU version"):
-        unknown_libdevice[(1,)](torch.ones(1))
-
-
-def test_every_libdevice_name_exists():
-    assert [name for name in FUNCTIONS if not callable(getattr(libdevice, name, None))] == []
-
-
-@triton.autotune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=["n"])
-@triton.jit
-def tuned(x, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
-
-
-def test_autotuned_kernels_run_once():
-    x = torch.ones(100)
-    with interpreted():
-        tuned[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](x, 100)
-    assert torch.equal(x, torch.full((100,), 2.0))
 
 
 @triton.jit

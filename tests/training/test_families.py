@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from tests.models import FAMILIES, MIXTURES, SIZES, lora, rows, stepper, tiny
+from tests.models import FAMILIES, MIXTURES, lora, rows, save_with_tokenizer, stepper, tiny
 from tests.results import same_result, trained_tensors
 from tests.training.interrupted import interrupted_after
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from isotype.config.schema import AdapterSection, ModelSection, RunConfig
 from isotype.data.prompts import prompts_from
@@ -32,13 +32,7 @@ def mixture(workshop, configured, tmp_path):
     """`mixture(family, ...)`: the configuration of a run on a saved tiny model of this family."""
 
     def make(family, folder="run", **sections):
-        base = tmp_path / family
-        if not base.exists():
-            tokenizer = AutoTokenizer.from_pretrained(workshop.base)
-            sizes = {name: value for name, value in SIZES.items() if not name.endswith("_id")}
-            ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-            tiny(family, **{**sizes, **MIXTURES[family], "vocab_size": len(tokenizer), **ids}).save_pretrained(base)
-            tokenizer.save_pretrained(base)
+        base = save_with_tokenizer(family, workshop.base, tmp_path / family)
         train_section = SETTINGS | sections.pop("train", {})
         return configured(folder, model={"name": str(base)}, train=train_section, precision={"preset": "bf16-lora"}, **sections)
 
@@ -138,12 +132,10 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
 # --- Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper.
 
 
-pytestmark = pytest.mark.full
-
-
 BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
+@pytest.mark.full
 def test_stories260k_generates_a_story(shared):
     folder = str(shared / "data/stories260k")
     tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")

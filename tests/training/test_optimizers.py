@@ -19,7 +19,7 @@ from isotype.model.adapter import attach_adapter
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training import optimizer as optimizer_module
-from isotype.training.optimizer import adopt_states, averages_in_place, build_optimizer, state_bytes
+from isotype.training.optimizer import averages_in_place, build_optimizer, state_bytes
 
 PACKAGES = {"schedule-free": "schedulefree", "prodigy": "prodigyopt", "muon": "torch", "adafactor": "torch"}
 OPTIMIZERS = ("adamw8bit", "lion", "lion8bit", "muon", "adafactor", "schedule-free", "prodigy")
@@ -137,18 +137,3 @@ def test_a_missing_package_and_a_model_without_matrices_are_said_in_one_line(con
         train(configured(train={"optimizer": "prodigy", "learning_rate": 1}))
     with pytest.raises(UsageError, match="muon: no matrix is trained"):
         build_optimizer(nn.LayerNorm(4), TrainSection(optimizer="muon"), PRESETS["fp32"], lambda p: p.grad)
-
-
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_restored_states_of_a_paged_optimizer_come_from_its_own_memory():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    p = nn.Parameter(torch.randn(64, 64))
-    optimizer = bitsandbytes.optim.PagedAdamW8bit([p])
-    p.grad = torch.randn(64, 64)
-    optimizer.step()
-    asked, own = [], optimizer.get_state_buffer
-    optimizer.get_state_buffer = lambda *a, **k: asked.append(own(*a, **k)) or asked[-1]
-    before = {key: optimizer.state[p][key].clone() for key in ("state1", "state2")}
-    adopt_states(optimizer, [])
-    assert [optimizer.state[p][key] is one for key, one in zip(before, asked, strict=True)] == [True, True]
-    assert all(torch.equal(optimizer.state[p][key], value) for key, value in before.items())

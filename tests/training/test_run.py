@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
 from isotype.training.console import RunConsole
-from isotype.training.loop import Loop
 
 
 def result_of(folder: Path) -> dict:
@@ -137,16 +134,6 @@ def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(configured, t
         assert train(configured()) == 130
     assert "interrupted before step 1: nothing was begun" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-
-
-def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(default_run, configured, tmp_path, capsys, monkeypatch):
-    with monkeypatch.context() as patched:
-        ctrl_c_before(patched, LanguageTask, "collate", call=7, times=2)
-        assert train(configured("stopped")) == 130
-    assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
-    assert result_of(tmp_path / "stopped")["status"] == "interrupted"
-    assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
-    same_result(default_run, tmp_path / "stopped")
 
 
 def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_of_a_whole_one(configured, tmp_path, capsys):
@@ -272,13 +259,6 @@ def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_pat
     assert train(configured(), resume=tmp_path / "run") == 0
 
 
-def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("isotype.report.write_report", lambda *_, **__: (_ for _ in ()).throw(UsageError("report.html: cannot be written")))
-    assert train(configured(run={"report": True})) == 0
-    assert "no report: report.html: cannot be written; isotype report" in capsys.readouterr().out
-    assert result_of(tmp_path / "run")["status"] == "done"
-
-
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
 def test_an_impossible_folder_is_a_usage_error(configured, path):
     with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"):
@@ -299,26 +279,6 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     run = tmp_path / "run"
     assert result_of(run)["base"] == str(run / "base")
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
-def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
-    from isotype.runs.checkpoint.atomic_folder import seal
-
-    assert train(configured()) == 0
-    newest = tmp_path / "run/checkpoints/step_6"
-    state = json.loads((newest / "state.json").read_text())
-    if change == {"progress": {}}:
-        change = {"progress": state["progress"] | {"step": "six"}}
-    if change == {"random": {}}:  # a word of the generator's 624 is missing
-        state["random"]["numpy"][1].pop()
-        change = {}
-    (newest / "state.json").write_text(json.dumps(state | change))
-    (newest / "DONE").unlink()
-    seal(newest)
-    with pytest.raises(RunError, match=r"CK002(.|\n)*step_6"):
-        train(configured(), resume=tmp_path / "run")
 
 
 # --- The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code.
@@ -381,36 +341,3 @@ def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, wor
     page = (tmp_path / "run/report.html").read_text()
     assert "Evaluation loss, like" in page
     assert "Evaluation loss, odd" in page
-
-
-@pytest.mark.full
-def test_a_folder_that_vanishes_in_mid_run(configured, tmp_path, monkeypatch):
-    plain = Loop._step
-
-    def step(self, step):
-        if step == 3:
-            shutil.rmtree(self.folder.path)
-        plain(self, step)
-
-    monkeypatch.setattr(Loop, "_step", step)
-    with pytest.raises(RunError, match=r"CK001 .*the run's folder is gone"):
-        train(configured())
-
-
-@pytest.mark.full
-def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop, tmp_path):
-    name = os.fsdecode(b"caf\xe9.jsonl")
-    try:
-        shutil.copy(workshop.chats, tmp_path / name)
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 only")
-    settings = ["--model", str(workshop.base), "--data", name, "--out", "run", "--steps", "1", "run.samples=[é]"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "isotype", "train", *settings], cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert rb"> \xe9" in ended.stdout
-    assert rb"caf\udce9.jsonl" in ended.stdout
-    assert rb"caf\udce9.jsonl" in (tmp_path / "run/report.html").read_bytes()
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"

@@ -29,7 +29,8 @@ def cache(
 ) -> None:
     """Show the stored tokenised data and compiled C++ kernels, or remove them. Runs make again what they miss.
 
-    Tokenised data takes at most ISOTYPE_CACHE_GB (20) gigabytes: those entries go first that were not used for longest.
+    Tokenised data takes at most ISOTYPE_CACHE_GB (20) gigabytes, and pictures that rows brought as bytes take as much: those go first that
+    were not used for longest.
 
     Examples:
 
@@ -57,7 +58,7 @@ def cache(
 
 
 def _tokens(place: Path, clear: bool, before: float, *, quiet: bool) -> dict[str, Any]:
-    from ..data.cache_folder import bound, entries, remove
+    from ..data.cache_folder import PICTURES, bound, entries, kept_pictures, remove
     from ..report.words import bytes_written
 
     most = bound()
@@ -71,8 +72,13 @@ def _tokens(place: Path, clear: bool, before: float, *, quiet: bool) -> dict[str
             print(_line(entry))
         there = _counted(len(found), "entry", "entries")
         print(f"{place}: {there}, {bytes_written(total)}; at most {bytes_written(most)} are kept (ISOTYPE_CACHE_GB)")
+    pictures = [entry for entry in kept_pictures(place / PICTURES) if entry.used <= before]
+    pictures = [entry for entry in pictures if remove(entry)] if clear else pictures
+    if not quiet and pictures:
+        size = bytes_written(sum(entry.bytes for entry in pictures))
+        print(f"{place / PICTURES}: {'removed ' if clear else ''}{_counted(len(pictures), 'picture', 'pictures')}, {size}")
     shown = [{"path": str(e.path), "source": e.source, "rows": e.rows, "bytes": e.bytes, "used": round(e.used)} for e in found]
-    return {"folder": str(place), "bound": most, "bytes": total, "entries": shown, "removed": len(gone)}
+    return {"folder": str(place), "bound": most, "bytes": total, "entries": shown, "removed": len(gone), "pictures": len(pictures)}
 
 
 def _kernels(clear: bool, before: float, *, quiet: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The folder of the cache of tokenised rows: its location, its entries and its size limit. Imports neither torch nor numpy.
 
 When a new entry exceeds the limit, the least recently used entries are removed. An entry that a run has mapped may be removed too: the
-system retains its content until that run ends.
+system retains its content until that run ends. Pictures that rows bring as bytes lie in the folder below, within a limit of the same size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ..errors import UsageError
 BOUND = "ISOTYPE_CACHE_GB"
 DEFAULT_GB = 20.0
 _OURS = re.compile(r"[0-9a-f]{32}\.safetensors")  # a name that `cache.entry_key` makes
+PICTURES = "pictures"  # below the folder of entries
+IN_USE = 24 * 3600  # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
 _LARGEST_HEADER = 16 << 20  # bytes; a header of ours has some thousands
 
 
@@ -73,14 +76,35 @@ def entries(folder: Path, *, described: bool = False) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.used)
 
 
+def kept_pictures(folder: Path) -> list[Entry]:
+    """The pictures that rows brought as bytes, those that were not read for longest first."""
+    found = []
+    for path in folder.glob("*.picture"):
+        try:
+            stat = path.stat()
+        except OSError:  # another run removed it
+            continue
+        found.append(Entry(path, stat.st_size, max(stat.st_atime, stat.st_mtime)))
+    return sorted(found, key=lambda entry: entry.used)
+
+
 def evict(folder: Path, *, keep: Path, most: int) -> list[Entry]:
     """Removes the least recently used entries, but never `keep`, until the folder holds at most `most` bytes; returns those removed."""
-    there = entries(folder)
+    return _evict(entries(folder), most, lambda entry: entry.path == keep)
+
+
+def evict_pictures(folder: Path, *, most: int) -> list[Entry]:
+    """The same of pictures, but never one that was read within a day: another run may need it again."""
+    begin = time.time() - IN_USE
+    return _evict(kept_pictures(folder), most, lambda entry: entry.used > begin)
+
+
+def _evict(there: Sequence[Entry], most: int, stays: Callable[[Entry], bool]) -> list[Entry]:
     total, gone = sum(entry.bytes for entry in there), []
     for entry in there:
         if total <= most:
             break
-        if entry.path != keep and remove(entry):
+        if not stays(entry) and remove(entry):
             total -= entry.bytes
             gone.append(entry)
     return gone

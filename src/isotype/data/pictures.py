@@ -1,8 +1,8 @@
 """Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's processor makes of them.
 
-A row holds references to files. Pictures that a row brings as bytes are written once into a folder beside the cache, under a hash of their
-content. A picture is decoded when its row is tokenised, so that a cut one is named before training, and again for each of its batches: no
-more than a batch of pixels is held.
+A row holds references to files. Pictures that a row brings as bytes are written once into a folder of the cache, under a hash of their
+content; before a run adds its first, those that were not read for longest go (`cache_folder`). A picture is decoded when its row is
+tokenised, so that a cut one is named before training, and again for each of its batches: no more than a batch of pixels is held.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import io
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import numpy as np
 
 from ..dtypes import name as dtype_name
 from ..errors import UsageError
+from .cache_folder import bound, evict_pictures
 from .rows import is_there, path_of
 
 if TYPE_CHECKING:
@@ -131,6 +134,7 @@ class Pictures:
         self._load, self._token, self.min_pixels, self.max_pixels = load, token, min_pixels, max_pixels
         self._temporary = tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
         self.kept = Path(self._temporary.name) if self._temporary is not None else kept
+        self._bounded = False
         self.dtype: torch.dtype | None = None
         """Of the pixels that a model is given; None: as the processor makes them."""
         self.given: dict[str, str] = {}
@@ -168,19 +172,32 @@ class Pictures:
 
     def _keep(self, content: bytes, digest: str) -> Path:
         assert self.kept is not None
-        path = self.kept / digest
-        if not path.is_file():
-            self.kept.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{digest}.{os.getpid()}")
-            aside.write_bytes(content)
-            aside.replace(path)
+        path = self.kept / f"{digest}.picture"
+        if path.is_file():
+            self._is_used(path)
+            return path
+        if not self._bounded:
+            self._bounded = True
+            evict_pictures(self.kept, most=bound())
+        self.kept.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{digest}.{os.getpid()}")
+        aside.write_bytes(content)
+        aside.replace(path)
         return path
+
+    def _is_used(self, path: Path) -> None:
+        """Sets the time of the last access, which many systems do not; that of the last change is part of references."""
+        if path.parent == self.kept:
+            with suppress(OSError):  # a read-only cache
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def image(self, reference: str) -> Any:
         """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file that is no longer what it was."""
         if not is_there(reference):
             raise UsageError(f"{path_of(reference)}: the picture changed, or is gone, since its row was tokenised", fix=_FIX)
-        image = opened(path_of(reference).read_bytes())
+        path = path_of(reference)
+        image = opened(path.read_bytes())
+        self._is_used(path)
         pixels = image.width * image.height
         wanted = min(max(pixels, self.min_pixels or 0), self.max_pixels or pixels)
         if wanted == pixels:

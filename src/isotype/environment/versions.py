@@ -181,14 +181,6 @@ KNOWN_FAULTS = (
         cause="from_pretrained keeps the checkpoint's dtype since 5.0; at learning rate 2e-5 about 5% of bf16 weights ever change",
         fix="isotype train is not concerned; with HF Trainer load with dtype=torch.float32",
     ),
-    KnownFault(
-        package="trl",
-        versions="<0.7.9",
-        severity=Severity.WARNING,
-        message="DPO generates and evaluates outside autocast, and fails with mat1 and mat2",
-        cause="fixed in trl 0.7.9 (trl pull request 1203)",
-        fix="pip install 'trl>=0.7.9'",
-    ),
 )
 
 

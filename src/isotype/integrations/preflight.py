@@ -69,7 +69,7 @@ def in_trainers_words(text: str) -> str:
     return text
 
 
-MOST = 4096  # rows looked at: the first ones
+MOST, MOST_WITH_PICTURES = 4096, 32  # rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
 _LENGTHS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
@@ -109,7 +109,12 @@ def _first(dataset: Any) -> tuple[list[Any], str]:
         return [], "no dataset"
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return [], "the dataset is a stream"
-    return [dataset[i] for i in range(min(MOST, len(dataset)))], ""
+    most = MOST_WITH_PICTURES if len(dataset) and _has_pictures(dataset[0]) else MOST
+    return [dataset[i] for i in range(min(most, len(dataset)))], ""
+
+
+def _has_pictures(row: Any) -> bool:
+    return isinstance(row, Mapping) and ("images" in row or "image" in row)
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:
@@ -143,6 +148,8 @@ def _largest(rows: list[Any], count: int) -> list[Any]:
     def length(row: Any) -> int:
         return sum(len(row[name]) for name in _LENGTHS if name in row and hasattr(row[name], "__len__")) if isinstance(row, dict) else 0
 
+    if rows and _has_pictures(rows[0]):  # tokens are made by the collator
+        return rows[:count]
     return sorted(rows, key=length, reverse=True)[:count] if any(length(row) for row in rows) else []
 
 

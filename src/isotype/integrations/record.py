@@ -121,10 +121,10 @@ class Record(TrainerCallback):
             return
         self.finish("done" if state.global_step >= state.max_steps else "stopped", state.global_step)
 
-    def finish(self, status: str, steps: int, error: str | None = None) -> None:
-        """result.json and the report. Also called for a step that failed."""
+    def finish(self, status: str, steps: int) -> None:
+        """result.json and the report."""
         result = {"status": status, "steps": steps, "trained_seconds": round(time.monotonic() - self._started, 2)}
-        self.folder.write_json("result.json", result | ({"error": error} if error else {}))
+        self.folder.write_json("result.json", result)
         try:
             write_report(self.folder.path)
         except Exception as problem:  # a report is worth a line, not a trained model

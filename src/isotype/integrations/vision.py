@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,8 @@ def places_learnt(subject: Subject) -> Iterator[Finding]:
     config = inner_model(trainer.model).config
     place = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(config, key, None)) is not None), None)
     rows = list(islice(iter(trainer.train_dataset), _ROWS))
-    labels = trainer.data_collator(rows).get("labels") if rows and place is not None else None
+    made = trainer.data_collator(rows) if rows and place is not None else None
+    labels = made.get("labels") if isinstance(made, Mapping) else None  # a trainer of policies makes its rows itself
     if labels is None:
         return
     learnt, places = int((labels != IGNORED).sum()), int((labels == place).sum())

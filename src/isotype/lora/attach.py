@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
+from ..errors import UsageError
 from ..instance_method import InstanceMethod
 from ..ops.backend import autocast_dtype
 from ..ops.recompute import hooks_read_here, layers_running
@@ -74,7 +75,7 @@ def kind_reason(layer: Any) -> str | None:
     # exact types: a subclass may compute something else
     if type(layer) is lora.Linear and type(base) in (nn.Linear, PackedLinear):
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
-    if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) is nn.Linear and layer.parameter_name == "weight":
+    if type(layer) is getattr(lora, "ParamWrapper", None) and type(base) in (nn.Linear, PackedLinear) and layer.parameter_name == "weight":
         # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and B are those of any other
         return None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
@@ -446,9 +447,16 @@ def shared_dtypes(x: Tensor, calls: Sequence[Projection], dtypes_of: Callable[..
     return None if dtypes.wide else dtypes
 
 
+def refuse_unfused(why: str) -> None:
+    """For an adapter on a packed parameter. PEFT would add its change to the packed bytes. Raises UsageError."""
+    raise UsageError(f"an adapter on packed experts: {why}: not offered", fix="one adapter, active and not merged; or isotype merge")
+
+
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and later gradients would be wrong."""
     base = layer.base_layer
+    if type(base) is PackedLinear and hasattr(layer, "parameter_name") and not layer._disable_adapters:
+        refuse_unfused(why_not_fused(layer) or "this call")
     own: Any = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)
     if not repacks:

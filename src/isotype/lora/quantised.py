@@ -143,6 +143,11 @@ class PackedWeight(nn.Parameter):
         made.quant_state = state
         return made
 
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The weight's own shape, by the name under which PEFT looks for it where a parameter has another one, as DeepSpeed's parts do."""
+        return self.quant_state.shape
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         if id(self) not in memo:
             memo[id(self)] = PackedWeight(self.data.clone(), self.quant_state.mapped(torch.clone))

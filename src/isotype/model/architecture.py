@@ -123,7 +123,8 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
     if (named := _backbone(architecture, family)) is not None and not scored:
         raise UsageError(
             f"model {name}: {named} is a model without a head for tokens, as embedding models are saved",
-            fix="the base that it was made from; a language model that was saved so: name its class with a head under architectures in config.json",
+            fix="the base that it was made from; a language model that was saved so: "
+            "name its class with a head under architectures in config.json",
         )
     if getattr(architecture, "is_encoder_decoder", False):
         raise UsageError(

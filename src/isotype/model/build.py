@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..config.kind import DIFFUSION, kind_of
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
 from ..errors import UsageError
@@ -47,7 +48,7 @@ def build_model(
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
         source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes,
-        in_full=trained_in_full(config.adapter),
+        in_full=trained_in_full(config.adapter), offload=config.model.offload,
     )  # fmt: skip
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
@@ -98,5 +99,5 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
-        checkpoint=published_word(config.model),
+        checkpoint=published_word(config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)),
     )

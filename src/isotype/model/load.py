@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +146,7 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (),
+    part: Part | None = None, notes: list[str] | None = None, in_full: Sequence[str] = (), offload: str = "none",
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
@@ -154,8 +154,9 @@ def load_base(
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     notes   gets a line about buffers that plain transformers would leave uninitialised
     in_full  `trained_in_full`: quantising leaves these modules as they are
+    offload  `model.offload`: blocks stay on the CPU too
     """
-    where = loaded_on(device, part)
+    where = loaded_on(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
@@ -255,15 +256,18 @@ def _architecture(source: Source) -> PretrainedConfig:
     return found
 
 
-def published_word(section: ModelSection) -> tuple[str, str] | None:
+def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
     """(word, description) of a base that was published quantised; None for others, and where no configuration can be read, which loading
-    the model explains."""
+    the model explains.
+
+    parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
+    """
     if section.name is None or section.init == "random":
         return None
-    try:
-        found, _ = PretrainedConfig.get_config_dict(section.name, revision=section.revision)
-    except (OSError, ValueError):
-        return None
+    found: dict[str, Any] = {}
+    for part in parts:
+        with suppress(OSError, ValueError):
+            found = found or PretrainedConfig.get_config_dict(section.name, revision=section.revision, subfolder=part)[0]
     given = found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
     how = of_settings(given) if isinstance(given, dict) else None
     return None if how is None or how.unread or how.kind == "fp4" else (how.kind, str(how))

@@ -130,11 +130,7 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
 
     Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
     """
-    owners: dict[str, dict[str, Part]] = {}
-    for full, part in names.items():
-        owner, _, last = full.rpartition(".")
-        owners.setdefault(owner, {})[last] = part
-    packed = {owner: parts for owner, parts in owners.items() if is_packed(parts)}
+    packed = packed_owners(names)
     of_experts = wait_for_experts(model, packed, names, packing, where)
     if not packed and not of_experts:
         raise UsageError(
@@ -158,12 +154,26 @@ def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, whe
             raise UsageError(
                 f"model {where}: {owner} is packed, and config.json ties it to another weight", fix="tie_word_embeddings: false there"
             )
-        own = {name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS}
-        layout = recognise(f"model {where}: {owner}", own, packing, (layer.out_features, layer.in_features))
-        parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, _Waiting(layer, layout, own))
+        wait_at(model, path, layer, parts, packing, f"model {where}: {owner}")
     beside = rf"\.({'|'.join(OF_ACTIVATIONS)})$"
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), beside}
+
+
+def packed_owners(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
+    """Path of a layer -> its tensors, for each whose weight is packed."""
+    owners: dict[str, dict[str, Part]] = {}
+    for full, part in names.items():
+        owner, _, last = full.rpartition(".")
+        owners.setdefault(owner, {})[last] = part
+    return {owner: parts for owner, parts in owners.items() if is_packed(parts)}
+
+
+def wait_at(model: nn.Module, path: str, layer: nn.Linear, parts: Mapping[str, Part], packing: Packing, where: str) -> None:
+    """Puts a layer that waits for these tensors in the place of `layer`. Raises UsageError as `recognise` does."""
+    own = {name: part for name, part in parts.items() if name != "bias" and name not in OF_ACTIVATIONS}
+    layout = recognise(where, own, packing, (layer.out_features, layer.in_features))
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, _Waiting(layer, layout, own))
 
 
 _DENSE = "a base that is not quantised, or precision.preset: nf4-lora on it"

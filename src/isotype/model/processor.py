@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..config.schema import DataSection, ModelSection
-from ..data.cache_folder import cache_folder
+from ..data.cache_folder import PICTURES, cache_folder
 from ..data.pictures import Pictures
 from ..errors import UsageError
 from .architecture import is_vision_language
@@ -51,7 +51,7 @@ def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pic
     folder = cache_folder(data.cache)
     return Pictures(
         lambda: load_processor(name, section.revision, architecture, tokenizer), token=token, min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels, kept=None if folder is None else folder.parent / "pictures",
+        max_pixels=data.max_pixels, kept=None if folder is None else folder / PICTURES,
     )  # fmt: skip
 
 

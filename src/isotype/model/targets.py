@@ -80,8 +80,6 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
     more = f" and {len(routers) - 1} more" if len(routers) > 1 else ""
     verb = "are" if more else "is"
     notes = [f"adapter.targets: the router {routers[0]}{more} {verb} adapted: all-linear leaves routers as they are"] if routers else []
-    if packed := packed_stacks(model.get_base_model()):
-        notes.append(f"the experts are packed and stay frozen: {packed[0]} and {len(packed) - 1} more have no adapter")
     return notes + _left_out(model, section)
 
 
@@ -159,12 +157,13 @@ def targets_of(model: PreTrainedModel, section: AdapterSection) -> tuple[str | l
     if _never_called(model):
         return linear_names(model), named
     stacked = stacks(model)
-    if not stacked and not packed_stacks(model) and parts is None:
+    if not stacked and parts is None:
         return "all-linear", named
     routers = {name for name, _ in _routers(model)}
     layers = {name: m for name, m in linear_layers(model, section) if name not in routers}
     renamed = _renamed(model, layers)
-    taken = [f"{last_two(name)}.weight" for name in sorted(renamed) if not is_quantised(layers[name].weight)]
+    # PEFT finds no shape in bitsandbytes' weights
+    taken = [f"{last_two(name)}.weight" for name in sorted(renamed) if not is_quantised(w := layers[name].weight) or hasattr(w, "ds_shape")]
     named += [name for name in sorted({last_two(name) for name in stacked} | set(taken)) if name not in named]
     chosen = layers.keys() - renamed
     if parts is not None:
@@ -202,7 +201,7 @@ def stacks(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if has_stack(module)
         for name, p in module.named_parameters(recurse=False)
-        if p.dim() == 3
+        if is_stack(p)
     ]
 
 
@@ -219,16 +218,12 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_stack(module: nn.Module) -> bool:
     """Whether this module holds the matrices of a mixture's experts in one parameter each."""
     own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
-    return any((p.dim() == 3 and p.is_floating_point()) or _is_packed_stack(p) for p in own)
+    return any(map(is_stack, own))
 
 
-def packed_stacks(model: nn.Module) -> list[str]:
-    """Names of the experts' stacks that are packed: they stay frozen."""
-    return [name for name, p in model.named_parameters() if _is_packed_stack(p)]
-
-
-def _is_packed_stack(parameter: nn.Parameter) -> bool:
-    return isinstance(getattr(parameter, "quant_state", None), StackState)
+def is_stack(parameter: nn.Parameter) -> bool:
+    """Whether this is the matrices of every expert, packed or not."""
+    return (parameter.dim() == 3 and parameter.is_floating_point()) or isinstance(getattr(parameter, "quant_state", None), StackState)
 
 
 def _without_adapter(module: Any) -> Any:

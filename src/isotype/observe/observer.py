@@ -122,10 +122,9 @@ class Observer:
         *,
         gradient: Gradient | None = None,
         states: States | None = None,
-        averages: Iterable[tuple[str, Tensor]] = (),
         parameters: bool = True,
     ) -> Observation:
-        """Adds parameters to `observation`, and gradients, optimizer states and weight averages (EMA) where they are given."""
+        """Adds parameters to `observation`, and gradients and optimizer states where they are given."""
         p = self.precision
         for full, parameter in self.model.named_parameters():
             if parameters:
@@ -144,8 +143,6 @@ class Observer:
                         observation.note("optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed)
         if parameters:
             self._look_at_buffers(observation)
-        for full, average in averages:
-            observation.note("averages", f"average of {full}", name(average.dtype), p.optimizer)
         return observation
 
     def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:

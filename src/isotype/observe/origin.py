@@ -133,9 +133,9 @@ class Site(NamedTuple):
         return f"{short(self.file)}:{self.line} in {self.function}"
 
 
-def here(depth: int = 2) -> Site | None:
+def here() -> Site | None:
     """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if _room(code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON):

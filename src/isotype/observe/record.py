@@ -30,7 +30,6 @@ _CAUSES = {
     "compute": "its input has that dtype, or an autocast of the model's own code, a hook or a library gave it that dtype",
     "grads": "a hook, an autograd function or a library gave it that dtype",
     "optimizer": "the optimizer makes its states in that dtype, or something cast them afterwards",
-    "averages": "something cast it after it was made",
     "loss": "the loss is computed, or handed over, in that dtype",
     "reduce": "they were sent in that dtype",
     "save": "the file was written so",

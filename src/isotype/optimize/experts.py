@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import MARK, put
-from ..lora.attach import active_adapter, has_hooks, is_stacked
+from ..lora.attach import active_adapter, has_hooks, is_stacked, refuse_unfused
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
+from ..ops.packed import StackState
 from ..placement import Placement
 from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
@@ -51,7 +52,22 @@ def unwrapped(module: Any) -> tuple[dict[str, Any], Any]:
 
 
 def has_stacks(module: nn.Module) -> bool:
-    return hasattr(module, "num_experts") and any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    own = module._parameters.values() if hasattr(module, "num_experts") else ()
+    return any(p is not None and (p.dim() == 3 or _state(p) is not None) for p in own)
+
+
+def _state(stack: Tensor) -> StackState | None:
+    """Of a packed stack."""
+    state = getattr(stack, "quant_state", None)
+    return state if isinstance(state, StackState) else None
+
+
+def _state_there(stack: Tensor) -> StackState | None:
+    """The same on the stack's device: a module that is moved takes the packed bytes along, and not what belongs to them."""
+    holder: Any = stack  # a packed weight, or what FSDP gathers in its place
+    if _state(stack) is not None:
+        holder.quant_state = holder.quant_state.moved(stack.device)
+    return _state(stack)
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -68,7 +84,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
     transposed, biased = module.is_transposed, module.has_bias
-    if any(not p.is_floating_point() for p in module._parameters.values() if p is not None):
+    if any(not p.is_floating_point() and _state(p) is None for p in module._parameters.values() if p is not None):
         return "its weights are packed"
     gate = _activation_child(module)
     if gate is not None and any(p.requires_grad for p in gate.parameters()):
@@ -124,6 +140,8 @@ def compute(module: Any, adapters: dict[str, Adapter], x: Tensor, index: Tensor,
         down_bias=parameters["down_proj_bias"] if s.biased else None,
         up_adapter=adapters.get(s.up),
         down_adapter=adapters.get("down_proj"),
+        up_state=_state_there(parameters[s.up]),
+        down_state=_state_there(parameters["down_proj"]),
         activation=activation,
         transposed=s.transposed,
     )
@@ -158,17 +176,39 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
     settings: ExpertsSettings = self.__dict__[MARK][0]
     fits = len(args) == 2 and not kwargs and hidden_states.dim() == 2 and not torch.compiler.is_dynamo_compiling()
     wrappers, module = unwrapped(self)
-    if not fits or why_not(wrappers, module, settings) is not None:
+    why = why_not(wrappers, module, settings)
+    if why is not None and wrappers and _state(module.down_proj) is not None:
+        refuse_unfused(why)
+    if not fits or why is not None:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
     adapters = {name: adapter_of(wrapper) for name, wrapper in wrappers.items() if not wrapper._disable_adapters}
     return compute(module, adapters, hidden_states, args[0], args[1], settings)
 
 
+def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """In place of the forward of transformers' stacked experts whose stacks are packed, from when they are loaded.
+
+    hidden_states  F[... K]
+    index          int[... C], the experts of each token
+    weights        F[... C], their shares
+    ->             F[... K]
+    """
+    x_TK = hidden_states.reshape(-1, hidden_states.shape[-1])
+    settings = ExpertsSettings("gate_up_proj", self.has_bias, self.is_transposed, None)
+    total = compute(self, {}, x_TK, index.reshape(len(x_TK), -1), weights.reshape(len(x_TK), -1), settings)
+    return total.view(hidden_states.shape)
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether `packed_forward` was put here, and nothing else."""
+    return MARK not in module.__dict__ and getattr(module.__dict__.get("forward"), "function", None) is packed_forward
+
+
 def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it gives their output."""
     wrappers, base = unwrapped(module)
-    reason = next((why for part in (*wrappers.values(), base) if (why := taken(part)) is not None), None)
+    reason = next((why for part in (*wrappers.values(), base) if not _is_own(part) and (why := taken(part)) is not None), None)
     found = recognise(base) if reason is None else reason
     if not isinstance(found, str) and (why := why_not(wrappers, base, found)) is not None:
         found = why

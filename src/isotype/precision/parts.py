@@ -77,10 +77,10 @@ def _units(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def loaded_on(device: torch.device, part: Part | None) -> torch.device:
-    """Where a model's weights are loaded: on the run's device, or, where several processes share the model, on the CPU, from where each
-    unit's part goes to the device."""
-    return device if part is None else torch.device("cpu")
+def loaded_on(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
+    """Where a model's weights are loaded: on the run's device, or on the CPU: where several processes share the model, and each unit's part
+    goes from there to the device, and where its blocks stay there (`model.offload`)."""
+    return device if part is None and offload == "none" else torch.device("cpu")
 
 
 def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import TensorSpec, name
@@ -13,19 +10,6 @@ from ..errors import DtypeError, ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_scope = threading.local()
-
-
-@contextmanager
-def binding() -> Iterator[dict[str, Any]]:
-    """Within this block names and free letters keep their first size and dtype across calls of `expect`."""
-    outer = getattr(_scope, "bound", None)
-    _scope.bound = {}
-    try:
-        yield _scope.bound
-    finally:
-        _scope.bound = outer
-
 
 def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     """Returns `x` unchanged when it keeps `spec`.
@@ -33,8 +17,7 @@ def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     spec    `bf16[T D]`, `fp32|bf16[*n 64]`, `F[...]`, `int[T]`; see `isotype.dtypes.TensorSpec`
     Raises  DtypeError DT001, ShapeError SH001
     """
-    bound = getattr(_scope, "bound", None)
-    bound = {} if bound is None else bound
+    bound: dict[str, Any] = {}
     declared = TensorSpec.parse(spec)
     observed = name(x.dtype)
     got = f"{observed}[{' '.join(map(str, x.shape))}]"

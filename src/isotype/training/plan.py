@@ -13,6 +13,7 @@ from ..errors import UsageError
 from ..precision.resolve import Resolved
 from ..wording import counted
 from .memory.auto import less_memory
+from .memory.blocks import OffloadPlan, plan_offload
 from .memory.device import shown
 from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
@@ -45,6 +46,7 @@ class Plan:
     process: int = 0
     notes: Sequence[str] = field(default=())
     processes: ProcessesPlan | None = None
+    offload: OffloadPlan | None = None
     row: str = "row"
 
     @property
@@ -67,6 +69,7 @@ class Plan:
             "schedule": self.schedule,
             "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
+            **({} if self.offload is None else {"offload": dict(self.offload.__dict__)}),
             "notes": list(self.notes),
             **({} if self.processes is None else {"processes": self.processes.as_json()}),
         }
@@ -91,6 +94,7 @@ class Plan:
             *([f"  {s['note']}"] if s["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
+            *([] if self.offload is None else [f"offload     {self.offload}"]),
             *self._memory_lines(),
             *([] if self.processes is None else self.processes.lines()),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
@@ -159,6 +163,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         memory=memory,
         checkpointing=checkpointing,
         process=process,
+        offload=plan_offload(made.model, config.train, hardware, compute=precision.compute, flops=task.step_outline(precision).block_flops),
         notes=tuple(notes),
         row=task.words.row,
     )

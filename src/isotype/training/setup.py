@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.schema import RunConfig, bytes_of
+from ..config.kind import DIFFUSION, kind_of
+from ..config.schema import AdapterSection, RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
 from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
@@ -34,6 +35,7 @@ from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from .checkpoint import seed_of_rank
 from .memory.auto import WITHIN, auto_checkpointing
+from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, host_memory, recomputing, refuse_without_host_memory
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
@@ -104,6 +106,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
+    check_offload(config, device_type=device.type)
     check_adapters(config)
     check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
@@ -132,10 +135,26 @@ def check_adapters(config: RunConfig) -> None:
             raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
         if given and adapter.start_from is not None and key in of_new_ones:
             raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
-    if adapter.alpha_pattern and run.adapter_format == "comfyui":
-        raise UsageError("adapter.alpha_pattern: run.adapter_format: comfyui has one alpha", fix="remove adapter.alpha_pattern")
+    if adapter.kind == "lokr":
+        refuse_of_lora(config)
+    elif adapter.factor is not None:
+        raise UsageError(
+            f"adapter.factor: has no effect with adapter.kind: {adapter.kind}", fix="remove adapter.factor, or adapter.kind: lokr"
+        )
+    if run.adapter_format == "comfyui" and (key := "alpha_pattern" if adapter.alpha_pattern else "dora" if adapter.dora else ""):
+        raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
     if adapter.plus is not None and config.train.optimizer == "prodigy":
         raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
+
+
+def refuse_of_lora(config: RunConfig) -> None:
+    """Raises  UsageError for a LoKr of a language model, or with a setting that only LoRA has"""
+    adapter, new = config.adapter, AdapterSection()
+    if kind_of(config) != DIFFUSION:
+        raise UsageError("adapter.kind: lokr is offered for pictures", fix="adapter.kind: lora")
+    for key in ("dropout", "rslora", "dora", "plus", "start"):
+        if getattr(adapter, key) != getattr(new, key):
+            raise UsageError(f"adapter.{key}: has no effect with adapter.kind: lokr", fix=f"remove adapter.{key}, or adapter.kind: lora")
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -148,6 +167,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     world.at(0, "encoding the data")
     world.first_before_others(lambda: task.encode(basis.device))  # what it put into the cache, the others find there
     world.at(0, "building the model")
+    if config.model.offload == BLOCKS:
+        found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
+        needed = 0 if found is None else sum(block.bytes for block in found.blocks)
+        refuse_without_host_memory(needed, host_memory(), world.local_size)
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
@@ -217,6 +240,8 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
+    if config.model.offload == BLOCKS:
+        return f"{KEY}: a shared model gathers its weights from the other devices"
     if train.optimizer in EIGHT_BIT:
         return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
     if train.optimizer != "adamw":
@@ -276,14 +301,14 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
     parts   how many processes share the model
     source  of the setting; a resumed run's is the reason for which `auto` chose it in the part before
     """
-    train, device, precision = task.config.train, basis.device, basis.resolved.precision
+    train, device, precision = recomputing(task.config), basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
     near = most > has // 2
     if near and has and device.type == "cpu":
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
-        chosen = as_configured(model, train)
+        chosen = _as_configured(model, task.config)
         return replace(chosen, reason=source) if source.startswith(f"{AUTO}: ") else chosen
     target = None if train.memory is None else bytes_of(train.memory)
     if not near and (target is None or most - besides <= target):
@@ -293,6 +318,11 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: i
     return found
 
 
+def _as_configured(model: nn.Module, config: RunConfig) -> Checkpointing:
+    chosen = as_configured(model, recomputing(config))
+    return replace(chosen, reason=f"{AUTO}: {KEY}") if config.train.gradient_checkpointing == AUTO else chosen
+
+
 def planned_checkpointing(
     task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
 ) -> tuple[Checkpointing, MemoryPlan]:
@@ -300,7 +330,7 @@ def planned_checkpointing(
 
     parts  how many processes share the model
     """
-    train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
+    train, precision, largest = recomputing(task.config), basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
     earlier: MemoryPlan | None = None
 
@@ -313,7 +343,7 @@ def planned_checkpointing(
         return found
 
     if train.gradient_checkpointing != AUTO:
-        checkpointing = as_configured(made.model, train)
+        checkpointing = _as_configured(made.model, task.config)
         return checkpointing, simulate(checkpointing)
     layers = len(checkpointable(made.model))
     target = None if train.memory is None else bytes_of(train.memory)

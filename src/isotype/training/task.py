@@ -185,6 +185,8 @@ class StepOutline:
     sampling: Callable[[nn.Module, torch.device], None] | None = None
     beside: int = 0
     """Bytes of other frozen models that the run holds."""
+    block_flops: Callable[[nn.Module], Sequence[float]] = lambda model: ()
+    """FLOPs of each block's forward on the largest micro-batch, in the order of `memory.recomputation.checkpointable`."""
 
 
 class Task(Protocol):

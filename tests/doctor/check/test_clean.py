@@ -55,13 +55,3 @@ def test_functions_of_one_file_are_programs_of_their_own(tmp_path):
         "    args = TrainingArguments('o', fp16=True)\n"
     )
     assert [f.render() for f in check([str(tmp_path)]).findings if f.severity > Severity.NOTE] == []
-
-
-def test_a_clean_run_of_isotype_is_a_configuration(tmp_path: Path):
-    """It has no record, and is no folder without configurations either (CF099)."""
-    from isotype.doctor.check.check import trouble_without_files
-
-    (tmp_path / "run.yaml").write_text("model:\n  name: a/b\ndata:\n  train: rows.jsonl\n")
-    checked = check([str(tmp_path)])
-    assert checked.own == 1
-    assert trouble_without_files(checked, [str(tmp_path)]) is None

@@ -82,12 +82,6 @@ def test_memory_does_not_grow_with_the_log():
     assert peaks[1] < 2 * peaks[0] + 200_000
 
 
-def test_an_empty_log():
-    (finding,) = explain([])
-    assert finding.code == "EX000"
-    assert "no error" in finding.message
-
-
 def test_a_traceback_inside_a_json_string():
     line = (
         '{"level": "error", "msg": "Traceback (most recent call last):\\n  File \\"/srv/app.py\\", line 9, in go\\n    y = f(x)\\n'
@@ -109,9 +103,3 @@ def test_a_bar_before_a_traceback_hides_no_frame():
     (finding,) = explain(lines)
     assert finding.place.line == 3
     assert MAT in dict(finding.details)["error"]
-
-
-def test_the_stamps_of_two_processes_are_learned_apart():
-    first = [f"2026-10-02T09:12:44.{i}Z stderr F {text}" for i, text in enumerate([*ONE, MAT])]
-    second = [f"worker-{i} | {text}" for i, text in enumerate([*ONE, FP16])]
-    assert {f.code for f in explain([*first, "", *second])} == {"EX001", "EX012"}

@@ -40,12 +40,6 @@ def test_the_first_cause_follows_the_traceback(frames: list[tuple[str, int, str,
     assert (finding.place.file, finding.place.line) == (user[0], user[1])
 
 
-def test_the_evidence_of_the_first_cause_is_told():
-    (finding,) = explain([MIXED])
-    details = dict(finding.details)
-    assert details["sure"].startswith("likely: the first operand is the wider")
-
-
 def test_a_region_that_is_on_is_no_remedy():
     """decorate_autocast stands in the traceback: generation runs under autocast already."""
     frames = [
@@ -55,21 +49,6 @@ def test_a_region_that_is_on_is_no_remedy():
     for around, switched_on in ((frames[:1], True), (frames, False)):
         (finding,) = explain(traceback(*around, (f"{LIB}/torch/nn/functional.py", 9, "linear", "linear("), error=f"RuntimeError: {MIXED}"))
         assert finding.fix.splitlines()[0].count("torch.autocast(") == switched_on
-
-
-def test_a_convolution_is_no_vae_without_one():
-    text = "RuntimeError: Input type (c10::Half) and bias type (float) should be the same"
-    (finding,) = explain(traceback(("/home/me/t.py", 3, "main", "self.stem(x)"), error=text))
-    assert "VAE" not in f"{finding.cause} {finding.fix}"
-    (finding,) = explain(traceback(("/home/me/t.py", 3, "main", "vae.encode(x)"), error=text))
-    assert finding.cause.startswith("VAE")
-
-
-def test_expected_scalar_type_in_an_optimizer_is_the_optimizers():
-    (finding,) = explain(
-        traceback(("/home/me/t.py", 3, "main", "optimizer.step()"), (f"{LIB}/torch/optim/adamw.py", 9, "step", "adamw("), error="RuntimeError: expected scalar type BFloat16 but found Float")
-    )  # fmt: skip
-    assert finding.code == "EX010"
 
 
 @pytest.mark.parametrize(

@@ -202,14 +202,6 @@ def tanh_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def descriptor_store(x_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
-    out = tl.make_tensor_descriptor(out_ptr, shape=[N, N], strides=[N, 1], block_shape=[N, N])
-    out.store([0, 0], x * 2)
-
-
-@triton.jit
 def low_sum_loop(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
@@ -239,40 +231,6 @@ def low_block_sum_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
     tl.store(out_ptr, tl.sum(x.to(tl.float32), 0))
-
-
-@triton.jit
-def one_specialised(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    offset = stride
-    for _ in range(n):
-        offset = offset.to(tl.int64) + stride  # fault
-    tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
-
-
-@triton.jit
-def one_specialised_fixed(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    offset = tl.cast(stride, tl.int64)
-    for _ in range(n):
-        offset = offset + stride
-    tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
-
-
-@triton.jit
-def block_pointer_store(x_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
-    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
-    tl.store(out, x * 2)  # fault
-
-
-@triton.jit
-def block_pointer_store_fixed(x_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
-    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
-    tl.store(out, (x * 2).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit

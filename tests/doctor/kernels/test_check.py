@@ -92,16 +92,6 @@ def test_the_repaired_form_is_quiet(case: Case) -> None:
     assert not found, [f.render() for f in found]
 
 
-@pytest.mark.skipif(
-    not hasattr(triton.language, "make_block_ptr") or triton.__version__ >= "3.8", reason="Triton 3.8 casts, 3.9 has no block pointers"
-)
-def test_a_store_through_a_block_pointer_casts_nothing() -> None:
-    (found,) = loud(check(kernels.block_pointer_store, low(**XO), {"N": 16}))
-    assert found.code == "KN007"
-    assert "(x * 2).to(tl." in str(found.fix)
-    assert not loud(check(kernels.block_pointer_store_fixed, low(**XO), {"N": 16}))
-
-
 def test_a_block_through_one_pointer_is_no_matter_of_dtypes() -> None:
     assert {f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64})} == {"KN009"}
 

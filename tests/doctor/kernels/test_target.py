@@ -68,10 +68,6 @@ def test_a_file_is_inferred_from_its_source_and_launches(tmp_path: Path) -> None
     assert "labels_ptr *i64" in dict(finding.details)["signature"]
 
 
-def test_the_same_file_with_its_constexpr_is_quiet(tmp_path: Path) -> None:
-    assert loud(check_target(written(tmp_path, RIGHT)).findings) == []
-
-
 def test_a_build_with_its_matrix(tmp_path: Path) -> None:
     text = (
         RIGHT

@@ -47,37 +47,6 @@ def test_exception_keeps_type_and_message_and_gains_the_explanation():
     assert seen.failure is seen.findings[0]
 
 
-def test_a_failure_counts_the_parameters_of_the_model_that_failed():
-    """A larger frozen model in bf16 beside it says nothing of an fp32 student."""
-    teacher = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(bf16).requires_grad_(False)
-    student = net()
-
-    def steps():
-        student(teacher(torch.randn(2, 16, dtype=bf16)).float().repeat(1, 4))
-        student(teacher(torch.randn(2, 16, dtype=bf16)).repeat(1, 4))
-
-    with pytest.raises(RuntimeError) as caught, trace(student), torch.no_grad():
-        steps()
-    note = "\n".join(caught.value.__notes__)
-    assert "100% of the parameters are fp32" in note, note
-    assert "addmm then got it as mat1" in note, note
-
-
-@pytest.mark.parametrize(
-    ("given", "model", "offered"),
-    [(bf16, torch.float32, bf16), (torch.float32, torch.float16, torch.float16), (torch.float64, torch.float32, None)],
-)
-def test_autocast_is_offered_to_a_dtype_that_it_has(given, model, offered):
-    with pytest.raises(RuntimeError, match="dtype"), trace(made := net(model)) as seen:
-        made(torch.randn(2, 16, dtype=given))
-    fix = seen.failure.fix
-    assert ("torch.autocast" in fix) == (offered is not None)
-    if offered is not None:
-        assert f'torch.autocast("cpu", dtype={offered})' in fix
-        with torch.autocast("cpu", dtype=offered):
-            made(torch.randn(2, 16, dtype=given))
-
-
 def test_same_numbers_with_and_without():
     plain, traced = net(), net()
     expected = train(plain, 6)

@@ -1,14 +1,11 @@
 """What a diffusion run cannot begin with is one line each, before anything heavy is loaded."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
 
-from isotype.config.load import load
 from isotype.tasks.diffusion.batches import PictureStream, Row
-from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, cut_of, mask_pixels, pixels, shown_size
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
 from tests.tasks.diffusion.models import draw, refused
 
 SMALLER = {
@@ -107,14 +104,6 @@ def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
         pixels(b"", square(16))
 
 
-def test_a_folder_of_language_takes_no_pictures(configured, studio, tmp_path):
-    file = tmp_path / "mixed.yaml"
-    base = configured().config.model.name
-    file.write_text(json.dumps({"model": {"name": base}, "images": {"train": str(studio.pictures)}}))
-    said = refused(load(file, [], {}))
-    assert said == f"{file}:1 model.name: {base}: no model_index.json there: images.train needs a diffusers pipeline"
-
-
 # --- Aspect buckets and the windows that are kept of a picture.
 
 
@@ -142,22 +131,6 @@ def test_a_window_is_cut_where_it_says(tmp_path):
     assert float(mask_pixels(content, Window(size, left=1.0))[0, 0, 0]) > 0.8
     with pytest.raises(BadPicture, match="black all over"):
         mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
-
-
-def test_the_cut_is_where_the_pixels_are_from(tmp_path):
-    across = np.broadcast_to(4 * np.arange(64, dtype=np.uint8), (32, 64))  # a pixel says where it is
-    for picture, window, top_left, mirrored in (
-        (across, Window(Size(16, 16), left=0.75), (0, 12), (0, 4)),  # scaled to 32 x 16, of which 16 are left over
-        (across.T, Window(Size(16, 16), top=0.25), (4, 0), (4, 0)),
-        (across, Window(Size(32, 32), left=0.75), (0, 24), (0, 8)),
-    ):
-        content = saved(Image.fromarray(np.ascontiguousarray(picture)), tmp_path)
-        width, height = shown_size(content)
-        assert cut_of(width, height, window, mirrored=False).tolist() == [height, width, *top_left]
-        assert cut_of(width, height, window, mirrored=True).tolist() == [height, width, *mirrored]
-        made, scaled = (pixels(content, window)[0] + 1) * 127.5 / 4, 32 / window.size.height
-        first = float(made[8, 3] if top_left[1] else made[3, 8])  # away from the border, where scaling has less to average
-        assert abs(first - ((max(top_left) + 3.5) * scaled - 0.5)) < 0.2
 
 
 def rows(*sizes: int) -> list[Row]:

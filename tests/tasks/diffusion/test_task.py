@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from isotype.config.kind import refuse_inapplicable
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with
@@ -188,18 +187,6 @@ def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     assert train(again, resume=tmp_path / "stopped") == 0
     resumed = load_file(tmp_path / "stopped/adapter_ema/adapter_model.safetensors")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in averaged.items())
-
-
-def test_pictures_take_other_optimizers_ranks_and_rates_of_b(drawn, tmp_path):
-    pytest.importorskip("schedulefree")
-    settings = {"train": {"optimizer": "schedule-free"}, "adapter": {"r": 4, "rank_pattern": {"to_q": 8}, "plus": 4}}
-    assert train(drawn(**settings)) == 0
-    assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
-    saved = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
-    assert {len(t) for name, t in saved.items() if "to_q.lora_A" in name} == {8}
-    loaded = drawn("other", adapter={"dora": True})
-    with pytest.raises(UsageError, match=r"adapter.dora: does not apply to a diffusion run"):
-        refuse_inapplicable(loaded.config, loaded.sources)
 
 
 def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):

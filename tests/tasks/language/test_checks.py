@@ -1,6 +1,5 @@
 """The checks of tokens before step 1, by their codes: each finds its fault, and right rows and models get no finding."""
 
-import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -180,12 +179,3 @@ def test_a_state_along_the_row_is_found(subject):
     assert found.fix == "data.packing: false"
     plain = subject("plain")
     assert list(packed_documents_apart(plain)) == []
-
-
-def test_a_mask_made_without_positions_is_found(subject, monkeypatch):
-    one = subject(data=PACKED)
-    family = importlib.import_module(type(inner_model(one.prepared.model)).__module__)
-    made = family.create_causal_mask
-    monkeypatch.setattr(family, "create_causal_mask", lambda **given: made(**given | {"position_ids": None}))  # as GPT-OSS does
-    (found,) = packed_documents_apart(one)
-    assert "a mask made without them" in found.cause

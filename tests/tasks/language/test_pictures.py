@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import time
 
 import numpy as np
 import pytest
@@ -236,6 +238,29 @@ def test_a_cached_row_is_made_again_when_its_picture_changes(vlm, seen, tmp_path
     data, _ = read(vlm("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
     assert data.train[0].input_ids != first.input_ids
     assert data.facts["pictures"]["rows"] == 1
+
+
+def test_pictures_that_rows_bring_take_no_more_than_the_cache_may(vlm, seen, tmp_path, monkeypatch):
+    """Those unread for longest go when a run adds new ones; one that was read within a day stays, and a file that is none is left alone."""
+    kept = tmp_path / "kept" / "pictures"
+    kept.mkdir(parents=True)
+    for name, days in (("old", 3), ("older", 9), ("of today", 0)):
+        file = kept / f"{name}.picture"
+        file.write_bytes(b"x" * 1000)
+        os.utime(file, (time.time() - days * 86400,) * 2)
+    (kept / "notes.txt").write_bytes(b"x" * 5000)
+    monkeypatch.setenv("ISOTYPE_CACHE_GB", "2e-6")
+    url = "data:image/png;base64," + base64.b64encode(png(1, tmp_path)).decode()
+    file = seen(turns([{"type": "image", "url": url}, {"type": "text", "text": "what colour?"}]))
+    data, _ = read(vlm("qwen2_5_vl"), file, cache=str(tmp_path / "kept"))
+    assert {"old.picture", "of today.picture", "notes.txt"} < {path.name for path in kept.iterdir()}
+    assert not (kept / "older.picture").exists()
+    (own,) = (path for path in kept.glob("*.picture") if len(path.stem) == 32)
+    os.utime(own, ns=(0, own.stat().st_mtime_ns))
+    data.pictures.image(data.train[0].pictures[0])
+    assert time.time() - own.stat().st_atime < 3600
+    said = json.loads(ask("doctor", "cache", tmp_path / "kept", "--clear", "--json").splitlines()[-1])
+    assert said["pictures"] == 3
 
 
 def many(seen, count=12):

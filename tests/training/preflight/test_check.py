@@ -123,12 +123,6 @@ def test_on_the_command_line(configured, tmp_path):
 # --- `--skip` wants a known code and a reason.
 
 
-def test_a_reason_may_stand_with_its_code_or_apart():
-    assert parse_skips(["PF004=shared disk", "pf011"], "measured before") == {"PF004": "shared disk", "PF011": "measured before"}
-    assert parse_skips(["PF004=a=b"]) == {"PF004": "a=b"}
-    assert parse_skips([]) == {}
-
-
 @pytest.mark.parametrize(
     ("given", "why", "said"),
     [

@@ -13,7 +13,6 @@ from isotype.tasks.language.outline import step_outline
 from isotype.training.memory.device import other_memory
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
-from isotype.training.preflight import static as device
 from isotype.training.preflight import static as disk
 from isotype.training.preflight.static import (
     adapter_of_another_base,
@@ -23,37 +22,8 @@ from isotype.training.preflight.static import (
     more_rows_in_a_step_than_there_are,
     never_leaves_warmup,
     result_bytes,
-    unexpected_device,
     vanishing_updates,
 )
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """An `nvidia-smi` that answers what it is told to."""
-
-    def make(text: str, status: int = 0) -> None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    return make
-
-
-def test_a_gpu_that_torch_does_not_use(subject, smi, monkeypatch):
-    one = subject()
-    monkeypatch.setattr(device.torch.version, "cuda", None)
-    monkeypatch.setattr(device.torch.version, "hip", None)
-    one.prepared.device = device.torch.device("cpu")
-    smi("GPU 0: NVIDIA H200 (UUID: GPU-1)")
-    (finding,) = unexpected_device(one)
-    assert finding.observed == "GPU 0: NVIDIA H200"
-    assert "without CUDA" in str(finding.cause)
-    monkeypatch.setattr(device.torch.version, "cuda", "12.8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (finding,) = unexpected_device(one)
-    assert "CUDA_VISIBLE_DEVICES" in str(finding.cause)
 
 
 def test_a_warmup_as_long_as_the_run(subject):
@@ -79,13 +49,6 @@ def test_bf16_weights_rounded_to_nearest(subject, rate, severity):
     assert "bf16 keeps 8 bits" in str(finding.cause)
     assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
     assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
-
-
-def test_updates_that_change_their_weights_are_not_reported(subject):
-    assert list(vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": 1e-2}))) == []
-    assert list(vanishing_updates(subject("b", adapter=FULL, precision={"preset": "bf16-pure"}, train={"learning_rate": 1e-5}))) == []
-    assert list(vanishing_updates(subject("c", adapter=FULL, precision={"preset": "bf16-mixed"}, train={"learning_rate": 1e-6}))) == []
-    assert list(vanishing_updates(subject("d", train={"learning_rate": 1e-6}))) == []
 
 
 def test_a_rate_that_only_prodigy_takes_is_warned_of(subject):

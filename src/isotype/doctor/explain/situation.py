@@ -263,8 +263,8 @@ class Seen:
     words: dict[str, str] = field(default_factory=dict)
     situation: Situation = field(default_factory=Situation)
 
-    def dtype(self, role: str, otherwise: str = "another dtype") -> str:
-        return self.dtypes.get(role, otherwise)
+    def dtype(self, role: str) -> str:
+        return self.dtypes.get(role, "another dtype")
 
     @property
     def half(self) -> str:

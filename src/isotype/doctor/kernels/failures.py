@@ -1,8 +1,8 @@
 """A failed compilation as a fault: which variable, which two dtypes, why, and what to change.
 
-Each function recognises one kind of refusal in Triton's message: mathematics (KN004), `tl.dot` (KN003), stores (KN007). One name with two
-dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression. Of what
-compiles, sums in low precision are a fault (KN020).
+Each function recognises one kind of refusal in Triton's message: mathematics (KN004) and `tl.dot` (KN003). One name with two dtypes is
+KN001 (a run-time branch) and KN002 (a loop). Anything else is KN009: Triton's words, with the dtypes at that expression. Of what compiles,
+sums in low precision are a fault (KN020).
 """
 
 from __future__ import annotations
@@ -103,36 +103,6 @@ def dot_operands(scene: Scene) -> Fault | None:
     variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
     return scene.fault(
         "KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),)
-    )
-
-
-def refused_store(scene: Scene) -> Fault | None:
-    found = re.search(r"element type ?\((\w+)\) and value element type ?\((\w+)\) mismatch", scene.message)
-    if not found and (call_name(scene.node) != "store" or not re.search(r"dtype|element type|cast|convert", scene.message)):
-        return None  # a block stored through one pointer, a mask of another shape: no matter of dtypes
-    call = scene.node
-    method = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and names_in(call.func.value) != ["tl"]
-    value = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
-    name = variable_of(value) if value is not None else "value"
-    got = scene.frame.dtypes.get(value, "?") if value is not None else "?"
-    wanted = found[1] if found else "?"
-    got = found[2] if found else got
-    if not found and method is False and got not in ("fp64", "fp32", "bf16", "fp16"):
-        return None
-    cause = f"`{source_text(call)}` stores {got} where the memory holds {wanted}: {scene.message}"
-    stored = name if value is None or isinstance(value, ast.Name) else f"({source_text(value)})"
-    fix = (
-        f"cast before the store: {stored}.to(tl.{torch_word(wanted)})"
-        if found
-        else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"
-    )
-    return scene.fault(
-        "KN007",
-        name,
-        f"{name} is {got} and is stored as {wanted}" if found else f"storing {name} is refused",
-        cause=cause,
-        fix=fix,
-        dtypes=(wanted, got),
     )
 
 
@@ -293,7 +263,6 @@ RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
     reassigned_in_loop,
     dot_operands,
     math_on_low_precision,
-    refused_store,
 )
 
 

@@ -8,7 +8,7 @@ S rows of a part in the order of their experts, N and M features, R rank, E expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from . import cpu
 
 # Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has as many calls as one of 512
 ROWS = 512
+# packed experts that a GPU widens at a time: 8 of gpt-oss are 265 MB, its whole stack 1 GiB
+FEW = 8
 
 
 class Groups:
@@ -31,9 +33,10 @@ class Groups:
     order   int64[S]   position in `index` of each row
     tokens  int64[S]   the token of each row
     ends    int32[E]   where each expert's rows end; None on a CPU and for fp64, which no grouped product takes
+    counts  how many rows each expert has, where the host knows it: where there are no `ends`, and with `packed` stacks
     """
 
-    def __init__(self, index_TC: Tensor, experts: int, dtype: torch.dtype) -> None:
+    def __init__(self, index_TC: Tensor, experts: int, dtype: torch.dtype, *, packed: bool = False) -> None:
         self.experts, self.places, device = experts, index_TC.shape[1], index_TC.device
         at_once = stands_for(device) != "cpu" or forced_path() == "triton"
         ordered, self.order = index_TC.reshape(-1).sort(stable=True)
@@ -43,7 +46,9 @@ class Groups:
         if at_once and dtype is not torch.float64:
             bounds = torch.arange(1, experts + 1, dtype=ordered.dtype, device=device)
             self.ends = torch.searchsorted(ordered, bounds).to(torch.int32)
-        elif index_TC.is_meta or isinstance(index_TC, FakeTensor):
+            if not packed:
+                return
+        if index_TC.is_meta or isinstance(index_TC, FakeTensor):
             # a plan, whose indices have no values: as many rows for each
             self.counts = [ordered.numel() // experts] * (experts - 1)
             self.counts.append(ordered.numel() - sum(self.counts))
@@ -104,6 +109,13 @@ class Part:
         for i, rows in self.each:
             torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
         return y
+
+    def multiply_few(self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor) -> Tensor:
+        """The same with the matrices [E' N M] of a few experts at a time, which `read` makes; an expert without rows is not read."""
+        for i, rows in self.each:
+            expert = self.experts.start + i
+            torch.mm(x_SN[rows], read(slice(expert, expert + 1))[0], out=out_SM[rows])
+        return out_SM
 
     def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
         """[S R]: x Aᵀ."""
@@ -176,7 +188,7 @@ class AllAtOnce(Part):
         count = groups.order.shape[0]
         assert groups.ends is not None
         self.experts, self.rows, self.tokens, self.ends = slice(0, groups.experts), slice(0, count), groups.tokens, groups.ends
-        self.places = groups.places
+        self.places, self.counts = groups.places, groups.counts
         # the row of each (token, place), and the expert of each row
         self.rows_of = torch.empty_like(groups.order).index_put_((groups.order,), torch.arange(count, device=groups.order.device))
         self.owners = torch.searchsorted(self.ends, torch.arange(count, dtype=torch.int32, device=self.ends.device), right=True)
@@ -184,6 +196,16 @@ class AllAtOnce(Part):
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
         made: Tensor = F.grouped_mm(x_SN, matrices_ENM, offs=self.ends)
         return made if out is None else out.copy_(made)
+
+    def multiply_few(self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor) -> Tensor:
+        start = 0
+        for first in range(0, len(self.counts), FEW):
+            few = slice(first, min(first + FEW, len(self.counts)))
+            rows = slice(start, start + sum(self.counts[few]))
+            if rows.stop > start:
+                out_SM[rows] = F.grouped_mm(x_SN[rows], read(few), offs=self.ends[few] - start)
+            start = rows.stop
+        return out_SM
 
     def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
         return self.multiply(x_SN, a_ERN.transpose(1, 2))

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...errors import DtypeError, ShapeError
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
+from ..packed import StackState
 from ..recompute import layers_running, output_is_unused, unwritten
 from .activation import Activation, Clamped, activated, activated_reference, backward_of_rows, weighted
 from .groups import Groups, Part
@@ -46,11 +47,12 @@ class Adapter(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is constant of a call."""
+    """What is constant of a call. states: of packed stacks."""
 
     activation: Activation
     transposed: bool
     scales: tuple[float, float]
+    states: tuple[StackState | None, StackState | None] = (None, None)
 
 
 # --- reference
@@ -92,12 +94,23 @@ def experts_reference(
 # --- the op
 
 
-def matrices(stack: Tensor, experts: slice, dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    """F[E' in out] of these experts: the one place where a stack is read. Weights of another dtype are cast for a few experts at a time."""
-    weight = stack[experts]
-    if weight.dtype != dtype:
-        weight = weight.to(dtype)
-    return weight if transposed else weight.transpose(1, 2)
+def _product(part: Part, x: Tensor, stack: Tensor, form: Form, which: int, *, back: bool = False, out: Tensor | None = None) -> Tensor:
+    """x by the matrix of each row's expert, or with `back` by its transpose: the one place where a stack is read. Weights of another dtype
+    are cast for the experts of a part, packed ones are widened for a few experts at a time."""
+    state = form.states[which]
+    if state is None:
+        weight = stack[part.experts]
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        return part.multiply(x, weight if form.transposed != back else weight.transpose(1, 2), out=out)
+
+    def read(experts: slice) -> Tensor:
+        wide = state.widen_experts(stack, experts, x.dtype)
+        return wide if back else wide.transpose(1, 2)
+
+    if out is None:
+        out = x.new_empty(len(x), state.shape[1 if form.transposed == back else 2])
+    return part.multiply_few(x, read, out)
 
 
 class Experts(torch.autograd.Function):
@@ -123,11 +136,12 @@ class Experts(torch.autograd.Function):
         given = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
         keeps, unused = any(ctx.needs_input_grad), bool(layers_running) and output_is_unused(ctx)
         with autocast_off(x_TH):
-            groups = Groups(index_TC, up.shape[0], dtype)
+            shape = _shape(up, form.states[0])
+            groups = Groups(index_TC, shape[0], dtype, packed=form.states != (None, None))
             low_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(wide(dtype))
             (a1, b1), (a2, b2) = groups.narrow(up_a, up_b, dtype), groups.narrow(down_a, down_b, dtype)
-            kept = _Kept(groups, low_TH, a1, a2, width=up.shape[2 if form.transposed else 1]) if keeps else None
+            kept = _Kept(groups, low_TH, a1, a2, width=shape[2 if form.transposed else 1]) if keeps else None
             total = None if unused else torch.zeros(x_TH.shape, dtype=wide(dtype), device=x_TH.device)
             for part in groups.parts():
                 xs = part.gathered(low_TH)
@@ -203,7 +217,7 @@ Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _layer(part: Part, x: Tensor, layer: Layer, form: Form, which: int, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(x W + bias + scale (x Aᵀ) Bᵀ of each row's expert, x Aᵀ)."""
     weight, bias, a, b = layer
-    y = part.multiply(x, matrices(weight, part.experts, x.dtype, transposed=form.transposed), out=out)
+    y = _product(part, x, weight, form, which, out=out)
     xa = None
     if a is not None and b is not None:
         xa = part.shrink(x, a)
@@ -220,7 +234,7 @@ def _input_gradient(
     dxa = None if b is None else part.shrink(dy, b.transpose(1, 2))
     if not wanted:
         return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
-    dx = part.multiply(dy, matrices(weight, part.experts, dy.dtype, transposed=form.transposed).transpose(1, 2))
+    dx = _product(part, dy, weight, form, which, back=True)
     if dxa is not None:
         part.expand_(dx, dxa, a.transpose(1, 2), form.scales[which])  # type: ignore[union-attr]  # an adapter has both
     return dx, dxa
@@ -279,6 +293,8 @@ def experts(
     down_bias: Tensor | None = None,
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    up_state: StackState | None = None,
+    down_state: StackState | None = None,
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
@@ -290,32 +306,40 @@ def experts(
     up, down    U[e g h], D[e h i]; with `transposed` U[e h g], D[e i h]
     up_bias, down_bias      [e g], [e h], or None
     up_adapter, down_adapter  LoRA, or None
+    up_state, down_state  of packed stacks, whose bytes `up` and `down` are then, frozen: an expert is widened where its rows are multiplied
     activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of even columns times odd ones; or any
                 function [s g] -> [s i] without trained parameters
     ->          X[t h]     x's dtype, also under autocast
-    inside      products in autocast's dtype, else what x, up and down promote to; sums over experts and an adapter's gradients in fp32
+    inside      products in autocast's dtype, else what x and the stacks that are not packed promote to; sums over experts and an adapter's
+                gradients in fp32
     grads       each in its tensor's dtype
     Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
     """
-    _check(x, index, weights, up, down, transposed)
+    states = up_state, down_state
+    _check(x, index, weights, _shape(up, up_state), _shape(down, down_state), transposed)
     layers: list[Tensor | None] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
         layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
     scales = tuple(1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter))
-    form = Form(activation, transposed, scales)  # type: ignore[arg-type]  # one scale a layer
-    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, up, down), *layers)
+    form = Form(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
+    dense = [stack for stack, state in zip((up, down), states) if state is None]
+    made: Tensor = applied(Experts, x, index, weights, form, product_dtype(x, *dense), *layers)
     return made
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, transposed: bool) -> None:
+def _shape(stack: Tensor, state: StackState | None) -> torch.Size:
+    return stack.shape if state is None else state.shape
+
+
+def _check(x: Tensor, index: Tensor, weights: Tensor, up: torch.Size, down: torch.Size, transposed: bool) -> None:
     if index.is_floating_point():
         raise DtypeError(f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()")
     inner, outer = (1, 2) if transposed else (2, 1)
-    fits = x.dim() == 2 and up.dim() == down.dim() == 3 and index.shape == weights.shape and index.shape[:1] == x.shape[:1]
-    if not fits or up.shape[inner] != x.shape[1] or down.shape[outer] != x.shape[1] or up.shape[0] != down.shape[0]:
+    fits = x.dim() == 2 and len(up) == len(down) == 3 and index.shape == weights.shape and index.shape[:1] == x.shape[:1]
+    if not fits or up[inner] != x.shape[1] or down[outer] != x.shape[1] or up[0] != down[0]:
         raise ShapeError(
-            f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up {list(up.shape)}, "
-            f"down {list(down.shape)}, "
+            f"x is {list(x.shape)}, index {list(index.shape)}, weights {list(weights.shape)}, up {list(up)}, "
+            f"down {list(down)}, "
             f"declared [t h], [t c], [t c], {'[e h g], [e i h]' if transposed else '[e g h], [e h i]'}",
             code="SH001",
         )

@@ -68,7 +68,7 @@ class PackedState:
 
 
 class StackState(PackedState):
-    """The same of the matrices of every expert of a mixture. One expert's are widened at a time.
+    """The same of the matrices of every expert of a mixture, of which a few are widened at a time.
 
     layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below the other
     tensors     [E pieces ...]
@@ -84,20 +84,19 @@ class StackState(PackedState):
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Every expert's matrix, as the model's code has them: dtype[E O K], or dtype[E K O]."""
-        out = torch.empty(self.shape, dtype=dtype, device=packed.device)
-        for expert in range(0 if packed.is_meta else self.experts):
-            wide = self.widen_expert(packed, expert, dtype)
-            out[expert] = wide.t() if self.transposed else wide
-        return out
+        wide = self.widen_experts(packed, slice(0, self.experts), dtype)
+        return wide.transpose(1, 2) if self.transposed else wide
 
-    def widen_expert(self, packed: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-        """The matrix of one expert: dtype[O K] for both layouts."""
+    def widen_experts(self, packed: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
+        """The matrices of some experts: dtype[E O K] for both layouts."""
         rows, columns = self.layout.shape
-        out = torch.empty(self.pieces * rows, columns, dtype=dtype, device=packed.device)
+        out = torch.empty(experts.stop - experts.start, self.pieces * rows, columns, dtype=dtype, device=packed.device)
         pieces = packed.view(self.experts, self.pieces, -1)
-        for piece in range(0 if packed.is_meta else self.pieces):
-            one = PackedState(self.layout, self.word, {name: tensor[expert, piece] for name, tensor in self.tensors.items()})
-            one.widen_rows(pieces[expert, piece], slice(0, rows), out[piece * rows : (piece + 1) * rows])
+        for expert in range(experts.start, experts.start if packed.is_meta else experts.stop):
+            for piece in range(self.pieces):
+                one = PackedState(self.layout, self.word, {name: tensor[expert, piece] for name, tensor in self.tensors.items()})
+                own = out[expert - experts.start, piece * rows : (piece + 1) * rows]
+                one.widen_rows(pieces[expert, piece], slice(0, rows), own)
         return out
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> StackState:

@@ -27,11 +27,12 @@ from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
 from ...model.packed import quantise as pack_layers
 from ...optimize import Manifest, optimize
-from ...precision.apply import apply_precision, is_kept_in_fp32, names_kept_in_fp32
+from ...precision.apply import apply_precision, denoiser_blocks, is_kept_in_fp32, names_kept_in_fp32
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from .families import Family
 from .pipeline import PipelineFolder
+from .published import load_published
 
 
 def built(
@@ -105,6 +106,8 @@ def _names_a_layer(name: str, model: nn.Module) -> bool:
 
 def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
     """The folder's denoiser on `device`, without gradients. Raises UsageError."""
+    if (found := folder.published) is not None:
+        return load_published(folder, found, precision, device)
     loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
         quantise(loaded, folder.family, precision, device)
@@ -197,17 +200,22 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """flops: of products, convolutions and attention; made: bytes of everything that its operators make, views included"""
+    """flops: of products, convolutions and attention; blocks: those of each block; made: bytes of everything that its operators make, views
+    included"""
 
     flops: int
     made: int
+    blocks: Sequence[float] = ()
 
     @classmethod
-    def of(cls, run: Callable[[], Any]) -> ForwardCost:
-        """run  a forward pass on the meta device"""
+    def of(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
+        """run  a forward pass of `denoiser` on the meta device"""
+        blocks = set(denoiser_blocks(denoiser))
         with torch.no_grad(), _Made() as seen, FlopCounterMode(display=False) as counted:
             run()
-        return cls(counted.get_total_flops(), seen.made)
+        each, root = counted.get_flop_counts(), type(denoiser).__name__
+        names = [name for name, module in denoiser.named_modules() if module in blocks]
+        return cls(counted.get_total_flops(), seen.made, [sum(each.get(f"{root}.{name}", {}).values()) for name in names])
 
 
 class _Made(TorchDispatchMode):

@@ -22,9 +22,12 @@ from ...environment.hub import is_away, say
 from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...model.load import loading_error
+from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
+from .single_file import repository_of, unpacked
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -49,8 +52,9 @@ class PipelineFolder:
         require_diffusers()
         on_hub = None
         if path.is_file():
-            raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
-        if not path.is_dir():
+            beside = path.with_suffix("")
+            path = unpacked(path, beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(path), None))
+        elif not path.is_dir():
             path, on_hub = settings_of(name, revision), name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
@@ -115,6 +119,23 @@ class PipelineFolder:
 
         return load_processor(str(self.path / "processor"), None, AutoConfig.from_pretrained(self.path / "text_encoder"), tokenizer)
 
+    @property
+    def published(self) -> Quantisation | None:
+        """How the denoiser's own files are quantised; None where they are not."""
+        found = self.config(self.denoiser_part).get("quantization_config") if self.own is None else None
+        return of_settings(found) if isinstance(found, Mapping) else None
+
+    def denoiser_files(self) -> list[Path]:
+        """The denoiser's safetensors files. Raises UsageError."""
+        self._fetch(self.denoiser_part)
+        folder = self.path / self.denoiser_part
+        index = folder / f"{WEIGHTS}.index.json"
+        with self._explained(self.denoiser_part):
+            names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+        if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
+            raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
+        return [folder / name for name in sorted(names)]
+
     def denoiser_class(self) -> Any:
         import diffusers
 
@@ -136,7 +157,11 @@ class PipelineFolder:
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
         with self._explained(self.denoiser_part), torch.device("meta"):
-            return self.denoiser_class().from_config(self.config(self.denoiser_part))
+            return self.denoiser_class().from_config(self.dense_config())
+
+    def dense_config(self) -> dict[str, Any]:
+        """The denoiser's configuration, without how its files are quantised."""
+        return {key: value for key, value in self.config(self.denoiser_part).items() if key != "quantization_config"}
 
     def encoder_outlines(self) -> list[Any]:
         """The text encoders without weights: on the meta device."""

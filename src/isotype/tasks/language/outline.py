@@ -19,6 +19,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
+from ...training.memory.blocks import as_set
 from ...training.memory.outline import quantise_outline
 from ...training.quiet import without_warnings
 from ...training.task import Outline, StepOutline, eval_mode, micro_batch
@@ -76,6 +77,7 @@ def outline(
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
+    as_set(model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
     return Outline(model, trainable, total + (0 if every_weight else trainable))
 
 

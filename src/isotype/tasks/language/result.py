@@ -21,6 +21,7 @@ from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
+from ...training.memory.blocks import as_set
 from ...training.task import Evaluation, Idle, eval_mode
 from .batches import with_and_without_pictures
 from .objective import NextToken, Objective
@@ -52,7 +53,7 @@ def load_result(
         source = replace(source, of_text=is_of_text_class(folder))
         base = load_base(
             source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part,
-            in_full=saved_in_full(folder),
+            in_full=saved_in_full(folder), offload=config.offload,
         )  # fmt: skip
         model: nn.Module = load_adapter(base, folder)
     else:
@@ -62,7 +63,7 @@ def load_result(
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)
-    return model
+    return as_set(model, config.offload, device)
 
 
 def evaluate(

@@ -34,7 +34,9 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...precision.vision import LANGUAGE, vision_parts
 from ...runs.folder import RunFolder
+from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
+from ...training.memory.recomputation import checkpointable
 from ...training.task import Batch, Check, Evaluation, Feed, Outline, StepOutline, Words, micro_batch
 from ...wording import counted
 from .batches import longest_of, padded_length, with_and_without_pictures
@@ -126,7 +128,7 @@ class LanguageTask:
         model, manifest = build_model(config, precision, self.source, self.tokenizer, device, part, pictures=self.data.pictures is not None)
         self.objective.check_model(model)
         manifest.notes += self.objective.beside(self.tokenizer, precision, device).notes
-        return model, manifest
+        return as_set(model, config.model.offload, device), manifest
 
     @property
     def rows(self) -> int:
@@ -155,7 +157,12 @@ class LanguageTask:
 
     def step_outline(self, precision: Precision) -> StepOutline:
         step = of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type, objective=self.objective)
-        return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes)
+
+        def block_flops(model: Any) -> list[float]:
+            tokens, config = step.rows * step.length, inner_model(model).config
+            return [tokens * step_flops(layer, config).per_token / 2 for layer in checkpointable(model)]
+
+        return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes, block_flops=block_flops)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)

@@ -155,8 +155,6 @@ def attempt(
     frozen: str | None = None,
     seed: int = 0,
     around: Callable[[], Any] = nullcontext,
-    relative_noise: float = 0.0,
-    noise_seed: int = 0,
     watch_inputs: bool = False,
     gradient: Callable[[Tensor, int], Tensor] | None = None,
     passes: int = 1,
@@ -164,11 +162,10 @@ def attempt(
 ) -> Outcome:
     """Runs forward and backward once.
 
-    exact           widen everything to this dtype after rounding it to the setting's dtypes; autocast is then off
-    relative_noise  perturb the floating inputs by this much, to see how much results depend on them
-    gradient        another incoming gradient than `incoming_gradient`
-    passes          backward runs this often over one graph
-    forward_only    stop after forward
+    exact         widen everything to this dtype after rounding it to the setting's dtypes; autocast is then off
+    gradient      another incoming gradient than `incoming_gradient`
+    passes        backward runs this often over one graph
+    forward_only  stop after forward
     """
     outcome = Outcome()
     autocast = setting.autocast if exact is None else None
@@ -178,11 +175,6 @@ def attempt(
     except (RuntimeError, ValueError, TypeError) as error:
         return Outcome(stage=FORWARD, error=error)
     outcome.tensors = tensors | owned
-    with torch.no_grad():
-        if relative_noise:
-            generator = torch.Generator().manual_seed(noise_seed + 1)
-            for t in outcome.tensors.values():
-                t.mul_(1 + relative_noise * torch.randn(t.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(t))
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
         outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}

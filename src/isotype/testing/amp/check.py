@@ -218,6 +218,8 @@ class _Check:
         """Plain code without a reference is its own yardstick: of it only weights that are rounded before their use are told."""
         judged = [s for s in ran if not s.inside and s.produced]
         measured = self.plain is not None or any(o.functions for o in ran.values())
+        if measured and self.plain is None and not self.numerics.twin_agrees:
+            self.skipped.append("numerics: autograd does not differentiate the forward to the same gradients; give a reference")
         if measured:
             for setting in sorted(judged, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps):
                 self._note(inexact(ran[setting], setting, self.numerics), setting)

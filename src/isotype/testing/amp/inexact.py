@@ -17,16 +17,14 @@ from torch import Tensor
 from ...dtypes import name
 from ...finding import Place
 from .attempt import Fault, Outcome, attempt, fault, method_at_fault
-from .locate import locate, running_sums
+from .locate import locate
 from .numerics import Excess, Numerics, percent
 from .samples import LOW, PARAM, Sample, Setting, lengthened
 from .subjects import Subject
 
-GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 SOME, LONG = 512, 4096  # rows tried first, and at most
 LARGEST = 8_000_000  # numbers of a lengthened sample
 ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
-MANY = 16  # additions into one low-precision tensor
 
 
 def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
@@ -60,14 +58,6 @@ def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | 
     before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32)
     measured = long.measure(outcome, setting)
     excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}]
-    unit = torch.finfo(setting.lowest(sample)).eps / 2
-    if not numerics.sighted:
-        excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
-    if not excesses:
-        # what plain PyTorch is off at this length is no fault of the function; a twin runs the same forward, sums and all
-        shared = long.yardstick_errors(setting)
-        shared = {n: error for n, error in shared.items() if long.plain is not None or n.startswith("gradient")}
-        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit, shared)
     if not excesses:
         return [], None
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
@@ -89,39 +79,12 @@ def _numbers(sample: Sample) -> int:
     return sum(sample.tensor(s).numel() for s in sample.slots)
 
 
-def _sums_grow(subject: Subject, sample: Sample, grown: Sample, setting: Setting) -> bool:
-    """Whether more rows mean more additions into one low-precision tensor."""
-    few, many = running_sums(subject, sample, setting), running_sums(subject, grown, setting)
-    return any(count >= MANY and count >= 4 * few.get(place, 0) for place, count in many.items())
-
-
-def _growing(
-    subject: Subject,
-    sample: Sample,
-    grown: Sample,
-    setting: Setting,
-    short: dict[str, float],
-    long: dict[str, float],
-    unit: float,
-    shared: dict[str, float],
-) -> list[Excess]:
-    """Low-precision running sums seen at work: more additions into one low-precision tensor with more rows, and a larger error."""
-    worse = [n for n, error in long.items() if error > 2 * unit and error > GROWTH * max(short.get(n, 0.0), unit / 2)]
-    worse = [n for n in worse if long[n] > GROWTH * shared.get(n, 0.0)]
-    if not worse:
-        return []
-    if not _sums_grow(subject, sample, grown, setting):
-        return []
-    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), "the same function on fewer rows") for n in worse]
-
-
 def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else method_at_fault(subject, outcome, stage)
     low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
-    row = f" (row {excess.worst_row} worst)" if excess.worst_row is not None else ""
-    details = [("error", f"{percent(excess.error)} of its norm{row}; {percent(excess.excused)} is excused by {excess.yardstick}")]
+    details = [("error", f"{percent(excess.error)} of its norm; {percent(excess.excused)} is excused by {excess.yardstick}")]
     if culprit:
         details.append(("code", culprit.source))
         details.append(

@@ -294,19 +294,6 @@ def _is_low(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
-def running_sums(subject: Subject, sample: Sample, setting: Setting) -> dict[tuple[str | None, int | None, str | None], int]:
-    """How often each line adds into a low-precision float of the shape it already had: place -> count."""
-    recorder = _Recorder()
-    if not attempt(subject, sample, setting, around=lambda: recorder.tape).ran:
-        return {}
-    counts: dict[tuple[str | None, int | None, str | None], int] = {}
-    for step in recorder.steps:
-        if step.accumulates and _is_low(step.dtype) and step.place is not None:
-            key = (step.place.file, step.place.line, step.place.symbol)
-            counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
 def _error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
     worst = 0.0
     for n, w in zip(narrow, wide):

@@ -28,14 +28,14 @@ from .samples import PARAM, parameter_names
 class Subject:
     """Makes, for every run, a callable and the parameters it owns, in the dtypes asked for."""
 
-    def __init__(self, target: Any, *, label: str | None = None) -> None:
+    def __init__(self, target: Any) -> None:
         self.target = target
         owner = getattr(target, "__self__", None)
         self.function_class = self._function_class(target, owner)
         self.module = target if isinstance(target, nn.Module) else owner if isinstance(owner, nn.Module) else None
         if self.function_class is None and not callable(target):
             raise UsageError(f"ampcheck cannot call a {type(target).__name__}", fix="pass an autograd.Function, an nn.Module or a callable")
-        self.label = label or self._label()
+        self.label = self._label()
 
     @staticmethod
     def _function_class(target: Any, owner: Any) -> type[torch.autograd.Function] | None:

@@ -9,7 +9,7 @@ freed blocks, as glibc does by default, uses more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,7 @@ from ..optimizer import MUON, build_optimizer, state_bytes
 from ..quiet import without_warnings
 from ..step import Stepper
 from ..task import Outline, StepOutline
+from .blocks import away_from, held_at_most
 from .outline import counted_by_runs, scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
 
@@ -42,6 +43,7 @@ from .recomputation import Checkpointing, apply_checkpointing
 class MemoryPlan:
     """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
 
+    frozen        with blocks in host memory: of what is outside of them, and of the two largest
     activations   live at the end of a forward pass: tensors saved for backward, and the logits
     working       the most that forward, loss and backward add to them
     forward       the most that a forward pass holds, activations included
@@ -114,8 +116,10 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
+    away = {id(tensor) for tensor in away_from(model)}
+    here = sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p)) if id(t) not in away)
     return MemoryPlan(
-        frozen=sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p))),
+        frozen=here + held_at_most(model),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
         optimizer=optimizer_bytes(model, train, precision),
@@ -183,7 +187,7 @@ def _simulated(
         update=n.update,
         evaluation=evaluation,
         sampling=sampling if all(samples) else None,
-        peak=max(n.step_peak, n.update_peak, n.after + max(evaluation, sampling)) + n.averages,
+        peak=max(n.step_peak, n.update_peak, n.after + max(evaluation, sampling)) + n.averages + held_at_most(model),
         rows=largest.rows,
         length=largest.length,
     )
@@ -198,7 +202,7 @@ def _count(
     """
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
-    live = LiveBytes(device.type, {**scratch(), **head_scratch()})
+    live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
     with without_data(device_type), live, without_warnings():
         make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
@@ -290,11 +294,12 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
 
 
 def make_fake(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
+    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied. Those of blocks in host memory stay."""
     memo: dict[int, nn.Parameter] = {}
+    away = {id(tensor) for tensor in away_from(model)}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in away:
                 if id(parameter) not in memo:
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -349,14 +354,17 @@ class LiveBytes(TorchDispatchMode):
 
     device_type  counts only tensors on this device
     scratch      operator -> function from its arguments to the bytes it needs besides its results; 0 for other operators
+    elsewhere    tensors that take nothing, nor do their views
     Each storage is counted once, however many views it has.
     """
 
-    def __init__(self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:
+    def __init__(
+        self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None, elsewhere: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.device_type, self.scratch = device_type, scratch or {}
-        self._alive: dict[int, int] = {}
+        self._alive: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in elsewhere}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -23,6 +23,7 @@ from ...precision.vision import LANGUAGE, vision_parts
 from .offload import HostMemory, call_and_recompute
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
+ENTER = "_isotype_enter"  # of a block whose weights may be away: what brings them
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,20 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
         layer.gradient_checkpointing = WhileRecording() if position in what.layers else False
-        layer._gradient_checkpointing_func = function
+        enter = layer.__dict__.get(ENTER)
+        layer._gradient_checkpointing_func = function if enter is None else partial(_entering, enter, function)
         if type(layer).__module__.startswith("diffusers."):
             put_switch(layer)
+
+
+def _entering(enter: Callable[[], None], function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`function(run, ...)`, where each `run`, also inside backward, has its weights."""
+
+    def entered(*values: Any, **named: Any) -> Any:
+        enter()
+        return run(*values, **named)
+
+    return function(entered, *args, **options)
 
 
 class WhileRecording:
