@@ -41,3 +41,24 @@ def same_result(a: Path, b: Path) -> None:
     """Trained tensors and losses, bit for bit."""
     same_tensors(a, b)
     assert losses(a) == losses(b)
+
+
+def close_runs(one: Path, two: Path, *, loss: float, weight: float) -> None:
+    """Losses and trained weights of two runs, absolutely; what they counted is equal."""
+    for key in ("loss", "eval_loss"):
+        assert max(abs(a - b) for a, b in zip(metrics(one, key), metrics(two, key), strict=True)) <= loss, key
+    assert metrics(one, "tokens", "supervised") == metrics(two, "tokens", "supervised")
+    ours, theirs = trained_tensors(one), trained_tensors(two)
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours) <= weight
+
+
+def same_records(one: Path, two: Path, *, sums: str) -> None:
+    """Nothing was replaced otherwise, no dtype is another one, and what the second run's processes summed was seen."""
+    assert read(one, "manifest") == read(two, "manifest")
+    first, second = read(one, "precision"), read(two, "precision")
+    assert second["violations"] == []
+    assert set(second["observed"]["reduce"]) == {sums}
+    assert set(second.get("unobserved", {})) <= set(first.get("unobserved", {}))
+    for role, seen in first["observed"].items():
+        assert set(second["observed"][role]) == set(seen), role

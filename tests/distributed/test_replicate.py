@@ -14,24 +14,12 @@ from isotype.config.load import load
 from isotype.tasks.choose import train as train_language
 from isotype.training.run import train
 from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
-from tests.results import metrics, same_result, trained_tensors
+from tests.results import close_runs, metrics, same_result
 from tests.training.toy_task import ToyTask
 from tests.warm import interpreter
 
 pytestmark = pytest.mark.timeout(900)
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
-
-
-def close_runs(one, other, *, loss, weight):
-    """Losses and trained weights of two runs, absolutely."""
-    for key in ("loss", "eval_loss"):
-        mine, its = metrics(one, key), metrics(other, key)
-        assert len(mine) == len(its)
-        assert max(abs(a - b) for a, b in zip(mine, its)) <= loss
-    assert metrics(one, "tokens") == metrics(other, "tokens")
-    assert metrics(one, "supervised") == metrics(other, "supervised")
-    mine, its = (trained_tensors(folder) for folder in (one, other))
-    assert max(float((mine[name] - its[name]).abs().max()) for name in mine) <= weight
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A model that two real processes share (gloo) against one process: losses, weights, observed dtypes, fused ops in place, checkpoints."""
 
-import json
 import shutil
 
 import pytest
@@ -15,12 +14,12 @@ from isotype.tasks.choose import train
 from tests.distributed.processes import run
 from tests.distributed.test_launchers import on_two_machines
 from tests.models import tiny
-from tests.results import metrics, trained_tensors
+from tests.results import close_runs, read, same_records, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
-CASES = {
+CASES: dict[str, tuple[dict, float, float]] = {
     "fp32 full": ({"precision": {"preset": "fp32"}, "run": {"sample_every": 4}, **FULL}, 2e-6, 2e-5),
     "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
     "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
@@ -30,6 +29,11 @@ CASES = {
     "fp8 recomputed": ({"precision": {"preset": "bf16-lora", "base": "fp8"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
     "bf16-pure full": ({"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
     "fp16-mixed full": ({"precision": {"preset": "fp16-mixed"}, **FULL}, 2e-5, 2e-3),
+    "schedule-free full": (
+        {"precision": {"preset": "fp32"}, "train": {"optimizer": "schedule-free", "schedule": "constant"}, **FULL},
+        2e-6,
+        2e-5,
+    ),
     "packed": ({"data": {"packing": True}}, 2e-6, 2e-5),
     "stream": ({"data": {"stream": True, "shuffle_buffer": 16}}, 2e-6, 2e-5),
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
@@ -55,32 +59,6 @@ def test_a_weight_that_two_layers_share_is_refused():
     refuse_weights_of_another_unit("model.layers.1", tiny().model.layers[1], of_first)
 
 
-def drift(one, two):
-    """The most by which losses and weights of two runs differ."""
-    found = {}
-    for key in ("loss", "eval_loss"):
-        mine, its = metrics(one, key), metrics(two, key)
-        assert len(mine) == len(its)
-        found[key] = max(abs(a - b) for a, b in zip(mine, its))
-    assert metrics(one, "tokens") == metrics(two, "tokens")
-    mine, its = trained_tensors(one), trained_tensors(two)
-    assert set(mine) == set(its)
-    found["weight"] = max(float((mine[key].float() - its[key].float()).abs().max()) for key in mine)
-    return found
-
-
-def check_records(one, two, sums):
-    """Nothing was replaced otherwise, no dtype is another one, and what was summed was seen."""
-    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (one, two)]
-    assert manifests[0] == manifests[1]
-    first, second = (json.loads((folder / "precision.json").read_text()) for folder in (one, two))
-    assert second["violations"] == []
-    assert set(second["observed"]["reduce"]) == {sums}
-    assert set(second.get("unobserved", {})) <= set(first.get("unobserved", {}))
-    for role, seen in first["observed"].items():
-        assert set(second["observed"][role]) == set(seen), role
-
-
 @pytest.mark.full
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
     """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the weights are equal bit for bit."""
@@ -90,10 +68,8 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
     status, said = run(2, tmp_path / "two.yaml")
     assert status == 0, said
     assert "gloo: shard (parallel.kind), each computes 2 x 2 rows of each step" in said
-    found = drift(tmp_path / "one", tmp_path / "two")
-    assert found["loss"] <= 2e-5
-    assert found["weight"] == 0.0
-    check_records(tmp_path / "one", tmp_path / "two", "fp32")
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-5, weight=0.0)
+    same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
     whole = trained_tensors(tmp_path / "two")["model.norm.weight"]
     assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
@@ -120,9 +96,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, works
     assert "recompute layers+offload: all of 5" in said
     for rank in (0, 1):  # two steps' two passes at least, and the inputs of three layers
         assert int((tmp_path / f"fetched.{rank}").read_text()) >= 2 * 2 * 3, said
-    found = drift(tmp_path / "one", tmp_path / "two")
-    assert found["loss"] <= 2e-6
-    assert found["weight"] <= 2e-5
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
 
 
 @pytest.mark.slow
@@ -142,15 +116,10 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
     configured("two", **sections, parallel={"kind": kind})
     status, said = run(2, tmp_path / "two.yaml")
     assert status == 0, said
-    found = drift(tmp_path / "one", tmp_path / "two")
-    print(case, kind, found)
-    check_records(tmp_path / "one", tmp_path / "two", "fp32")
-    assert found["loss"] <= loss
-    assert found["eval_loss"] <= loss
-    assert found["weight"] <= weight
+    close_runs(tmp_path / "one", tmp_path / "two", loss=loss, weight=weight)
+    same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     if "run" in sections:
-        samples = [json.loads((tmp_path / name / "samples/step_4.json").read_text()) for name in ("one", "two")]
-        assert samples[0] == samples[1]
+        assert read(tmp_path / "one", "samples/step_4") == read(tmp_path / "two", "samples/step_4")
 
 
 @pytest.mark.slow
@@ -172,8 +141,11 @@ def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight
 @pytest.mark.parametrize(
     "path", [(2, "shard", 1, "replicate"), pytest.param((2, "shard", 1, "replicate", 4, "shard"), marks=pytest.mark.full)], ids=str
 )
-def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
-    steps = STEPS | {"steps": 6}
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"optimizer": "schedule-free", "schedule": "constant"}, marks=pytest.mark.full)], ids=str
+)
+def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_path):
+    steps = STEPS | {"steps": 6} | more
     assert train(configured("whole", train=steps, **FULL)) == 0
     configured("moved", train=steps, run={"save_every": 2, "keep": 9}, parallel={"kind": path[1]}, **FULL)
     folder = tmp_path / "moved"
@@ -186,9 +158,7 @@ def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
         resolved.write_text(resolved.read_text().replace(f"kind: {before}", f"kind: {kind}", 1))
         status, said = run(count, resume=folder) if count > 1 else (train(load(resolved, [], {}, resolved=True), resume=folder), "")
         assert status == 0, said
-    found = drift(tmp_path / "whole", folder)
-    assert found["loss"] <= 2e-6
-    assert found["weight"] <= 2e-5
+    close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
 
 
 @pytest.mark.slow
@@ -218,10 +188,8 @@ def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configure
     statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
     assert statuses == [0, 0], said
     assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
-    found = drift(tmp_path / "one", tmp_path / "four")
-    assert found["loss"] <= 2e-5
-    assert found["weight"] <= 2e-3
-    check_records(tmp_path / "one", tmp_path / "four", "fp32")
+    close_runs(tmp_path / "one", tmp_path / "four", loss=2e-5, weight=2e-3)
+    same_records(tmp_path / "one", tmp_path / "four", sums="fp32")
     assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
         "tensors.1.safetensors",
         "tensors.safetensors",

@@ -91,16 +91,14 @@ def test_a_log_from_standard_input_and_an_error_as_text(arguments, given):
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["EX001"]
 
 
-def test_a_code_prints_its_page_and_one_of_lint_the_command_to_use():
+def test_a_code_prints_its_page():
     assert CliRunner().invoke(build_app(), ["doctor", "CF018"]).stdout.startswith("# CF018: ")
-    with pytest.raises(UsageError, match=r"lint is gone[\s\S]*conform"):
-        CliRunner().invoke(build_app(), ["doctor", "explain", "LT002"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
     ("typed", "right"),
-    [("check .", "doctor check"), ("explain x", "doctor explain"), ("lint src", "conform, trace and kernels"), ("diff a b", "ls --diff"),
-     ("schema", "init --schema"), ("finetune", "isotype train"), ("env", "doctor env"), ("doctor lint src", "conform, trace and kernels")],
+    [("check .", "doctor check"), ("explain x", "doctor explain"), ("diff a b", "ls --diff"),
+     ("schema", "init --schema"), ("finetune", "isotype train"), ("env", "doctor env")],
 )  # fmt: skip
 def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
     with pytest.raises(UsageError, match=right) as caught:

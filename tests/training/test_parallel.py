@@ -29,6 +29,10 @@ def config(kind, **train):
     ("kind", "train", "where", "why"),
     [
         ("shard", {"optimizer": "adamw8bit"}, world(2), "its states have a scale every 256 elements"),
+        *(
+            ("shard", {"optimizer": name}, world(2), f"train.optimizer: {name}: {why}")
+            for name, why in (("lion", "bitsandbytes'"), ("muon", "it makes"), ("adafactor", "its states"), ("prodigy", "its rate"))
+        ),
         ("shard", {"ema": 0.99}, world(2), "averages of shared weights are not offered yet"),
         ("hybrid", {}, world(4), "this run has one machine"),
         ("hybrid", {}, world(2, 2), "2 machines with 2 processes"),
@@ -39,6 +43,12 @@ def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
         parallel_as_configured(config(kind, **train), where)
     assert "\n" not in refused.value.message
     assert refused.value.fix
+
+
+def test_a_schedule_free_run_may_be_shared():
+    found = parallel_as_configured(config("shard", optimizer="schedule-free", schedule="constant"), world(2))
+    assert found is not None
+    assert found.kind == SHARD
 
 
 def test_auto_takes_the_whole_model_where_it_fits_and_says_why():

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from ..errors import UsageError
 from ..finding import Severity, worst_first
 from . import doctor_parts
-from .app import DOCTOR, INSTEAD, prepare
+from .app import DOCTOR, prepare
 from .cache import cache
 from .doctor_parts import FailOn, Json
 
@@ -87,8 +87,6 @@ def look(
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
-    if subject.partition(" ")[0] in INSTEAD and not Path(subject).exists():
-        raise UsageError(f"{subject}: no such file or folder; {INSTEAD[subject.partition(' ')[0]]}")
     visits: list[Visit]
     if doctor_parts.CODE.match(subject) and not Path(subject).exists():
         doctor_parts.show_page(subject.upper(), json_output)

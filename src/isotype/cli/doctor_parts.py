@@ -116,8 +116,6 @@ def show_page(code: str, json_output: bool) -> None:
 
     text = page(code)
     if text is None:
-        if code[:2] == "LT":
-            raise UsageError(f"{code}: lint is gone", fix="isotype doctor conform, trace or kernels run the code; LT010 is CF018 now")
         near = [c for c in codes() if c[:2] == code[:2]]
         raise UsageError(
             f"{code} is not a code" + (f"; {code[:2]} codes are {', '.join(near)}" if near else "; isotype doctor explain --list shows all")

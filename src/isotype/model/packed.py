@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class _Reader(HfQuantizer):
         return model
 
 
-def parts_of_files(files: Iterable[str]) -> dict[str, Part]:
+def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
     """Name -> dtype and shape of every tensor, from the headers of safetensors files."""
     found = {}
     for file in files:

@@ -237,6 +237,14 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
     return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
+_OF_WHOLE_WEIGHTS = {
+    "lion": "bitsandbytes' kernel takes no part of a weight",
+    "muon": "it makes whole matrices orthogonal",
+    "adafactor": "its states are means of whole rows and columns",
+    "prodigy": "its rate follows from sums over all weights",
+}
+
+
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
@@ -244,8 +252,8 @@ def why_not_shared(config: RunConfig) -> str | None:
         return f"{KEY}: a shared model gathers its weights from the other devices"
     if train.optimizer in EIGHT_BIT:
         return f"train.optimizer: {train.optimizer}: its states have a scale every 256 elements of a whole weight"
-    if train.optimizer != "adamw":
-        return f"train.optimizer: {train.optimizer}: its update was never tested on a part of a weight"
+    if why := _OF_WHOLE_WEIGHTS.get(train.optimizer):
+        return f"train.optimizer: {train.optimizer}: {why}"
     if config.adapter.start in OFF_THE_BASE:
         return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
     if config.adapter.train_tokens:

@@ -145,8 +145,10 @@ def _keys(tree: Tree, *, whole: bool) -> list[Given]:
     return keys
 
 
-_WHOLE = ("lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "chat_template_kwargs")
-_WHOLE += ("dataset_columns", "deepspeed")
+_WHOLE = (
+    "lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "chat_template_kwargs", "dataset_columns",
+    "deepspeed",
+)  # fmt: skip
 
 
 def _program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:

@@ -1,16 +1,13 @@
 """Diffusion runs on two processes (gloo), which replicate or share the denoiser: the losses and weights of one process."""
 
-import json
-
 import pytest
 from PIL import Image, ImageChops, ImageStat
-from safetensors.torch import load_file
 
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
+from tests.results import metrics, read, same_records, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
-RESULTS = ("adapter/adapter_model.safetensors", "model/diffusion_pytorch_model.safetensors")
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 3, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}
 SAMPLED = {"run": {"samples": ["a red circle on white"], "sample_every": 3}}
@@ -25,20 +22,10 @@ SHARED = {
 SLICE = ("flux bf16-mixed full",)
 
 
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows for key in ("loss", "eval_loss", "eval_loss_t0_500") if key in row]
-
-
-def weights(folder):
-    (file,) = [folder / name for name in RESULTS if (folder / name).is_file()]
-    return load_file(file)
-
-
 def drift(folder):
     """The most by which losses and weights of the runs `one` and `two` differ."""
-    one, two = losses(folder / "one"), losses(folder / "two")
-    first, second = weights(folder / "one"), weights(folder / "two")
+    one, two = (metrics(folder / name, "loss", "eval_loss", "eval_loss_t0_500") for name in ("one", "two"))
+    first, second = (trained_tensors(folder / name) for name in ("one", "two"))
     assert set(first) == set(second)
     return {
         "loss": max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(one, two, strict=True)),
@@ -64,16 +51,9 @@ def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, st
     print(case, found)
     assert found["loss"] <= loss
     assert found["weight"] <= weight
-    records = [json.loads((tmp_path / name / "precision.json").read_text()) for name in ("one", "two")]
-    assert records[1]["violations"] == []
-    assert set(records[1]["observed"]["reduce"]) == {"fp32"}
-    for role, seen in records[0]["observed"].items():
-        assert set(records[1]["observed"][role]) == set(seen), role
-    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
-    assert manifests[0] == manifests[1]
-    data = [json.loads((tmp_path / name / "data.json").read_text()) for name in ("one", "two")]
-    assert data[0] == data[1]
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two")]
+    same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
+    assert read(tmp_path / "one", "data") == read(tmp_path / "two", "data")
+    results = [read(tmp_path / name, "result") for name in ("one", "two")]
     assert results[1]["status"] == "done"
     for name, value in results[0]["check"].items():  # trained_loss and reloaded_loss: a file in bf16 has another
         assert results[1]["check"][name] == pytest.approx(value, rel=2e-5), name
