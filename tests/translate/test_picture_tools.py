@@ -9,7 +9,7 @@ import pytest
 from isotype.config.kind import DIFFUSION, kind_of
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.translate import Fate, translate
+from isotype.translate import translate
 
 DIFFUSERS = """#!/bin/bash
 accelerate launch train_dreambooth_lora_flux.py \\
@@ -166,8 +166,7 @@ def test_ai_toolkits_yaml(tmp_path):
     first, second = config.run.samples
     assert first == {"prompt": "sks in a bucket", "negative": "blurry", "seed": 42}
     assert second["seed"] == 43
-    fates = {outcome.given.name: outcome.fate for outcome in result.outcomes}
-    assert (fates["model.quantize"], config.train.optimizer) == (Fate.NOT_OFFERED, "prodigy")
+    assert (config.precision.base, config.train.optimizer) == ("fp8", "prodigy")
     assert next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr") == 20
 
 

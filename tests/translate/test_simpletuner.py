@@ -123,6 +123,13 @@ def test_every_picture_is_trained_on_unless_a_dataset_is_held_out(env, tmp_path)
     assert "eval_split" not in translate(env).text
 
 
+@pytest.mark.parametrize(("said", "word"), [("int8-quanto", "int8"), ("fp8-torchao", "fp8")])
+def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path, said, word):
+    file = written(tmp_path, base_model_precision=said, model_type="lora", mixed_precision="bf16")
+    precision = config(translate(file).text, tmp_path).precision
+    assert (precision.preset, precision.base) == ("bf16-lora", word)
+
+
 @pytest.mark.parametrize(("value", "fate"), [("0.0", Fate.NO_EFFECT), (0, Fate.NO_EFFECT), (0.7, Fate.NOT_OFFERED)])
 def test_guidance_that_is_not_rescaled_is_switched_off(value, fate, tmp_path):
     outcomes = translate(written(tmp_path, validation_guidance_rescale=value)).outcomes
@@ -134,8 +141,7 @@ def test_guidance_that_is_not_rescaled_is_switched_off(value, fate, tmp_path):
     [
         ({"controlnet": True}, "ControlNet is not offered"),
         ({"lora_type": "lycoris", "model_type": "lora"}, "LyCORIS is not offered"),
-        ({"base_model_precision": "int8-quanto", "model_type": "lora"}, "int8-quanto: an int8 or fp8 base is not offered"),
-        ({"base_model_precision": "fp8-torchao", "model_type": "lora"}, "fp8-torchao: an int8 or fp8 base is not offered"),
+        ({"base_model_precision": "int2-quanto", "model_type": "lora"}, "int2-quanto is not offered"),
         ({"model_family": "ltxvideo"}, "video is not offered"),
         ({"model_family": "kolors"}, "kolors is not offered"),
         ({"mixed_precision": "fp16"}, "CF021"),

@@ -245,6 +245,16 @@ def check_branch(config: RunConfig, precision: Precision) -> None:
         raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
 
 
+def refuse_without_ops(model: nn.Module) -> None:
+    """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's code cannot compute"""
+    for name, layer in lora_layers(model):
+        if hasattr(layer, "parameter_name") and is_quantised(layer.get_param()):
+            raise UsageError(
+                f"model.optimize: false: {name} is an adapter on packed experts, and PEFT's code cannot compute it",
+                fix="model.optimize: true, or adapter.targets of attention alone",
+            )
+
+
 def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
     """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle can run code.
 

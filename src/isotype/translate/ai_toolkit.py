@@ -58,6 +58,16 @@ def _refused_when_on(use: str) -> t.Handler:
     return lambda draft, given: draft.not_offered(given, use) if t.is_on(given.value) else draft.no_effect(given, "switched off")
 
 
+def _base(draft: Draft, given: Given) -> None:
+    """Of `qtype`, qfloat8 by default."""
+    kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
+    word = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
+    if word is None:
+        draft.not_offered(given, f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora")
+    else:
+        draft.set(given, "precision.base", word, "with a scale a channel")
+
+
 _OF_PICTURES_NO_EFFECT = {
     ".txt beside the picture, or .caption": "caption_ext",
     p.CACHED: "cache_latents cache_latents_to_disk cache_text_embeddings",
@@ -105,7 +115,7 @@ _NO_EFFECT = {
     p.NOT_UPLOADED: "save.push_to_hub save.hf_*",
 }
 _NOT_OFFERED = {
-    "precision.preset: nf4-lora": "model.qtype model.low_vram model.layer_offloading*",
+    "precision.preset: nf4-lora": "model.low_vram model.layer_offloading*",
     "an assistant adapter is not offered: train on the model that is not distilled": "model.assistant_lora_path",
     "convolutions have no adapter": "network.conv network.conv_alpha",
     "adapter.targets names modules": "network.network_kwargs",
@@ -121,7 +131,8 @@ KEYS: dict[str, t.Handler] = {
     "trigger_word": t.to("images.trigger", str, "put before every caption; there it replaces [trigger] too"),
     # model and adapter
     "model.name_or_path": t.to("model.name", str),
-    "model.quantize": _refused_when_on("the base is bf16; precision.preset: nf4-lora takes a quarter"),
+    "model.quantize": t.where("model.quantize", "on", _base, "switched off"),
+    "model.qtype": t.changed("decides precision.base, where model.quantize is on"),
     "network.linear": t.count("adapter.r"),
     "network.linear_alpha": t.number("adapter.alpha"),
     "network.dropout": t.number("adapter.dropout"),

@@ -129,7 +129,7 @@ _NOT_OFFERED = {
     "adapter.targets names modules; every linear layer of the blocks is adapted": "network_args",
     p.NO_TEXT_ENCODER: "network_train_text_encoder_only text_encoder_lr",
     "train.clip bounds the gradient": "scale_weight_norms",
-    "the base is bf16; precision.preset: nf4-lora takes a quarter": "fp8_base fp8_base_unet blocks_to_swap",
+    "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
     p.ADAM: "optimizer_args",
     "train.schedule has no powers and no restarts": "lr_scheduler_num_cycles lr_scheduler_power lr_scheduler_args",
     "diffusion.noise_offset": "noise_offset_type multires_noise_iterations multires_noise_discount adaptive_noise_scale",
@@ -159,6 +159,7 @@ KEYS: dict[str, t.Handler] = {
     "network_dim": t.count("adapter.r"),
     "network_alpha": t.number("adapter.alpha"),
     "network_dropout": t.number("adapter.dropout"),
+    **t.each(t.when_on("precision.base", "fp8", note="with a scale a channel; there without scales"), "fp8_base fp8_base_unet"),
     **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
     # steps
     "unet_lr": p.rate,

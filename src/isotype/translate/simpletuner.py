@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..precision.packing import ON_LOAD
 from . import pictures as p
 from . import transforms as t
 from .picture_files import DATASET
@@ -53,8 +54,8 @@ def refusal(source: Source) -> str | None:
     if str(said.get("lora_type") or "").lower() == "lycoris" or said.get("lycoris_config"):
         where = place.get("lora_type", place.get("lycoris_config", ""))
         return f"{where}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be translated"
-    if base not in ("no_change", "") and "nf4" not in base:
-        return f"{place['base_model_precision']}: {base}: an int8 or fp8 base is not offered: no_change (bf16), or nf4-bnb"
+    if base not in ("no_change", "") and not any(word in base for word in ("nf4", *ON_LOAD)):
+        return f"{place['base_model_precision']}: {base} is not offered: no_change (bf16), fp8-quanto, int8-quanto, or nf4-bnb"
     moving = [name for name, value in said.items() if name.startswith(f"{DATASET}.") and str(value) in ("video", "audio")]
     if family in VIDEO or any(name.endswith(".dataset_type") for name in moving):
         return f"{place['model_family' if family in VIDEO else moving[0]]}: video is not offered: Isotype trains on pictures"
@@ -86,6 +87,14 @@ def _gradient_precision(draft: Draft, given: Given) -> None:
         draft.set(given, "precision.grads", "fp32", meant)
     else:
         draft.changed(given, "gradients are accumulated in fp32 (precision.grads)")
+
+
+def _base(draft: Draft, given: Given) -> None:
+    word = next((word for word in ON_LOAD if word in str(given.value).lower()), None)
+    if word is None or str(draft.keys.get("model_type")).lower() != "lora":
+        draft.precision(given)
+    else:
+        draft.set(given, "precision.base", word, "with a scale a channel")
 
 
 def _ema(draft: Draft, given: Given) -> None:
@@ -337,7 +346,8 @@ KEYS: dict[str, t.Handler] = {
     "lora_dropout": t.number("adapter.dropout"),
     **t.each(_targets, "flux_lora_target lora_target"),
     # precision
-    **t.each(t.Draft.precision, "mixed_precision base_model_precision base_model_default_dtype pure_bf16"),
+    **t.each(t.Draft.precision, "mixed_precision base_model_default_dtype pure_bf16"),
+    "base_model_precision": _base,
     "gradient_precision": _gradient_precision,
     "vae_dtype": t.word("precision.vae", {"fp32": "fp32", "bf16": "bf16"}, "the default: the VAE computes in fp32", fate="no_effect"),
     **t.each(

@@ -73,7 +73,7 @@ def load_published(folder: PipelineFolder, found: Quantisation, precision: Preci
 def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> dict[str, nn.Linear]:
     """Each packed layer by its name; where the packing is read here, layers that wait for their tensors take their places."""
     where = f"model.name: {folder.path / folder.denoiser_part}"
-    parts = parts_of_files(folder.denoiser_files())
+    parts = parts_of_files(map(str, folder.denoiser_files()))
     if found.packing is None:
         names = [name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)]
     else:
