@@ -5,7 +5,8 @@
     python benchmarks/methods.py distil     `linear_divergence` beside TRL's op
     python benchmarks/methods.py dpo        a DPO step in `isotype train` beside TRL with `attach` and TRL alone
 
-CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less that before it. Each peer of `distil` and `dpo` runs in a process of its own.
+CPU time is what a busy machine disturbs least. Memory is the highest resident size in a step less that before it. Each peer of
+`distil` and `dpo` runs in a process of its own.
 """
 
 from __future__ import annotations
