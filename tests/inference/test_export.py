@@ -122,7 +122,7 @@ def test_a_gguf_file_as_a_base_is_refused_with_the_way(tmp_path: Path, tokenizer
     blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
     weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.up_proj.weight
     assert torch.equal(weight.float(), torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type)).bfloat16().float())
-    assert "base=int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
+    assert "int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
 
 
 def test_llama_3s_scaled_rotary_embedding_is_in_the_file(tmp_path: Path, tokenizer) -> None:

@@ -36,9 +36,11 @@ def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
 def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
     """int32[rows K], or [rows G] of the zero points."""
     if name == "qweight" and of.format == "gptq":
-        return unpacked(t[name][:, rows], of.bits, 0).t()
+        down: Tensor = unpacked(t[name][:, rows], of.bits, 0).t()
+        return down
     words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
-    return unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+    numbers: Tensor = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+    return numbers
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:
