@@ -233,7 +233,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "sharegpt": ("x.jsonl", chats_with({"from": "human", "value": "a"}), {}, "x.jsonl:2: messages[0] has from and value"),
     "content": ("x.jsonl", chats_with({"role": "user", "contnet": "a"}), {}, "x.jsonl:2: messages[0] has no content, but 'contnet'"),
     "parts": ("x.jsonl", chats_with({"role": "user", "content": [{}]}), {},
-        "x.jsonl:2: messages[0].content[0] must be {type: text, text: ...}, got an object: a run learns text only"),
+        "x.jsonl:2: messages[0].content[0] must be {type: text, text: ...} or {type: image, path: ...}, got an object"),
     "template refuses": ("x.jsonl", chats_with(ASK, ASK), {"family": "gemma", "loss_on": "all"},
         "x.jsonl:2: the chat template refuses the row: Conv"),
     "nothing left": ("x.jsonl", [chat("word " * 50, "a")], {"max_length": 16}, "x.jsonl: no training row is left: no answer left within"),

@@ -158,7 +158,7 @@ def _content(content: Any, at: str, *, may_be_empty: bool) -> Any:
         for i, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 what = f"a part of type {part['type']!r}" if isinstance(part, dict) and part.get("type", "text") != "text" else kind(part)
-                raise RowError(f"{at}.content[{i}] must be {{type: text, text: ...}}, got {what}: a run learns text only")
+                raise RowError(f"{at}.content[{i}] must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {what}")
         content = "".join(part["text"] for part in content)
     if not may_be_empty and (content is None or (isinstance(content, str) and not content.strip())):
         raise EmptyAnswer(f"{at}.content is empty: the row has no target")

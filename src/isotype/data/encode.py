@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import UsageError
 from .bad_rows import EMPTY, BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
-from .conversations import LEARN_KEYS
+from .conversations import IN_TEXT, LEARN_KEYS
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
@@ -93,6 +93,12 @@ def all_bad(tallies: Sequence[Tally]) -> BadRows:
     return found
 
 
+def _asks_to_look(message: Message) -> bool:
+    """Whether a question has LLaVA's mark of a picture; where it is closed it is markup."""
+    said = message["content"] if message["role"] == "user" else ""
+    return isinstance(said, str) and IN_TEXT in said and "</image>" not in said
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A row as text, with the spans to learn."""
@@ -106,6 +112,8 @@ class Rendered:
     """References of its pictures."""
     shown: int = 0
     """Where the text of its last picture ends."""
+    places: int = 0
+    """Tokens of the model that stand for its pictures."""
     shortened: bool = False
     """The text was cut before it was tokenised: it has more than max_length tokens all the same."""
 
@@ -118,6 +126,8 @@ class Encoder:
     ) -> None:  # fmt: skip
         self.pictures = pictures
         self.no_pictures = "the model has no vision tower"
+        place = None if pictures is None else pictures.token_id
+        self.place = (place, tokenizer.convert_ids_to_tokens(place)) if place is not None else None
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
@@ -173,6 +183,8 @@ class Encoder:
             chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
             if example.pictures and self.pictures is None:
                 raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
+            if self.pictures is not None and not example.pictures and any(_asks_to_look(m) for m in messages):
+                raise RowError(f"{example.place}: a mark {IN_TEXT} in the text, and the row has no picture")
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
@@ -239,7 +251,8 @@ class Encoder:
                 edges += [places[k] + shifts[k], places[k] + len(pictures.mark) + shifts[k + 1]]
             edges.append(span.end + shifts[first + len(within)])
             spans += [Span(a, b, span.closed) for a, b in zip(edges[::2], edges[1::2]) if b > a]
-        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown)
+        places = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
+        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=places)
 
     def _reads(self, key: str) -> bool:
         """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""
@@ -342,6 +355,11 @@ class Encoder:
             after = [] if self.after and ids[-1:] == self.after else self.after
             learnt = [whole] * len(before) + learnt + [True] * len(after)
             ids = before + ids + after
+        if self.place is not None and (there := ids.count(self.place[0])) != r.places:
+            token = self.place[1]
+            reason = f"{there} times {token}, which stands for a picture, and the row's pictures have {r.places}"
+            tally.bad.add(BadRow(r.place, reason, f"take {token} out of the text"))
+            return None
         cut = len(ids) > self.max_length
         if cut and r.pictures and offsets[self.max_length - 1][1] < r.shown:
             seen = sum(start < r.shown for start, _ in offsets)

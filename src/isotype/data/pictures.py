@@ -16,6 +16,7 @@ import math
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -50,6 +51,8 @@ _NOT_READ = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF",
 def why_bad(error: Exception, content: bytes) -> str:
     if not content:
         return "an empty file"
+    if type(error).__name__ == "DecompressionBombError":
+        return f"more than {2 * MOST_PIXELS / 1e6:.0f} megapixels, and at most {MOST_PIXELS / 1e6:.0f} are read"
     if content[4:8] == b"ftyp" and (kind := _NOT_READ.get(content[8:12])):
         return f"a {kind} picture, which is not read here: convert it to JPEG, PNG or WebP"
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -122,16 +125,16 @@ class Pictures:
     """The pictures of a run, with the processor of its model.
 
     load                  gives transformers' processor; called when the first row has a picture. Raises UsageError
-    token                 the model's own for a place of a picture; None: not known
+    token_id              the model's own for a place of a picture; None: not known
     min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept; None: as it is
     kept                  folder of the pictures that rows bring as bytes
     """
 
     def __init__(
-        self, load: Callable[[], Any], *, token: int | None = None, min_pixels: int | None = None, max_pixels: int | None = None,
+        self, load: Callable[[], Any], *, token_id: int | None = None, min_pixels: int | None = None, max_pixels: int | None = None,
         kept: Path | None = None,
     ) -> None:  # fmt: skip
-        self._load, self._token, self.min_pixels, self.max_pixels = load, token, min_pixels, max_pixels
+        self._load, self.token_id, self.min_pixels, self.max_pixels = load, token_id, min_pixels, max_pixels
         self._temporary = tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
         self.kept = Path(self._temporary.name) if self._temporary is not None else kept
         self._bounded = False
@@ -166,7 +169,9 @@ class Pictures:
         found = content_of(given, folder)
         content = found.read_bytes() if isinstance(found, Path) else found
         digest = hashlib.sha256(content).hexdigest()[:32]
-        opened(content, most_pixels=MOST_PIXELS)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Image size")  # PIL's own about a large picture
+            opened(content, most_pixels=MOST_PIXELS)
         path = found if isinstance(found, Path) else self._keep(content, digest)
         return f"{digest} {path.stat().st_mtime_ns} {path.resolve()}"
 
@@ -231,9 +236,9 @@ class Pictures:
         replaced = made.get("text_replacement_offsets")
         # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
         found = [self.mark] * len(references) if replaced is None else [one["replacement"] for one in replaced[0]]
-        if self._token is not None and self._token not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]:
+        if self.token_id is not None and self.token_id not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]:
             raise UsageError(
-                f"{type(self.processor).__name__} writes a picture without the model's own token for it ({self._token}): "
+                f"{type(self.processor).__name__} writes a picture without the model's own token for it ({self.token_id}): "
                 "the processor is another model's", fix="the preprocessor_config.json and tokenizer that the model was released with",
             )  # fmt: skip
         return found

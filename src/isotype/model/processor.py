@@ -50,7 +50,7 @@ def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pic
     token = next((at for key in ("image_token_id", "image_token_index") if (at := getattr(architecture, key, None)) is not None), None)
     folder = cache_folder(data.cache)
     return Pictures(
-        lambda: load_processor(name, section.revision, architecture, tokenizer), token=token, min_pixels=data.min_pixels,
+        lambda: load_processor(name, section.revision, architecture, tokenizer), token_id=token, min_pixels=data.min_pixels,
         max_pixels=data.max_pixels, kept=None if folder is None else folder / PICTURES,
     )  # fmt: skip
 

@@ -155,6 +155,9 @@ def save(tmp_path, name, image, **options):
         (turns([{"type": "image", "path": "cut.png"}]), "picture 1: not a whole picture"),
         (turns([{"type": "image", "path": "rows.jsonl"}]), "picture 1: not a picture"),
         (turns([{"type": "image", "path": "large.png"}]), "100 megapixels"),
+        (turns([{"type": "image", "path": "larger.png"}]), "more than 179 megapixels"),
+        (turns("<image>what colour?"), "a mark <image> in the text, and the row has no picture"),
+        (turns("what is <|image_pad|>?"), "1 times <|image_pad|>, which stands for a picture, and the row's pictures have 0"),
         (turns([{"type": "image", "path": "thin.png"}]), "the processor refuses it"),
         (turns([{"type": "image", "url": "https://example.org/a.png"}]), "not fetched from the network"),
         (turns([{"type": "image"}]), "a picture without one"),
@@ -173,6 +176,7 @@ def test_a_row_whose_pictures_cannot_be_used_is_named(row, said, vlm, seen, tmp_
     file = seen(turns(asked(0)) if "messages" in row else sound, row)
     (tmp_path / "cut.png").write_bytes(png(0, tmp_path)[:60])
     save(tmp_path, "large.png", Image.new("1", (10000, 10000)))
+    save(tmp_path, "larger.png", Image.new("1", (20000, 10000)))
     save(tmp_path, "thin.png", Image.new("RGB", (1, 900)))
     with pytest.raises(UsageError) as refused:
         read(vlm("qwen2_5_vl"), file)
