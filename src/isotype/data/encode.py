@@ -251,8 +251,8 @@ class Encoder:
                 edges += [places[k] + shifts[k], places[k] + len(pictures.mark) + shifts[k + 1]]
             edges.append(span.end + shifts[first + len(within)])
             spans += [Span(a, b, span.closed) for a, b in zip(edges[::2], edges[1::2]) if b > a]
-        places = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
-        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=places)
+        placeholders = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
+        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=placeholders)
 
     def _reads(self, key: str) -> bool:
         """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""
