@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import gc
 import json
+import operator
 import resource
 import statistics
 import subprocess
@@ -34,7 +35,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 MARKS = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
 SPEED_MARKS = "<!-- speed: python -m benchmarks.dropin table -->", "<!-- end of speed -->"
 FORMS = ("full", "lora", "qlora")
+LINE_MARKS = "<!-- line: python -m benchmarks.dropin table -->", "<!-- end of line -->"
 BF16_BATCHES = 8
+# how a whole train() is measured
+WAYS = ("unmodified", "unwatched", "attached")
 
 
 # --- curves
@@ -161,10 +165,36 @@ def speed_table(measured: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def line_table(measured: list[dict[str, Any]]) -> str:
+    """Markdown: a row a trainer and size, a whole `train()` each way, preflight and record included."""
+    titles = [
+        "trainer",
+        "seconds",
+        "ratio",
+        "peak of the process, MiB",
+        "ratio",
+        "growth, MiB",
+        "ratio",
+        "peak beside no preflight, no record",
+    ]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for one in measured:
+        was, got, ratio = one["unmodified"], one["attached"], one["attached/unmodified"]
+        peak = got["peak_mib"] / one["unwatched"]["peak_mib"]
+        lines.append(
+            f"| {one['trainer']}, {one['layers']} layers | {was['seconds']:.0f} : {got['seconds']:.0f} | {ratio['seconds']:.2f} "
+            f"| {was['peak_mib']:,.0f} : {got['peak_mib']:,.0f} | {ratio['peak_mib']:.2f} "
+            f"| {was['grown_mib']:,.0f} : {got['grown_mib']:,.0f} | {ratio['grown_mib']:.2f} | {peak:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def write_tables() -> None:
     results = json.loads(RESULTS.read_text())
     text = PAGE.read_text(encoding="utf-8")
-    for (begin, end), made in ((MARKS, table(results["curves"])), (SPEED_MARKS, speed_table(results["speed"]))):
+    for (begin, end), made in (
+        (MARKS, table(results["curves"])), (SPEED_MARKS, speed_table(results["speed"])), (LINE_MARKS, line_table(results["line"])),
+    ):  # fmt: skip
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
     PAGE.write_text(text, encoding="utf-8")
@@ -314,7 +344,7 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
 
 def line(name: str, *, length: int, rows: int, pairs: int, layers: int) -> dict[str, Any]:
     """The promised line as a user runs it, preflight and record included: `train()` of ten steps, and the peak of its process."""
-    runs: dict[str, list[dict[str, float]]] = {"unmodified": [], "attached": []}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     asked = ["--length", str(length), "--rows", str(rows), "--layers", str(layers)]
     for _pair in range(pairs):
         for way, of in runs.items():
@@ -327,7 +357,9 @@ def line(name: str, *, length: int, rows: int, pairs: int, layers: int) -> dict[
 
 
 def one_line(name: str, way: str, *, length: int, rows: int, layers: int) -> dict[str, float]:
-    """Seconds, CPU seconds, and MiB of the process at its highest: with libraries and model, as it was before, and grown."""
+    """Seconds, CPU seconds, and MiB of the process at its highest: with libraries and model, and grown since before the line.
+
+    The way `unwatched` attaches without preflight and record: what the two add to the peak is the difference from `attached`."""
     from isotype.integrations import attach
 
     with tempfile.TemporaryDirectory() as folder:
@@ -336,6 +368,8 @@ def one_line(name: str, way: str, *, length: int, rows: int, layers: int) -> dic
         wall, cpu = time.perf_counter(), time.process_time()
         if way == "attached":
             attach(trainer, "bf16-lora", quiet=True)
+        elif way == "unwatched":
+            attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
         trainer.train()
         took = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -410,7 +444,8 @@ def keep(key: str, value: Any) -> None:
     elif key == "overhead":
         pass  # one measurement: the last
     elif key in found:
-        value = [*[v for v in found[key] if v.get("trainer") != value[0].get("trainer")], *value]
+        which = operator.itemgetter("trainer", "layers") if key == "line" else operator.itemgetter("trainer")
+        value = [*[v for v in found[key] if which(v) != which(value[0])], *value]
     RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
 
 

@@ -28,6 +28,7 @@ from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, quantised, widen
 from isotype.ops.packed.formats import Layout
+from isotype.ops.packed.repack import in_rows
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, PackedState]:
@@ -46,11 +47,29 @@ def mxfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
     return torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), PackedState(layout, "mxfp4", {"weight_scale": scale})
 
 
+def gptq(weight: Tensor, *, act_order: bool = False) -> tuple[Tensor, PackedState]:
+    """Random numbers of 4 bits in groups of 128, as a layer holds them once it is loaded."""
+    rows, columns = weight.shape
+    shape = (columns // 8, rows)
+    layout = Layout("gptq", (rows, columns), ("qweight", torch.int32, shape), (1, 128), 4, first_zero=1)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+    tensors = {
+        "qzeros": torch.full((columns // 128, rows // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((columns // 128, rows), 0.005, dtype=torch.float16),
+    }
+    if act_order:
+        tensors["g_idx"] = torch.arange(columns, dtype=torch.int32)[torch.randperm(columns)] // 128
+    made, state = in_rows(words, PackedState(layout, "int4", tensors))
+    return made.view(torch.uint8), state
+
+
 FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, PackedState]]] = {
     "fp8, blocks of 128 x 128": fp8_blocks,
     "fp8, a scale a row": lambda weight: quantised(weight, "fp8"),
     "int8, a scale a row": lambda weight: quantised(weight, "int8"),
     "mxfp4": mxfp4,
+    "GPTQ and AWQ, 4 bits": gptq,
+    "GPTQ with act-order": partial(gptq, act_order=True),
 }
 
 

@@ -90,7 +90,7 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"), ("train", "--resume", "nowhere"),
-     ("train", "--model", "m", "--data", "none.jsonl"), ("eval", "nowhere", "--data", "stdlib")],
+     ("train", "--model", "m", "--data", "none.jsonl"), ("eval", "nowhere", "stdlib")],
 )  # fmt: skip
 def test_mistakes_are_reported_before_torch_is_imported(arguments):
     answer = run(*arguments, attempts=1)
@@ -122,7 +122,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--model", "m", "--data", "stdlib"], ["doctor", "conform", "x.py:f"], ["eval", ".", "--data", "stdlib"]]
+    "arguments", [["train", "--model", "m", "--data", "stdlib"], ["doctor", "conform", "x.py:f"], ["eval", ".", "stdlib"]]
 )
 def test_a_missing_extra_is_named(arguments, tmp_path):
     (tmp_path / "config.json").write_text("{}")  # a model's folder, as far as can be told

@@ -38,8 +38,8 @@ def answer_of(*arguments):
 
 
 def test_eval_of_the_training_file(run, workshop):
-    answer = answer_of("eval", run, "--data", workshop.chats)
-    other = answer_of("eval", run, "--data", workshop.chats, "--batch-size", 3)
+    answer = answer_of("eval", run, workshop.chats)
+    other = answer_of("eval", run, workshop.chats, "--batch-size", 3)
     assert answer_of("eval", run, workshop.chats) == answer
     assert answer["taken"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
@@ -94,7 +94,7 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
 
 
 def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
-    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("ls", "--diff", str(run))):
+    for command in (("chat",), ("sample",), ("eval",), ("merge",), ("ls", "--diff", str(run))):
         with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
             ask(command[0], *command[1:], tmp_path / "rnu")
     with pytest.raises(UsageError, match="holds runs, but is none"):
@@ -159,7 +159,7 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     ask("merge", run, "--dtype", "fp32", "--out", merged)
 
     def loss(folder):
-        return answer_of("eval", folder, "--data", workshop.chats)
+        return answer_of("eval", folder, workshop.chats)
 
     assert loss(merged)["taken"] == "model"
     assert loss(merged)["loss"] == pytest.approx(loss(run)["loss"], rel=1e-2)

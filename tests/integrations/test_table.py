@@ -26,6 +26,9 @@ def test_the_page_has_the_tables_of_the_results(results, cells):
 
     assert between(*dropin.MARKS) == dropin.table(cells)
     assert between(*dropin.SPEED_MARKS) == dropin.speed_table(results["speed"])
+    assert between(*dropin.LINE_MARKS) == dropin.line_table(results["line"])
+    for one in results["line"]:
+        assert one["attached"]["peak_mib"] <= 1.1 * one["unwatched"]["peak_mib"]
     assert f"{results['overhead'][0]['own']:.1%}" in page
 
 

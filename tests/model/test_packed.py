@@ -16,12 +16,13 @@ from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
-from isotype.model.adapter import attach_adapter, save_adapter
+from isotype.model.adapter import attach_adapter, refuse_without_ops, save_adapter
 from isotype.model.load import Source, load_base
 from isotype.model.targets import notes_of_targets
 from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
+from isotype.precision.quantised_base import Quantisation, of_model
 from isotype.tasks.choose import train
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
@@ -245,6 +246,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     experts = model.model.layers[1].mlp.experts
     assert experts.down_proj.quant_state.word == word
     exact = dense(model, torch.float64)
+    assert of_model(model) == Quantisation("", word, held=True)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")
     exact.config._attn_implementation = "eager"
@@ -253,6 +255,8 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     for n, p in sorted(packed.named_parameters()):
         if "lora_" in n:
             p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05
+    with pytest.raises(UsageError, match=r"model.optimize: false: .*\.mlp\.\S* is an adapter on packed experts"):
+        refuse_without_ops(packed)
     manifest = optimize(packed, precision)
     fused = [e.reason for e in manifest.entries if e.part == "experts"]
     assert set(fused) == {"with LoRA on down_proj and gate_up_proj"}

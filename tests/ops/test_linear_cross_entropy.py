@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from isotype.environment.planned import planned_for
 from isotype.ops import linear_cross_entropy
 from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import op
+from isotype.ops.linear_cross_entropy import chunked, op
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
+from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error
 
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -122,3 +124,30 @@ def test_no_gradient_is_made_under_no_grad(monkeypatch):
     with torch.no_grad():
         loss = linear_cross_entropy(x.requires_grad_(), w, targets)
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(2048, 4), (4096, 2), (8192, 1)])
+def test_the_hidden_gradients_product_at_512_rows_fills_a_gpu(hidden, parts):
+    """In tiles of 128 x 256 of the result for 132 multiprocessors: by arithmetic, no GPU was seen."""
+    assert chunked.extent(4096, 128_256, 4, torch.device("cuda"), head=False) == 512
+    assert chunked.parts_of_classes(512, hidden, 128_256, 132) == parts
+    assert 0.9 * 132 < 512 // 128 * hidden // 256 * parts <= 132
+
+
+@pytest.mark.parametrize(("parts", "classes"), [(2, 1000), (4, 1024), (3, 777)])
+def test_a_product_in_parts_of_the_vocabulary_is_the_product(parts, classes):
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(65, classes, generator=generator), torch.randn(classes, 33, generator=generator)
+    exact = left.double() @ right.double()
+    room = chunked.rows_of_logits(65, classes, torch.float32, left.device).copy_(left)
+    got = chunked.product_in_parts(room, right, torch.full((65, 33), float("nan")), parts)
+    assert (got - exact).abs().max() <= 4 * (left @ right - exact).abs().max()
+
+
+def test_a_planned_gpus_hidden_gradient_is_made_in_parts():
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    dlogits, weight, out = torch.empty(512, 128_256, **meta), torch.empty(128_256, 4096, **meta), torch.empty(512, 4096, device="meta")
+    with planned_for("cuda"), NoHostReads() as mode:
+        chunked.product_over_classes(dlogits, weight, out)
+    assert "aten.bmm.dtype" in mode.seen
+    assert not [name for name in mode.seen if "addmm" in name or "aten.mm" in name], "all of the vocabulary is in the parts"

@@ -8,15 +8,16 @@ import torch
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import using
-from isotype.ops.packed import PackedState, state, widen
+from isotype.ops.packed import PackedState, repack, state, widen
 from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
+from isotype.ops.packed.repack import in_rows
 from isotype.precision.packing import UnreadPacking, packing
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.published import FORMATS, element, packed
 
 needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="needs a C++ compiler")
-ORDERED = [form for form in FORMATS if not form.startswith(("gptq", "awq"))]  # those of the one kernel
+ORDERED = [form for form in FORMATS if form != "gptq-act-order"]  # those of the one kernel
 OUT, IN = 72, 80  # no multiples of the blocks' 32: the last ones are smaller
 
 
@@ -24,7 +25,8 @@ def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, Packe
     how = packing(FORMATS[form][1])
     parts = {name: Part(t.dtype, tuple(t.shape)) for name, t in tensors.items() if name not in OF_ACTIVATIONS}
     layout = recognise("layer", parts, how, shape)
-    return tensors[layout.main[0]].view(torch.uint8), state_of("layer", layout, how.word, tensors)
+    weight, made = in_rows(tensors[layout.main[0]], state_of("layer", layout, how.word, tensors))
+    return weight.view(torch.uint8), made
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -47,6 +49,20 @@ def test_pieces_change_nothing(form, monkeypatch):
     whole = widen(weight, how, torch.bfloat16)
     monkeypatch.setattr(state, "_CPU", 1)
     assert torch.equal(widen(weight, how, torch.bfloat16), whole)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq-v2", "gptq-8", "awq"])
+def test_words_down_the_columns_are_put_in_rows_with_the_same_values(form, monkeypatch):
+    tensors = packed(form, OUT, IN)
+    how = packing(FORMATS[form][1])
+    layout = recognise("layer", {name: Part(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, how, (OUT, IN))
+    words = tensors["qweight"]
+    before = state_of("layer", layout, how.word, tensors)
+    monkeypatch.setattr(repack, "PIECE", 1)
+    after, own = in_rows(words, before)
+    assert after.numel() == words.numel()
+    assert torch.equal(widen(after.view(torch.uint8), own, torch.float64), widen(words.view(torch.uint8), before, torch.float64))
+    assert in_rows(words.to("meta"), before.mapped(lambda t: t.to("meta")))[0].shape == after.shape
 
 
 @needs_compiler

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.tasks.choose import plan
 
@@ -49,14 +47,3 @@ def test_a_plan_over_the_device_memory_gives_advice(stories, monkeypatch):
     made = plan(load(None, SETTINGS, {"model.name": stories, "data.train": "stdlib"}, preset="fp32"))
     assert made.fits is False
     assert "will not fit into 64.0 MiB" in made.as_text()
-
-
-def test_dry_run_is_plan(stories):
-    arguments = ["--model", stories, "--data", "stdlib", *SETTINGS, "--preset", "fp32", "--json"]
-    runner = CliRunner()
-    planned, dry = (runner.invoke(build_app(), [*command, *arguments]) for command in (["plan"], ["train", "--dry-run"]))
-    assert planned.exit_code == dry.exit_code == 0, planned.output
-    first, second = (json.loads(result.stdout) for result in (planned, dry))
-    for made in (first, second):  # the process has grown in between, and what says how large it is
-        made["memory"].pop("process"), made["memory"].pop("peak_with_process"), made["checkpointing"].pop("reason")
-    assert first == second

@@ -66,6 +66,17 @@ def test_clipping_bounds_what_the_optimizer_sees():
     assert seen[0] == pytest.approx(1e-3, rel=1e-2)
 
 
+def test_the_share_that_an_update_changed_comes_with_the_next_steps_result():
+    s = stepper(tiny())
+    shares = [
+        s(batches(2), step=step, learning_rate=rate, watch_changes=step < 3).share_changed
+        for step, rate in enumerate((0.0, 1e-3, 1e-3, 1e-3), 1)
+    ]
+    assert shares[:2] == [None, 0.0]
+    assert shares[2] > 0.9
+    assert shares[3] is None
+
+
 def poisoned_weight(s):
     s.model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
 
@@ -142,14 +153,15 @@ def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
 
     def read(*scalars):
         reads.append([(scalar.device, scalar.shape) for scalar in scalars])
-        return [3.0, 4.0]
+        return [3.0, 4.0, 0.25][: len(scalars)]
 
     monkeypatch.setattr("isotype.training.step.read_on_host", read)
     for number in (1, 2):
         with planned_for("cuda"), NoHostReads() as mode:
-            result = stepper(batches, step=number, learning_rate=1e-3, watch_changes=False)
+            result = stepper(batches, step=number, learning_rate=1e-3, watch_changes=True)
         assert mode.seen
-    assert reads == [[(META, ())] * 2] * 2
+        assert result.share_changed == (0.25 if number == 2 else None), "of the update of the step before"
+    assert reads == [[(META, ())] * 2, [(META, ())] * 3]
     scale = stepper.loss_scale.scale if stepper.loss_scale else 1.0
     shares = {"one": (3.0, 4.0), "replicate": (6.0, 4.0), "shard": (6.0, 4.0 * 2**0.5)}
     assert (result.loss, result.gradient_norm * scale) == pytest.approx(shares[processes])

@@ -124,7 +124,7 @@ def test_a_script_of_diffusers_is_what_it_is(tmp_path):
     assert (result.tool, config.adapter.kind, config.adapter.r, config.adapter.alpha) == ("diffusers", "lora", 16, 16.0)
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert config.images.train == [{"name": "dog", "caption": "a photo of sks dog"}]
-    assert config.images.regularisation == [{"name": "class", "caption": "a photo of a dog", "weight": 0.5}]
+    assert config.images.regularisation == [{"name": "class", "caption": "a photo of a dog", "weight": 0.5, "draw": 100}]
     assert (config.diffusion.timesteps, config.diffusion.shift, config.diffusion.guidance) == ("uniform", 1.0, 3.5), "the script's own"
     assert (config.precision.preset, config.train.accumulate, config.run.samples) == ("bf16-lora", 4, ["sks dog in a bucket"])
     lines = {outcome.given.name: outcome.given.line for outcome in result.outcomes}
@@ -160,7 +160,8 @@ def test_kohyas_command_and_its_numbered_folders(tmp_path):
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
     assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == ("ai-toolkit", DIFFUSION, 16, 0.99)
-    assert (config.images.train, config.images.trigger, config.images.resolution) == ("mine", "sks", 1024)
+    assert (config.images.trigger, config.images.resolution) == ("sks", 1024)
+    assert config.images.train == [{"name": "mine", "resolution": [512, 768, 1024]}]
     assert (config.train.learning_rate, config.diffusion.timesteps) == (1.0, "logit_normal")
     assert (config.run.adapters_every, config.run.adapters_keep, config.run.sample_size) == (250, 4, 1024)
     first, second = config.run.samples
@@ -173,7 +174,7 @@ def test_ai_toolkits_yaml(tmp_path):
 def test_ai_toolkits_pairs(tmp_path):
     text = AI_TOOLKIT.replace("caption_ext: txt", "control_path: before")
     _, config = made(tmp_path, "edit.yaml", text)
-    assert config.images.train == [{"name": "mine", "controls": "before"}]
+    assert config.images.train == [{"name": "mine", "resolution": [512, 768, 1024], "controls": "before"}]
 
 
 def test_onetrainers_json(tmp_path):
@@ -184,10 +185,34 @@ def test_onetrainers_json(tmp_path):
     assert (config.run.adapters_every, config.run.sample_every, config.train.weight_decay) == (200, None, 0.02)
 
 
+def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
+    lycoris = KOHYA.replace('"networks.lora"', '"lycoris.kohya"\nnetwork_args = ["algo=lokr", "factor=8", "conv_dim=4"]')
+    more = DATA + '\n[[datasets]]\nresolution = [768, 768]\n  [[datasets.subsets]]\n  image_dir = "small"\n'
+    result, config = made(tmp_path, "run.toml", lycoris, **{"data.toml": more, "prompts.txt": "a cat"})
+    assert (config.adapter.kind, config.adapter.factor, config.adapter.r) == ("lokr", 8, 32)
+    assert config.images.train[1] == {"name": "small", "resolution": 768}
+    assert next(o.given.line for o in result.outcomes if o.became == "adapter.factor: 8") == 3
+
+    network = "{type: lokr, lokr_full_rank: true, lokr_factor: 4, linear: 16, linear_alpha: 16}"
+    text = AI_TOOLKIT.replace("{type: lora, linear: 16, linear_alpha: 16}", network)
+    _, config = made(tmp_path, "dog.yaml", text)
+    assert (config.adapter.kind, config.adapter.factor) == ("lokr", 4)
+    assert config.adapter.alpha == config.adapter.r >= 65536
+
+    settings = {**ONETRAINER, "lora_decompose": True, "resolution": "512,768"}
+    _, config = made(tmp_path, "config.json", json.dumps(settings))
+    assert (config.adapter.dora, config.images.train) == (True, [{"name": "mine", "repeats": 3, "resolution": [512, 768]}])
+
+    script = DIFFUSERS.replace("--push_to_hub", "--num_class_images=200 --use_dora")
+    result, config = made(tmp_path, "train.sh", script)
+    assert (config.adapter.dora, config.images.regularisation[0]["draw"]) == (True, 200)
+    assert next(o.given.line for o in result.outcomes if o.given.name == "num_class_images") == 2
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", AI_TOOLKIT.replace("type: lora", "type: lokr"), "network.type: lokr is not offered"),
+        ("a.yaml", AI_TOOLKIT.replace("type: lora", "type: locon"), "network.type: locon is not offered"),
         ("a.yaml", AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"), "concept_slider is not offered"),
         ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"), "several pictures before an edit"),
         ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),

@@ -14,7 +14,7 @@ from ..wording import counted
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
-    file: Annotated[
+    data: Annotated[
         str | None,
         typer.Argument(
             metavar="[FILE]",
@@ -22,7 +22,6 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
     ] = None,
@@ -44,9 +43,6 @@ def evaluate(
     """
     from ..errors import UsageError
 
-    if file is not None and data is not None:
-        raise UsageError(f"eval: {file} and --data {data}: one of them", fix=f"isotype eval {run} {file}")
-    data = file or data
     if on_bad_row not in (None, "error", "skip"):
         raise UsageError(f"--on-bad-row {on_bad_row}: expected error or skip")
     from ..config.kind import DIFFUSION

@@ -48,14 +48,12 @@ def train(
     preset: Preset = None,
     steps: Steps = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Folder of a run to go on with.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen, as isotype plan does.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --resume: accept changes that make it another run.")] = False,
     skip: Annotated[
         list[str] | None,
         typer.Option("--skip", metavar="CODE=REASON", help="Leave a check of the preflight out; may be repeated.", show_default=False),
     ] = None,
     no_cache: NoCache = False,
-    why: Annotated[str | None, typer.Option("--why", help="The reason of every --skip without one.", show_default=False)] = None,
     processes: Processes = None,
     gpus: Gpus = None,
     json_output: Json = False,
@@ -87,23 +85,15 @@ def train(
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
-        skips = parse_skips(skip or [], why)
+        skips = parse_skips(skip or [])
         loaded = _loaded(
             settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
             device="cuda" if gpus else None,
         )  # fmt: skip
-        if not dry_run:
-            loaded, resume = of_this_start(loaded, resume)
-        status = None if dry_run else _launched(loaded, processes, gpus)
+        loaded, resume = of_this_start(loaded, resume)
+        status = _launched(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)
-    if dry_run:
-        if processes or gpus:
-            raise UsageError("--processes and --gpus have no effect with --dry-run")
-        if skips:
-            raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
-        _print_plan(loaded, json_output)
-        return
     from ..entry.train import start
     from ..training.console import RunConsole
 

@@ -20,11 +20,11 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
-        "run.adapter_format",
+        "run.adapter_format", "adapter.factor",
     ),
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
-        "adapter.dora", "adapter.start", "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
+        "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
         "precision.vision",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.rope_parameters",
         "model.trust_remote_code", "run.sample_tokens",

@@ -120,14 +120,15 @@ class ImagesSection(Section):
     train: str | list[str | dict[str, Any]] | None = None
     """Training pictures of a diffusion run: a folder (each picture with its captions in a .txt of the same name, a caption a line), a file
     of rows that name pictures (JSONL, CSV, Parquet), or a list of these, each perhaps a mapping with `name`, `caption` (of all
-    its pictures), `columns`, `repeats`."""
+    its pictures), `columns`, `repeats`, `resolution` (its own, or several, `[512, 768]`, of which each picture comes in each)."""
     eval: str | list[str | dict[str, Any]] | None = None
     """Evaluation pictures, named as in `train`; without it `eval_split` of the training pictures are held out."""
     eval_split: Fraction = 0.05
     """Share of the training pictures held out when `eval` is not given; 0 for none."""
     regularisation: str | list[str | dict[str, Any]] | None = None
     """Pictures of what the model shall still draw as before (prior preservation), named as in `train`. They are trained on with the
-    others, their loss times `weight`, a key of a mapping, 1 by default."""
+    others, their loss times `weight`, a key of a mapping, 1 by default. With `draw: 100` and a `caption` the base model draws so many into
+    the folder before training, once, and they come one to one with the others."""
     masks: str | None = None
     """Folder of grey pictures, named as those of `train`: the loss counts where the mask is white. A row may name its own (`mask`)."""
     controls: str | None = None
@@ -136,7 +137,7 @@ class ImagesSection(Section):
     columns: dict[str, str] | None = None
     """The data's own names for `image`, `text`, `mask`, `control`: `{image: file, text: prompt}`. By default common names are tried."""
     resolution: PositiveInt = 512
-    """Side in pixels: a picture is scaled to cover a square of it, and `crop` is taken."""
+    """Side in pixels: a picture is scaled to cover a square of it, and `crop` is taken. A source may have a `resolution` of its own."""
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     """Above 1: pictures keep their shape, up to so many times longer than wide or wider than long. They are put into aspect buckets of
     about `resolution` x `resolution` pixels, and the pictures of a step come from one bucket where there are enough."""
@@ -209,8 +210,9 @@ class DiffusionSection(Section):
 
 
 class AdapterSection(Section):
-    kind: Literal["lora", "none"] = "lora"
-    """`lora` trains a PEFT adapter; `none` trains every weight."""
+    kind: Literal["lora", "lokr", "none"] = "lora"
+    """`lora` trains a PEFT adapter; `lokr`, of pictures, one whose change of a weight is a Kronecker product, computed by PEFT's code;
+    `none` trains every weight."""
     r: PositiveInt = 16
     """Rank."""
     alpha: PositiveFloat = 32.0
@@ -222,10 +224,13 @@ class AdapterSection(Section):
     experts and leaves the routers as they are."""
     parameters: list[str] = []
     """Parameters to adapt besides the modules, by the end of their names: stacked experts (`[experts.down_proj]`) or a router's weight."""
+    factor: PositiveInt | None = None
+    """Of lokr: the side of the small factor, where it divides a weight's side; by default near the root of that side."""
     rslora: bool = False
     """Rank-stabilised scale."""
     dora: bool = False
-    """DoRA: each row of the adapted weight gets a length that is trained. Not on experts; `dropout` leaves it to PEFT's slower code."""
+    """DoRA: each row of the adapted weight gets a length that is trained. Not on experts; `dropout` leaves it to PEFT's slower code. Of
+    pictures also, but not in a ComfyUI file."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Other ranks for some modules: names, or ends of names as regular expressions (`{down_proj: 32, "layers.0.*q_proj": 4}`)."""
     alpha_pattern: dict[str, PositiveFloat] = {}

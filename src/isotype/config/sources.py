@@ -233,10 +233,12 @@ COLUMNS = ("image", "text", "mask", "control")
 class PictureSource:
     """One entry of images.train, images.eval or images.regularisation, as a user gave it.
 
-    caption  of every picture, instead of those in text files
-    repeats  how often each picture comes in an epoch
-    weight   of the loss of its pictures; of regularisation pictures only
-    controls folder of the pictures before the edit
+    caption     of every picture, instead of those in text files
+    repeats     how often each picture comes in an epoch
+    weight      of the loss of its pictures; of regularisation pictures only
+    draw        how many pictures the folder shall have, where the base model draws those that it lacks; of regularisation pictures only
+    resolution  in place of `images.resolution`; with several each picture comes once in each
+    controls    folder of the pictures before the edit
     """
 
     name: str
@@ -244,14 +246,16 @@ class PictureSource:
     caption: str | None = None
     repeats: int = 1
     weight: float = 1.0
+    draw: int | None = None
+    resolution: tuple[int, ...] = ()
     columns: Mapping[str, str] | None = None
     controls: str | None = None
 
 
 _PICTURE_KEYS = {
-    "train": ("name", "caption", "columns", "repeats", "controls"),
-    "eval": ("name", "caption", "columns", "controls"),
-    "regularisation": ("name", "caption", "columns", "repeats", "weight", "controls"),
+    "train": ("name", "caption", "columns", "repeats", "controls", "resolution"),
+    "eval": ("name", "caption", "columns", "controls", "resolution"),
+    "regularisation": ("name", "caption", "columns", "repeats", "weight", "draw", "controls", "resolution"),
 }
 
 
@@ -276,17 +280,28 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
 
 def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSection) -> PictureSource:
     for key, why in {"weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
+                     "draw": f"only images.regularisation has it: the pictures of images.{side} are your own",
                      "repeats": "has no effect: evaluation takes every picture once"}.items():  # fmt: skip
         if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
             raise UsageError(f"{where}.{key}: {why}")
     own = {"columns": images.columns, "controls": images.controls} | {key: value for key, value in settings.items() if value is not None}
     settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
-    repeats = settings.get("repeats", 1)
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise UsageError(f"{where}.repeats: expected a whole number of at least 1, got {repeats!r}")
+    caption, given = settings.get("caption"), settings.pop("resolution", None)
+    resolution = tuple(given) if isinstance(given, list) else () if given is None else (given,)
+    for key, number in (
+        ("repeats", settings.get("repeats", 1)),
+        ("draw", settings.get("draw", 1)),
+        *(("resolution", r) for r in resolution),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise UsageError(f"{where}.{key}: expected a whole number of at least 1, got {number!r}")
+    if "draw" in settings and not caption:
+        raise UsageError(f"{where}.draw: needs caption, the prompt that the pictures are drawn from", fix="caption: a photo of a person")
+    if "draw" in settings and "repeats" in settings:
+        raise UsageError(f"{where}.repeats: has no effect with draw: class pictures come one to one with the others")
     for text in ("caption", "controls"):
         if not isinstance(settings.get(text, ""), str):
             raise UsageError(f"{where}.{text}: expected text, got {settings[text]!r}")
     if unknown := next((key for key in settings.get("columns") or () if key not in COLUMNS), None):
         raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
-    return PictureSource(key=where, **settings)
+    return PictureSource(key=where, resolution=tuple(dict.fromkeys(resolution)), **settings)

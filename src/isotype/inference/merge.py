@@ -175,7 +175,9 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
             merged[rows] = layer.trainable_tokens_delta[adapter].detach().to(merged)
         return merged
     for adapter in layer.active_adapters:
-        if adapter in layer.lora_variant:  # DoRA scales the sum, row by row
+        if hasattr(layer, "lokr_w1"):
+            merged = merged + _delta(layer, adapter)
+        elif adapter in layer.lora_variant:  # DoRA scales the sum, row by row
             merged = layer.lora_variant[adapter].merge_safe(layer, adapter, merged)
         elif adapter in layer.lora_A or adapter in layer.lora_embedding_A:
             merged = merged + _delta(layer, adapter)
@@ -214,11 +216,12 @@ def _without_wrappers(name: str) -> str:
 
 def _refuse_unmergeable(model: nn.Module) -> None:
     """Raises  UsageError for adapters that are not a change of one weight."""
-    from peft.tuners import lora
+    from peft.tuners import lokr, lora
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear), lora.ParamWrapper, TrainableTokensLayer)
+    four_bit = getattr(lora, "Linear4bit", lora.Linear)
+    known = (lora.Linear, lora.Embedding, lora.Conv2d, four_bit, lora.ParamWrapper, lokr.Linear, TrainableTokensLayer)
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -227,7 +230,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
         if type(layer) not in known or several or biased:
             what = "several adapters, one with DoRA" if several else "a bias of its own (lora_bias)" if biased else type(layer).__name__
             raise UsageError(
-                f"{name}: {what}: isotype merges LoRA, rsLoRA and DoRA of one weight", fix="PEFT's own model.merge_and_unload()"
+                f"{name}: {what}: isotype merges LoRA, rsLoRA, DoRA and LoKr of one weight", fix="PEFT's own model.merge_and_unload()"
             )
 
 
@@ -241,7 +244,7 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 def _plain_name(name: str) -> str | None:
     """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
-    if ".lora_" in name or ".original_module." in name or ".trainable_tokens_" in name:
+    if ".lora_" in name or ".lokr_" in name or ".original_module." in name or ".trainable_tokens_" in name:
         return None
     return _without_wrappers(name).replace(".modules_to_save.default.", ".")
 

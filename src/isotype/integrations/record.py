@@ -24,6 +24,7 @@ from ..environment.versions import environment
 from ..report.write import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
+from ..training.memory.device import trim_freed_blocks
 from .attachment import Attachment, Methods
 from .preflight import run_preflight
 from .steps import Guards
@@ -83,6 +84,7 @@ class Record(TrainerCallback):
         if self.preflight:
             seen = run_preflight(self.attached, self.folder.path, self.skip, self.watched.observer, resuming=resuming)
             self.watched.rehearsed(seen)
+            trim_freed_blocks()
         self.watched.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -100,6 +102,7 @@ class Record(TrainerCallback):
             self.watched.check_update(self.guards.extra.get("share_changed", 0.0))
         if (seen := self.watched.end()) is None:
             return
+        trim_freed_blocks()
         if state.is_world_process_zero:
             self._write_manifest()
         self.guards.extra["promotions"] = sum(seen.promotions.values())

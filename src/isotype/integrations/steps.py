@@ -156,7 +156,7 @@ class Guards(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.accelerator.optimizer_step_was_skipped:
-            self.extra["share_changed"] = share_changed(self._before, self._look())
+            self.extra["share_changed"] = float(share_changed(self._before, self._look()))
         self._before = []
 
     def _look(self) -> list[Tensor]:

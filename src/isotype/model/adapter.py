@@ -84,6 +84,8 @@ def attach_adapter(
         if next(model.parameters()).device.type == "meta":
             return _outlined(model, folder)
         return load_adapter(model, folder, what="adapter.start_from")
+    if section.kind == "lokr":
+        return _with_lokr(model, section, targets or [])
     in_full, tied = list(section.modules_to_save), False
     if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
         raise UsageError("adapter.train_tokens: the embedding is trained in full", fix="remove adapter.train_tokens")
@@ -145,6 +147,20 @@ def attach_adapter(
         begin_at(adapted, section.start)
     if section.dora:
         _exact_magnitudes(adapted)
+    return adapted
+
+
+def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftModel:
+    from peft import LoKrConfig, get_peft_model
+
+    config = LoKrConfig(
+        r=section.r, alpha=section.alpha, target_modules=targets, decompose_factor=section.factor or -1,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
+        rank_pattern=dict(section.rank_pattern), alpha_pattern=dict(section.alpha_pattern),
+    )  # fmt: skip
+    try:
+        adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}") from error
     return adapted
 
 
@@ -237,12 +253,24 @@ def check_branch(config: RunConfig, precision: Precision) -> None:
     why = None
     if config.adapter.kind == "none":
         why = "adapter.kind: none, which trains no adapter"
+    elif config.adapter.kind == "lokr":
+        why = "adapter.kind: lokr, which PEFT computes"
     elif not config.model.optimize:
         why = "model.optimize: false, which leaves the adapter to PEFT"
     elif precision.compute == "fp32":
         why = "precision.compute: fp32, which the adapter has already"
     if why:
         raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
+
+
+def refuse_without_ops(model: nn.Module) -> None:
+    """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's code cannot compute"""
+    for name, layer in lora_layers(model):
+        if hasattr(layer, "parameter_name") and is_quantised(layer.get_param()):
+            raise UsageError(
+                f"model.optimize: false: {name} is an adapter on packed experts, and PEFT's code cannot compute it",
+                fix="model.optimize: true, or adapter.targets of attention alone",
+            )
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:

@@ -20,7 +20,7 @@ from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
-from .adapter import attach_adapter, check_vision, freeze_vision, trained_in_full
+from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
 from .embedding_noise import put_embedding_noise
 from .load import Source, base_notes, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
@@ -70,6 +70,8 @@ def build_model(
             token_ids=ids_of(tokenizer, config.adapter.train_tokens),
         )  # fmt: skip
         notes += notes_of_targets(adapted, config.adapter)
+        if not config.model.optimize:
+            refuse_without_ops(adapted)
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     # before the precision, which wraps the forward that the ops look at

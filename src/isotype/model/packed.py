@@ -27,6 +27,7 @@ from ..lora.quantised import PackedLinear
 from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
+from ..ops.packed.repack import in_rows
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade
 from .architecture import auto_class
@@ -185,11 +186,12 @@ def pack(model: nn.Module, packing: Packing) -> None:
     for full, waiting in list(_waiting(model)):
         tensors = waiting.tensors()
         state = state_of(full, waiting.layout, packing.word, tensors)
+        weight, state = in_rows(tensors[waiting.layout.main[0]], state)
         bias = None if waiting.bias is None else waiting.bias.data
-        layer = PackedLinear(waiting.in_features, waiting.out_features, tensors[waiting.layout.main[0]], state, bias)
+        layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
         parent, _, last = full.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
-        del tensors
+        del tensors, weight
     pack_experts(model, packing)
 
 

@@ -86,8 +86,10 @@ def of_model(model: nn.Module) -> Quantisation | None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
-        if state is not None and hasattr(state, "word"):
-            seen[Quantisation("", state.word, held=True)] += 1
+        # stacks of experts among them
+        words = [word for p in module._parameters.values() if (word := getattr(getattr(p, "quant_state", None), "word", None))]
+        if words:
+            seen[Quantisation("", words[0], held=True)] += len(words)
         elif state is not None and hasattr(module, "compute_dtype"):
             compute = None if module.compute_dtype is None else _word(module.compute_dtype)
             assert weight is not None

@@ -87,12 +87,18 @@ def subtitle(record: RunRecord) -> str:
     model = record.setting("model", "name") or record.result.get("base")
     kind, train = record.setting("adapter", "kind"), record.setting("data", "train") or record.setting("images", "train")
     total, trained = (n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained"))
-    how = f"LoRA r={record.setting('adapter', 'r')}" if kind == "lora" else "every weight trained" if kind == "none" else None
+    how = (
+        f"{'LoRA' if kind == 'lora' else 'LoKr'} r={record.setting('adapter', 'r')}"
+        if kind in ("lora", "lokr")
+        else "every weight trained"
+        if kind == "none"
+        else None
+    )
     parts = [
         "/".join(Path(str(model)).parts[-2:]) if model else None,
         f"{count(total)} parameters" if total else None,
         record.precision.get("preset"),
-        f"{how}, {percent(trained / total)} trained" if total and kind == "lora" else how,
+        f"{how}, {percent(trained / total)} trained" if total and kind in ("lora", "lokr") else how,
         f"on {short_names(train)}" if train else None,
     ]
     return "  ·  ".join(str(part) for part in parts if part)
@@ -209,7 +215,7 @@ def data(record: RunRecord) -> dict[str, Any]:
 _PICTURE_FACTS = {
     "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
     "masked_pictures": "with a mask", "bad_pictures": "left out", "captions": "captions", "buckets": "aspect buckets",
-    "resolution": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
+    "resolutions": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
     "shift": "shift of the noise levels", "made": "latents and embeddings made", "found": "found in the cache",
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ _OF_PREFERENCES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
      percent),
 )  # fmt: skip
 _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("share_changed", "Share changed", "Trained elements that a step really moved. Low: updates vanish in rounding.", percent),
+    ("share_changed", "Share changed", "Trained elements that the update before moved. Low: updates vanish in rounding.", percent),
     ("learning_rate", "Learning rate", "", plain),
     ("tokens_per_second", "Tokens per second", "", count),
     ("memory_bytes", "Peak memory", "", bytes_written),

@@ -151,6 +151,9 @@ class Loop:
         except (RunError, UsageError) as error:  # a stream meets its broken rows here
             raise self.with_last_good(error) from error
 
+    def _logged(self, step: int) -> bool:
+        return step % self.config.run.log_every == 0 or step in (1, self.plan.total)
+
     def _step(self, step: int) -> None:
         train, run = self.config.train, self.config.run
         self.world.at(step, "a step")
@@ -159,14 +162,14 @@ class Loop:
         together = self.stepper.sharding is not None
         batches = [batch.to(self.device) for batch in batches_of_rank(self.task, self.stream, self.batching, together=together)]
         batches = list(self.task.before_step(self.model, batches, self.world, dtype=self.resolved.precision.loss))
-        logging = step % run.log_every == 0 or step in (1, self.plan.total)
+        logging, watched = self._logged(step), self._logged(step + 1)  # the share that an update changes is known one step later
         rate = learning_rate(train, step, self.plan.total)
         self.carried.begin()
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
         if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
         else:
-            result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
+            result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=watched), None
         if self.ema is not None and not result.overflow:
             self.ema.update(step)
         self.carried.take(f"the update of step {step}")
@@ -209,7 +212,7 @@ class Loop:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
         with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
-            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=self._logged(step + 1))
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.schema import RunConfig, bytes_of
+from ..config.kind import DIFFUSION, kind_of
+from ..config.schema import AdapterSection, RunConfig, bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
 from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
@@ -134,10 +135,26 @@ def check_adapters(config: RunConfig) -> None:
             raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
         if given and adapter.start_from is not None and key in of_new_ones:
             raise UsageError(f"{key}: has no effect with adapter.start_from, whose adapter goes on as it is", fix=f"remove {key}")
-    if adapter.alpha_pattern and run.adapter_format == "comfyui":
-        raise UsageError("adapter.alpha_pattern: run.adapter_format: comfyui has one alpha", fix="remove adapter.alpha_pattern")
+    if adapter.kind == "lokr":
+        refuse_of_lora(config)
+    elif adapter.factor is not None:
+        raise UsageError(
+            f"adapter.factor: has no effect with adapter.kind: {adapter.kind}", fix="remove adapter.factor, or adapter.kind: lokr"
+        )
+    if run.adapter_format == "comfyui" and (key := "alpha_pattern" if adapter.alpha_pattern else "dora" if adapter.dora else ""):
+        raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
     if adapter.plus is not None and config.train.optimizer == "prodigy":
         raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
+
+
+def refuse_of_lora(config: RunConfig) -> None:
+    """Raises  UsageError for a LoKr of a language model, or with a setting that only LoRA has"""
+    adapter, new = config.adapter, AdapterSection()
+    if kind_of(config) != DIFFUSION:
+        raise UsageError("adapter.kind: lokr is offered for pictures", fix="adapter.kind: lora")
+    for key in ("dropout", "rslora", "dora", "plus", "start"):
+        if getattr(adapter, key) != getattr(new, key):
+            raise UsageError(f"adapter.{key}: has no effect with adapter.kind: lokr", fix=f"remove adapter.{key}, or adapter.kind: lora")
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:

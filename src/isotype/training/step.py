@@ -37,8 +37,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over `weight`; measures: the task's other means, in its order; units: tokens or pictures seen; share_changed: None if not
-    looked at; overflow: fp16 skipped the update; loss_scale: what this step's loss was multiplied by, None without loss scaling.
+    """loss: mean over `weight`; measures: the task's other means, in its order; units: tokens or pictures seen; share_changed: of weights,
+    by the update before this step's, None if that was not watched; overflow: fp16 skipped the update; loss_scale: what this step's loss was
+    multiplied by, None without loss scaling.
     """
 
     loss: float
@@ -95,6 +96,7 @@ class Stepper:
         self.judge_difference: Callable[[int], None] = lambda step: None
         self._differed = False
         self._sampled = sampled_elements(accumulator.parameters)
+        self._changed: Tensor | None = None  # the share that the last watched update changed, until the next step reads it with its loss
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
         """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights. What a task
@@ -126,11 +128,14 @@ class Stepper:
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises, before any weight changes, RunError NF001 for a non-finite loss or (without loss scaling) gradient, and
-        DtypeError DT003 where something changed the weights since the last update (`carried`)."""
+        DtypeError DT003 where something changed the weights since the last update (`carried`).
+
+        watch_changes  the next step's result has the share of weights that this update changed: it is read with that step's loss
+        """
         check_placed(self.model)
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
-        own_loss, loss, norm, measures = self._add_up(loss_tensor)
+        own_loss, loss, norm, changed, measures = self._add_up(loss_tensor)
         if not math.isfinite(loss):
             raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -139,7 +144,6 @@ class Stepper:
             raise self.non_finite(batches, step=step, what="the gradient")
         if self._differed:
             self.judge_difference(step)
-        changed = None
         if not overflow:
             norm /= scale
             clip = min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
@@ -149,7 +153,7 @@ class Stepper:
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)  # of B's matrices, with adapter.plus
             before = self._look() if watch_changes else []
             self.optimizer.step()
-            changed = share_changed(before, self._look()) if watch_changes else None
+            self._changed = share_changed(before, self._look()) if watch_changes else None
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
@@ -163,9 +167,9 @@ class Stepper:
         (square,) = self.world.sum([own**2])
         return _norm_of_parts(square, self.sharding)
 
-    def _add_up(self, loss: Tensor) -> tuple[float, float, float, list[float]]:
-        """Makes the gradients those of all processes; returns this process's own loss, that of all, the norm of the whole gradient, and
-        what the task measures."""
+    def _add_up(self, loss: Tensor) -> tuple[float, float, float, float | None, list[float]]:
+        """Makes the gradients those of all processes; returns this process's own loss, that of all, the norm of the whole gradient, the
+        share that the last watched update changed, and what the task measures."""
         reached: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent = self.sharding.sent()
@@ -175,16 +179,19 @@ class Stepper:
         # the one wait for the device in a step; gradients that no process has are zeros here
         measured = () if self.measured is None else self.measured.unbind()
         carried = [] if self.carried is None else self.carried.flags
-        own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured, *carried)
+        last = [] if self._changed is None else [self._changed]
+        self._changed = None
+        own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured, *carried, *last)
+        changed = measures.pop() if last else None
         self._differed, measures = any(measures[len(measured) :]), measures[: len(measured)]
         if self.world.size == 1:
-            return own, own, norm, measures
+            return own, own, norm, changed, measures
         if self.sharding is not None:
             total, square, *measures = self.world.sum([own, norm**2, *measures])
-            return own, total, _norm_of_parts(square, self.sharding), measures
+            return own, total, _norm_of_parts(square, self.sharding), changed, measures
         total, *counts = self.world.sum([own, *reached, *measures])
         self.accumulator.drop_unreached([count > 0 for count in counts[: len(reached)]])
-        return own, total, norm, counts[len(reached) :]
+        return own, total, norm, changed, counts[len(reached) :]
 
     def _look(self) -> list[Tensor]:
         return [local_part(p).detach().flatten()[index] for p, index in self._sampled]
@@ -253,14 +260,14 @@ def spread(things: Sequence[T], most: int) -> list[T]:
     return [things[i] for i in sorted(random.Random(0).sample(range(len(things)), min(most, len(things))))]
 
 
-def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
-    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when all updates were rounded away."""
+def share_changed(before: list[Tensor], after: list[Tensor]) -> Tensor:
+    """fp32[], on the first tensor's device: the share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when
+    all updates were rounded away."""
     total = sum(b.numel() for b in before)
     if not total:
-        return 0.0
+        return torch.zeros(())
     counts = [torch.count_nonzero(b != a) for b, a in zip(before, after)]
-    # one transfer: each read would make the host wait for the device
-    return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) / total
+    return torch.stack([count.to(counts[0].device) for count in counts]).sum() / total
 
 
 def peak_memory(device: torch.device) -> int:

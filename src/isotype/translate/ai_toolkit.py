@@ -18,8 +18,8 @@ def refusal(source: Source) -> str | None:
     kind, network = str(source.get("type") or "sd_trainer"), str(source.get("network.type") or "lora").lower()
     if kind not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
-    if network != "lora":
-        return f"network.type: {network} is not offered: adapter.kind is lora"
+    if network not in ("lora", "lokr"):
+        return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
     if any(
         given.name.startswith(f"{DATASET}.") and given.name.endswith(".control_path") and isinstance(given.value, list)
         for given in source.keys
@@ -51,6 +51,9 @@ def _samples(draft: Draft, given: Given) -> None:
 
 def _size(draft: Draft, given: Given) -> None:
     draft.set(given, "run.sample_size", max(int(draft.keys.get(f"sample.{side}") or 0) for side in ("width", "height")), "a square")
+
+
+_WHOLE = 100_000
 
 
 def _refused_when_on(use: str) -> t.Handler:
@@ -86,7 +89,7 @@ _OF_PICTURES: dict[str, t.Handler] = {
     "default_caption": t.changed("caption of the source"),
     "caption_dropout_rate": t.number("images.caption_dropout"),
     "shuffle_tokens": p.TAG_ORDERS,
-    "resolution": t.to("images.resolution", p.largest_side, "the largest: a run has one resolution"),
+    "resolution": p.resolution,
     "is_reg": t.changed("images.regularisation"),
     "num_repeats": t.changed("repeats of the source"),
     "mask_path": t.to("images.masks", str),
@@ -104,7 +107,6 @@ _NO_EFFECT = {
     "text is encoded once, and the encoders are freed": (
         "model.quantize_te model.qtype_te train.unload_text_encoder train.cache_text_embeddings"
     ),
-    p.PEFT: "network.type",
     "the denoiser is what trains": "train.train_unet",
     "the pipeline's own scheduler": "train.noise_scheduler sample.sampler",
     "the samples before step 1 are the base's, to compare with": "train.skip_first_sample",
@@ -133,6 +135,9 @@ KEYS: dict[str, t.Handler] = {
     "model.name_or_path": t.to("model.name", str),
     "model.quantize": t.where("model.quantize", "on", _base, "switched off"),
     "model.qtype": t.changed("decides precision.base, where model.quantize is on"),
+    "network.type": lambda draft, given: (p.lokr if str(given.value).lower() == "lokr" else t.no_effect(p.PEFT))(draft, given),
+    "network.lokr_factor": t.count("adapter.factor"),
+    "network.lokr_full_rank": t.when_on("adapter.r", _WHOLE, note="a rank at which both factors are whole, with as much alpha"),
     "network.linear": t.count("adapter.r"),
     "network.linear_alpha": t.number("adapter.alpha"),
     "network.dropout": t.number("adapter.dropout"),
@@ -172,6 +177,10 @@ _DEFAULTS = {"train.batch_size": 1, "train.weight_decay": 0.01, "images.max_aspe
 
 def finish(draft: Draft, source: Source) -> None:
     """ai-toolkit's defaults where they are not Isotype's, and the sources of pictures."""
+    if t.is_on(source.get("network.lokr_full_rank")):  # whatever `linear` says beside it
+        draft.settings |= {"adapter.r": _WHOLE, "adapter.alpha": float(_WHOLE)}
+    if draft.settings.get("adapter.kind") != "lokr":
+        draft.settings.pop("adapter.factor", None)
     draft.default_adapter("lora" if any(given.name.startswith("network.") for given in source.keys) else "none", 4)
     p.preset_of(draft, source.get("train.dtype") or "bf16")
     draft.default_all(p.NONE | _DEFAULTS)
@@ -181,6 +190,7 @@ def finish(draft: Draft, source: Source) -> None:
     for entry in p.datasets_of(draft):
         if folder := entry.get("folder_path") or entry.get("dataset_path"):
             side = "images.regularisation" if t.is_on(entry.get("is_reg")) else "images.train"
+            sizes = p.several(entry["resolution"]) if entry.get("resolution") else ()
             controls = {"controls": str(entry["control_path"])} if entry.get("control_path") else {}
-            sides[side].append(p.source(folder, repeats=entry.get("num_repeats")) | controls)
+            sides[side].append(p.source(folder, repeats=entry.get("num_repeats"), resolution=sizes) | controls)
     p.put_sources(draft, sides)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import pictures as p
 from . import transforms as t
 from .source import Source
@@ -41,9 +43,7 @@ _NOT_OFFERED = {
     "images.columns, and a file of rows": "dataset_config_name image_column caption_column",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "run.sample_every counts steps": "validation_epochs",
-    "class pictures are not drawn by the run: images.regularisation names a folder of them": "num_class_images",
     "images.max_aspect: 2 puts pictures into buckets by their shape": "aspect_ratio_buckets",
-    "adapter.dora is for language models": "use_dora",
     "precision.preset: nf4-lora quantises the base": "bnb_quantization_config_path",
     "train.learning_rate is the rate of a step, whatever its rows": "scale_lr",
     "of Prodigy": "prodigy_*",
@@ -65,6 +65,8 @@ KEYS: dict[str, t.Handler] = {
     "rank": t.count("adapter.r"),
     "lora_alpha": t.number("adapter.alpha"),
     "lora_dropout": t.number("adapter.dropout"),
+    "use_dora": t.when_on("adapter.dora", True),
+    "num_class_images": t.where("with_prior_preservation", "on", t.changed("draw: {} of images.regularisation"), "without class pictures"),
     "lora_layers": t.names("adapter.targets"),
     **t.each(p.DECIDES, "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"),
     # steps
@@ -96,9 +98,10 @@ def finish(draft: Draft, source: Source) -> None:
         draft.default("train.steps", 500)
     sides = {}
     if "images.train" in draft.settings:
-        settings = {"caption": source.get("instance_prompt"), "repeats": source.get("repeats")}
+        settings: dict[str, Any] = {"caption": source.get("instance_prompt"), "repeats": source.get("repeats")}
         sides["images.train"] = [p.source(draft.settings["images.train"], **settings)]
     if t.is_on(source.get("with_prior_preservation")) and source.get("class_data_dir"):
-        settings = {"caption": source.get("class_prompt"), "weight": source.get("prior_loss_weight")}
+        number = source.get("num_class_images") or 100  # the scripts' default
+        settings = {"caption": source.get("class_prompt"), "weight": source.get("prior_loss_weight"), "draw": number}
         sides["images.regularisation"] = [p.source(source.get("class_data_dir"), **settings)]
     p.put_sources(draft, sides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,30 @@ OWN_PRECISION = True
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     module = str(source.get("network_module") or "")
-    if module and not re.search(r"(^|\.)lora", module):
-        return f"network_module: {module} is not offered: adapter.kind is lora"
+    if module and not re.search(r"(^|\.)lora", module) and _arguments(source.get("network_args")).get("algo") != "lokr":
+        return f"network_module: {module} is not offered: adapter.kind is lora, or lokr with algo=lokr in network_args"
     for key, why in (("controlnet_model_name_or_path", "ControlNet"), ("token_string", "textual inversion")):
         if source.get(key):
             return f"{key}: {why} is not offered"
     return None
+
+
+def _arguments(given: Any) -> dict[str, str]:
+    """`["algo=lokr", "factor=8"]`, or the same with spaces."""
+    words = given if isinstance(given, list) else str(given or "").split()
+    return dict(str(word).strip("\"'").split("=", 1) for word in words if "=" in str(word))
+
+
+def _network_args(draft: Draft, given: Given) -> None:
+    found = _arguments(given.value)
+    taken = {"factor": "adapter.factor", "loraplus_lr_ratio": "adapter.plus", "loraplus_unet_lr_ratio": "adapter.plus"}
+    if found.get("algo") == "lokr":
+        p.lokr(draft, given)
+    for name, value in found.items():
+        if name in taken and not (name == "factor" and (found.get("algo") != "lokr" or int(value) < 1)):
+            draft.set(given, taken[name], t.as_number(value))
+    if left := [name for name in found if name not in taken and name != "algo"]:
+        draft.not_offered(given, f"{', '.join(left)}: every linear layer of the blocks is adapted; adapter.targets names others")
 
 
 def _samples(draft: Draft, given: Given) -> None:
@@ -86,7 +105,7 @@ _OF_PICTURES_NOT_OFFERED = {
 _OF_PICTURES: dict[str, t.Handler] = {
     **t.table(t.no_effect, _OF_PICTURES_NO_EFFECT),
     **t.table(t.not_offered, _OF_PICTURES_NOT_OFFERED),
-    "resolution": t.to("images.resolution", p.largest_side, "a run has one resolution, the side of a square"),
+    "resolution": lambda draft, given: p.resolution(draft, replace(given, value=p.largest_side(given.value))),
     "enable_bucket": t.to("images.max_aspect", lambda value: 2.0 if t.is_on(value) else 1.0, "aspect buckets"),
     "flip_aug": t.truth("images.flip"),
     "random_crop": p.WINDOWS,
@@ -126,7 +145,6 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "adapter.start_from goes on with a PEFT folder": "network_weights",
-    "adapter.targets names modules; every linear layer of the blocks is adapted": "network_args",
     p.NO_TEXT_ENCODER: "network_train_text_encoder_only text_encoder_lr",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
@@ -158,6 +176,7 @@ KEYS: dict[str, t.Handler] = {
     # adapter
     "network_dim": t.count("adapter.r"),
     "network_alpha": t.number("adapter.alpha"),
+    "network_args": _network_args,
     "network_dropout": t.number("adapter.dropout"),
     **t.each(t.when_on("precision.base", "fp8", note="with a scale a channel; there without scales"), "fp8_base fp8_base_unet"),
     **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
@@ -196,7 +215,11 @@ def finish(draft: Draft, source: Source) -> None:
     for entry in p.datasets_of(draft):
         if "image_dir" in entry:
             prior = t.is_on(entry.get("is_reg"))
-            settings = {"caption": entry.get("class_tokens"), "repeats": entry.get("num_repeats"), "weight": weight if prior else 1.0}
+            settings: dict[str, Any] = {"caption": entry.get("class_tokens"), "repeats": entry.get("num_repeats")}
+            settings |= {
+                "weight": weight if prior else 1.0,
+                "resolution": [p.largest_side(entry["resolution"])] if entry.get("resolution") else (),
+            }
             sides["images.regularisation" if prior else "images.train"].append(p.source(entry["image_dir"], **settings))
     p.put_sources(draft, sides)
     for side, own in (("images.train", 1.0), ("images.regularisation", weight)):

@@ -19,8 +19,8 @@ def refusal(source: Source) -> str | None:
     method, peft = str(source.get("training_method") or "LORA"), str(source.get("peft_type") or "LORA")
     if method not in _METHODS:
         return f"training_method: {method} is not offered: {' and '.join(_METHODS)} are"
-    if method == "LORA" and peft != "LORA":
-        return f"peft_type: {peft} is not offered: adapter.kind is lora"
+    if method == "LORA" and peft not in ("LORA", "LOKR"):
+        return f"peft_type: {peft} is not offered: adapter.kind is lora or lokr"
     return None
 
 
@@ -89,7 +89,6 @@ _CHECKPOINTING = {"OFF": "none", "CPU_OFFLOADED": "layers+offload"}
 _WITHOUT = "without LOGIT_NORMAL"
 _NO_EFFECT = {
     "the pipeline's own file says what it is": "model_type",
-    p.PEFT: "peft_type",
     "its concepts are images.*": "concept_file_name",
     "adapters are fp32": "lora_weight_dtype",
     "settings of the optimizer that Isotype does not have": "optimizer",
@@ -111,7 +110,7 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
     "the loss counts what the mask shows": "unmasked_probability unmasked_weight normalize_masked_area_loss",
-    "adapter.dora is for language models": "lora_decompose",
+    "DoRA's lengths are of the rows": "lora_decompose_output_axis lora_decompose_norm_epsilon",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
     "adapter.start_from goes on with a PEFT folder": "lora_model_name",
     "diffusion.loss: l2, huber": "mae_strength log_cosh_strength vb_loss_strength huber_strength",
@@ -125,9 +124,11 @@ KEYS: dict[str, t.Handler] = {
     DATASET: p.dataset(_CONCEPT, "concept"),
     "base_model_name": t.to("model.name", str),
     "training_method": t.to("adapter.kind", _METHODS.get),
-    "resolution": t.to("images.resolution", p.largest_side, "a run has one resolution"),
+    "resolution": p.resolution,
     "aspect_ratio_bucketing": t.when_on("images.max_aspect", 2.0, note="aspect buckets"),
     # adapter
+    "peft_type": lambda draft, given: (p.lokr if str(given.value) == "LOKR" else t.no_effect(p.PEFT))(draft, given),
+    "lora_decompose": t.when_on("adapter.dora", True),
     "lora_rank": t.count("adapter.r"),
     "lora_alpha": t.number("adapter.alpha"),
     "dropout_probability": t.number("adapter.dropout"),
@@ -177,5 +178,6 @@ def finish(draft: Draft, source: Source) -> None:
     for entry in p.datasets_of(draft):
         if entry.get("path") and t.is_on(entry.get("enabled", True)):
             side = "images.regularisation" if str(entry.get("type")) == "PRIOR_PREDICTION" else "images.train"
-            sides[side].append(p.source(entry["path"], repeats=entry.get("balancing")))
+            sizes = p.several(source.get("resolution")) if source.get("resolution") else ()
+            sides[side].append(p.source(entry["path"], repeats=entry.get("balancing"), resolution=sizes))
     p.put_sources(draft, sides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ def datasets_of(draft: Draft) -> list[dict[str, Any]]:
     return [found[index] for index in sorted(found)]
 
 
-def source(name: object, *, caption: object = None, repeats: Any = 1, weight: Any = 1.0) -> dict[str, Any]:
+def source(
+    name: object, *, caption: object = None, repeats: Any = 1, weight: Any = 1.0, resolution: Sequence[int] = (), draw: Any = None
+) -> dict[str, Any]:
     """A source of pictures with the settings that it has."""
     made: dict[str, Any] = {"name": str(name)}
     if caption:
@@ -60,12 +62,21 @@ def source(name: object, *, caption: object = None, repeats: Any = 1, weight: An
         made["repeats"] = times
     if weight is not None and float(weight) != 1.0:
         made["weight"] = float(weight)
+    if resolution:
+        made["resolution"] = list(resolution)
+    if draw and caption:
+        made["draw"] = int(draw)
     return made
 
 
 def put_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None:
-    """`images.train` and its like, in the shortest form."""
+    """`images.train` and its like, in the shortest form: a source that has the run's resolution only does not name it."""
     for side, sources in sides.items():
+        for one in sources:
+            if one.get("resolution") == [draft.settings.get("images.resolution")]:
+                del one["resolution"]
+            elif len(one.get("resolution", ())) == 1:
+                one["resolution"] = one["resolution"][0]
         short = [one["name"] if len(one) == 1 else one for one in sources]
         if short:
             draft.settings[side] = short[0] if len(short) == 1 and isinstance(short[0], str) else short
@@ -84,9 +95,25 @@ def numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str,
 
 
 def largest_side(value: Any) -> int:
-    """Of `512`, `"512,512"`, `[512, 768, 1024]`: a run has one resolution."""
+    """Of `512`, `"512,768"`, `[512, 768]`: width and height."""
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
     return max(int(float(part)) for part in parts)
+
+
+def several(value: Any) -> list[int]:
+    """`[512, 768, 1024]`, `"512,768"`: resolutions of which each picture comes in each."""
+    return sorted({largest_side(part) for part in (value if isinstance(value, list) else str(value).split(","))})
+
+
+def resolution(draft: Draft, given: Given) -> None:
+    """`images.resolution` is the largest one; sources of others name theirs."""
+    found = several(given.value)
+    most = max(*found, int(draft.settings.get("images.resolution", 0)))
+    draft.set(given, "images.resolution", most, f"resolution of the source: {found}" if found != [most] else "")
+
+
+def lokr(draft: Draft, given: Given) -> None:
+    draft.set(given, "adapter.kind", "lokr", "PEFT's, on the linear layers")
 
 
 def rate(draft: Draft, given: Given) -> None:

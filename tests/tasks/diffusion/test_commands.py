@@ -34,7 +34,7 @@ def test_sample_draws_into_the_run(run):
 
 def test_eval_takes_other_pictures_and_does_not_depend_on_the_batch(run, studio):
     said = json.loads(ask("eval", run, studio.pictures, "--json").splitlines()[-1])
-    other = json.loads(ask("eval", run, "--data", studio.pictures, "--batch-size", 5, "--json").splitlines()[-1])
+    other = json.loads(ask("eval", run, studio.pictures, "--batch-size", 5, "--json").splitlines()[-1])
     assert (said["rows"], said["taken"], set(said["parts"])) == (12, "adapter", {"t0_500", "t500_1000"})
     assert said["loss"] == pytest.approx(other["loss"], rel=1e-5)
     with pytest.raises(UsageError, match="nowhere: no such file or folder"):

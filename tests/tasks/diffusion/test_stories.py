@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -47,6 +48,7 @@ def place(studio, tmp_path, monkeypatch):
     (tmp_path / "ComfyUI/models/loras").mkdir(parents=True)
     for name, there in {
         "flux": studio.flux, "kontext": studio.kontext, "qwen-image": studio.qwen, "pictures": studio.pictures, "pairs": studio.pairs,
+        "sdxl": studio.sdxl, "anna": studio.pictures,
     }.items():  # fmt: skip
         (tmp_path / name).symlink_to(there)
     (tmp_path / "other").mkdir()
@@ -89,3 +91,71 @@ def test_a_killed_run_goes_on_and_another_begins_with_its_adapter(place):
     begun = json.loads((place / "runs/dog2/metrics.jsonl").read_text().splitlines()[0])
     ended = json.loads((place / "runs/dog/result.json").read_text())
     assert begun["eval_loss"] == pytest.approx(ended["check"]["trained_loss"], abs=1e-6)
+
+
+def test_a_person_with_class_pictures(place):
+    (train,) = commands("train model.name=flux 'images.train=[{name: anna")
+    told([argument.replace("draw: 100", "draw: 20") for argument in train])
+    assert len(list((place / "women").glob("*.png"))) == 20
+    facts = json.loads((place / "runs/anna/data.json").read_text())
+    assert (facts["regularisation_pictures"], facts["train_pictures"]) == (20, 40)
+
+
+def test_a_style_that_comfyui_loads_whole(place):
+    plan, train, merge = commands("plan model.name=sdxl", "train model.name=sdxl", "merge runs/ink")
+    assert "this process, without a model" in ask(*plan, *TINY)
+    told(train)
+    told(merge)
+    merged = load_file(place / "ink/unet/diffusion_pytorch_model.safetensors")
+    plain = UNet2DConditionModel.from_pretrained(place / "sdxl/unet").state_dict()
+    assert {name: tensor.shape for name, tensor in merged.items()} == {name: tensor.shape for name, tensor in plain.items()}
+    assert any(not torch.equal(merged[name], tensor) for name, tensor in plain.items())
+
+
+KOHYA = """pretrained_model_name_or_path = "sdxl"
+network_module = "networks.lora"
+network_dim = 4
+network_alpha = 2
+unet_lr = 1e-3
+max_train_steps = 4
+noise_offset = 0.05
+train_data_dir = "pictures"
+save_model_as = "safetensors"
+output_dir = "runs/kohya"
+"""
+AI_TOOLKIT = """job: extension
+config:
+  name: dog
+  process:
+    - type: sd_trainer
+      training_folder: out
+      trigger_word: sks
+      network: {type: lokr, linear: 4, linear_alpha: 4, lokr_factor: 4}
+      datasets:
+        - {folder_path: pictures, caption_ext: txt, resolution: [32, 64]}
+      train: {batch_size: 1, steps: 4, lr: 1e-3, dtype: bf16, timestep_type: sigmoid, gradient_checkpointing: true}
+      model: {name_or_path: flux, is_flux: true}
+      sample: {sample_every: 2, prompts: ["[trigger] on white"], sample_steps: 2, width: 32, height: 32}
+"""
+DIFFUSERS = """accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path=flux --instance_data_dir=anna \\
+  --instance_prompt="a photo of sks woman" --output_dir=runs/script --with_prior_preservation --class_data_dir=women \\
+  --class_prompt="a photo of a woman" --num_class_images=6 --rank=4 --learning_rate=1e-3 --max_train_steps=4 --resolution=32
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("config.toml", KOHYA), ("dog.yaml", AI_TOOLKIT), ("train.sh", DIFFUSERS)])
+def test_another_trainers_file_is_imported_and_trained(place, name, text):
+    (place / name).write_text(text)
+    for command in commands(f"import {name}", "train run.yaml"):
+        told([*command, *(["run.folder=runs/here"] if command[0] == "train" else [])])
+    assert json.loads((place / "runs/here/result.json").read_text())["status"] == "done"
+    if name == "train.sh":
+        assert len(list((place / "women").glob("*.png"))) == 6
+
+
+def test_a_checkpoint_in_one_file(place, studio, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(place / "cache"))
+    (place / "pony").symlink_to(studio.sdxl)
+    (place / "pony.safetensors").write_bytes((studio.sdxl / "unet/diffusion_pytorch_model.safetensors").read_bytes())
+    told(*commands("train model.name=pony.safetensors"))
+    assert json.loads((place / "runs/pony/result.json").read_text())["status"] == "done"

@@ -85,19 +85,21 @@ def packed_rows(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tenso
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
-    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows, or absent
+    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; int16[O G], less the offset (`repack`); or absent
     weight_g_idx       int32[K], the group of each column where they are not in order, or absent
     """
     half = 2 ** (of.bits - 1)
-    values = (_words(t["weight_packed"][rows], of.bits, 1)[:, : of.shape[1]] - half).to(wide)
+    values = (unpacked(t["weight_packed"][rows], of.bits, 1)[:, : of.shape[1]] - half).to(wide)
     if "weight_zero_point" in t:
         _by_group(values, packed_zeros(t, rows, of).to(wide), t.get("weight_g_idx"), of, torch.Tensor.sub_)
     return _by_group(values, t["weight_scale"][rows].to(wide), t.get("weight_g_idx"), of, torch.Tensor.mul_)
 
 
 def packed_zeros(t: Tensors, rows: slice, of: Layout) -> Tensor:
-    """int32[rows G]: the zero points of `packed_rows`, less the offset."""
-    zero: Tensor = _words(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
+    """[rows G]: the zero points of `packed_rows`, less the offset."""
+    if t["weight_zero_point"].dtype == torch.int16:
+        return t["weight_zero_point"][rows]
+    zero: Tensor = unpacked(t["weight_zero_point"], of.bits, 0)[rows] - 2 ** (of.bits - 1)
     return zero
 
 
@@ -110,9 +112,9 @@ def gptq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     g_idx    int32[K], the group of each column (act-order), or absent
     """
     per_word = 32 // of.bits
-    zero = _words(t["qzeros"][:, rows.start // per_word : -(-rows.stop // per_word)], of.bits, 1)[:, : rows.stop - rows.start]
+    zero = unpacked(t["qzeros"][:, rows.start // per_word : -(-rows.stop // per_word)], of.bits, 1)[:, : rows.stop - rows.start]
     zero = (zero + of.first_zero).t().to(wide)
-    values = _words(t["qweight"][:, rows], of.bits, 0).t().to(wide)
+    values = unpacked(t["qweight"][:, rows], of.bits, 0).t().to(wide)
     _by_group(values, zero, t.get("g_idx"), of, torch.Tensor.sub_)
     return _by_group(values, t["scales"][:, rows].to(wide).t(), t.get("g_idx"), of, torch.Tensor.mul_)
 
@@ -125,7 +127,7 @@ def awq(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     scales   any float [G O]
     """
     words = slice(rows.start // 8, -(-rows.stop // 8))
-    q, zero = (_words(t[name][:, words], 4, 1, AWQ_ORDER).to(wide).t() for name in ("qweight", "qzeros"))
+    q, zero = (unpacked(t[name][:, words], 4, 1, AWQ_ORDER).to(wide).t() for name in ("qweight", "qzeros"))
     values = _by_group(q, zero, None, of, torch.Tensor.sub_)
     return _by_group(values, t["scales"][:, rows].to(wide).t(), None, of, torch.Tensor.mul_)
 
@@ -167,7 +169,7 @@ def _fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
     return numbers
 
 
-def _words(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
+def unpacked(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
     """The numbers of 32-bit words along `dim`, as int32."""
     shifts = torch.tensor([bits * at for at in order[: 32 // bits]], device=packed.device, dtype=torch.int32)
     spread = packed[:, None, :] >> shifts[:, None] if dim == 0 else packed[..., None] >> shifts

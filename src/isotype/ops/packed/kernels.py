@@ -1,6 +1,7 @@
 """One kernel for the formats whose numbers lie in order along a row, each of a block with one scale: fp8, int8, int4 in rows, nvfp4, mxfp4.
 
-GPTQ's and AWQ's words run down the columns, act-order's columns have no order: those are widened by `formats`, as is everything in fp64.
+GPTQ's and AWQ's words run down the columns; `repack` puts them in rows when a layer is loaded. Act-order's columns have no order: those are
+widened by `formats`, as is everything in fp64.
 The values are those of `formats` bit for bit.
 """
 

@@ -17,6 +17,7 @@ from .formats import Layout
 
 # elements of a piece
 _CPU, _GPU = 1 << 18, 1 << 26
+PIECE = _GPU
 
 
 class PackedState:

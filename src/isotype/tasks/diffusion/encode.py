@@ -150,9 +150,14 @@ AT_ONCE = 8  # captions in one pass of the text encoders
 
 @dataclass(frozen=True)
 class Shapes:
-    """How pictures are cut. `sizes`: the aspect buckets, one where all are squares."""
+    """How pictures are cut.
 
-    sizes: Sequence[Size]
+    resolution  of pictures that have none of their own
+    sizes       of each resolution the aspect buckets, one where all are squares
+    """
+
+    resolution: int
+    sizes: Mapping[int, Sequence[Size]]
     crop: Literal["center"] | int = "center"
     flip: bool = False
     seed: int = 0
@@ -264,7 +269,8 @@ class Encoder:
         if picture.control is not None:
             refuse_other_shape(picture.content.read(), picture.control.read())
             control = [picture.control.fingerprint()]
-        size = shapes.sizes[0] if len(shapes.sizes) == 1 else bucket_of(*shown_size(picture.content.read()), shapes.sizes)
+        sizes = shapes.sizes[next(iter(picture.resolutions), shapes.resolution)]
+        size = sizes[0] if len(sizes) == 1 else bucket_of(*shown_size(picture.content.read()), sizes)
         return {
             key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(picture, window, mirrored)
             for mirrored in ((False, True) if shapes.flip else (False,))

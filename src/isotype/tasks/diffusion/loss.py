@@ -27,7 +27,7 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """shift        s in s t / (1 + (s - 1) t); 1 leaves levels as drawn
+    """shift        s in s t / (1 + (s - 1) t), of the run's largest pictures; 1 leaves levels as drawn
     mean, deviation  of the logit, for `logit_normal`; mode: the scale of `mode`
     least, most      levels are between these
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
@@ -41,7 +41,7 @@ class NoiseLevels:
     least: float = 0.0
     most: float = 1.0
 
-    def draw(self, generator: torch.Generator) -> float:
+    def draw(self, generator: torch.Generator, shift: float) -> float:
         """One level in (0, 1) of the training distribution, shifted. Uses one number of the generator."""
         if self.timesteps == "logit_normal":
             logit = self.mean + self.deviation * torch.randn((), generator=generator, dtype=torch.float64)
@@ -50,7 +50,7 @@ class NoiseLevels:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
             if self.timesteps == "mode":
                 t = 1 - t - self.mode * (math.cos(math.pi * t / 2) ** 2 - 1 + t)
-        shifted = self.shift * t / (1 + (self.shift - 1) * t)
+        shifted = shift * t / (1 + (shift - 1) * t)
         return self.least + (self.most - self.least) * shifted
 
 
@@ -97,9 +97,10 @@ class Objective(ABC):
     kind: str
     levels: NoiseLevels
 
-    def draw(self, generator: torch.Generator) -> float:
-        """One noise level of the training distribution. Uses one number of the generator."""
-        return self.levels.draw(generator)
+    def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
+        """One noise level of the training distribution, for a picture of so many latent tokens; by default the run's largest. Uses one
+        number of the generator."""
+        return self.levels.draw(generator, self.levels.shift)
 
     @abstractmethod
     def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +128,16 @@ class Objective(ABC):
 class FlowMatching(Objective):
     """The straight line from a latent to noise, and its velocity.
 
-    Source  Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
+    shift_at  the shift of a picture of so many latent tokens; None: the same for all
+    Source    Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
     """
 
     levels: NoiseLevels
+    shift_at: Callable[[int], float] | None = None
     kind: str = field(default=FLOW_MATCHING, init=False)
+
+    def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
+        return self.levels.draw(generator, self.levels.shift if tokens is None or self.shift_at is None else self.shift_at(tokens))
 
     def mixed(self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor) -> tuple[Tensor, Tensor]:
         sigma = _by_picture(level_N, latents_NCHW)
@@ -166,7 +172,7 @@ class Ddpm(Objective):
         factors = None if snr_gamma is None else min_snr(alphas_T / (1 - alphas_T), snr_gamma, kind=kind).float()
         return cls(kind, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
-    def draw(self, generator: torch.Generator) -> float:
+    def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
         steps = len(self.signal)
         return min(steps - 1, int(super().draw(generator) * steps)) / steps
 
@@ -212,7 +218,7 @@ def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, off
 
     scheduler  the content of scheduler_config.json
     offered    the objectives that the model family has
-    tokens     latent tokens of a training picture
+    tokens     latent tokens of the largest training picture
     Raises     UsageError where the file declares another objective than the configuration, or a key would have no effect
     """
     found = declared(scheduler)
@@ -238,7 +244,7 @@ def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, off
         timesteps, shift, section.logit_mean, section.logit_std, section.mode_scale, section.least_noise, section.most_noise
     )  # fmt: skip
     if flow:
-        return FlowMatching(levels)
+        return FlowMatching(levels, lambda tokens: shift_of(section, scheduler, tokens=tokens))
     gamma = section.snr_gamma if section.weighting == "min_snr" else None
     return Ddpm.of(found, levels, cumulative_alphas(scheduler), snr_gamma=gamma)
 

@@ -88,11 +88,12 @@ def _cells(path: Path, column: str, group: int) -> Any:
 class Picture:
     """A picture with its captions, of which one is drawn each time.
 
-    where    its file, or the row that names it
-    mask     where its loss counts; None: everywhere
-    control  the picture before the edit, of a model that edits
-    repeats  how often it comes in an epoch
-    weight   of its loss
+    where        its file, or the row that names it
+    mask         where its loss counts; None: everywhere
+    control      the picture before the edit, of a model that edits
+    repeats      how often it comes in an epoch
+    weight       of its loss
+    resolutions  of which it comes in each; none: that of the run
     """
 
     content: Content
@@ -102,6 +103,7 @@ class Picture:
     control: Content | None = None
     repeats: int = 1
     weight: float = 1.0
+    resolutions: tuple[int, ...] = ()
 
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")

@@ -16,6 +16,7 @@ from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
 from ...data.read import ending
 from ...errors import UsageError
+from .class_pictures import ToDraw, class_pictures, one_to_one
 from .picture_files import (
     ROW_ENDINGS,
     SUFFIXES,
@@ -33,13 +34,15 @@ from .picture_files import (
 
 @dataclass
 class Gathered:
-    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them. `pairs`: each has a control."""
+    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them; `to_draw` are not there
+    yet. `pairs`: each has a control."""
 
     train: list[Picture]
     eval: list[Picture]
     bad: BadPictures
     regularisation: int = 0
     pairs: bool = False
+    to_draw: list[ToDraw] = field(default_factory=list)
     _captions_of: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
@@ -61,9 +64,18 @@ def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered
         held = min(len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0))
         chosen = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held])
         train, given = [p for i, p in enumerate(train) if i not in chosen], [p for i, p in enumerate(train) if i in chosen]
-    evaluated = [replace(picture, repeats=1) for picture in given]
+    train, regularisation, evaluated = map(_at_each, (train, regularisation, [replace(picture, repeats=1) for picture in given]))
+    if any(source.draw is not None for source in picture_sources(images, "regularisation")):
+        train, regularisation = one_to_one(train, regularisation)
     made.train, made.eval, made.regularisation = [*train, *regularisation], evaluated, len(regularisation)
     return made
+
+
+def _at_each(pictures: Iterable[Picture]) -> list[Picture]:
+    """Each once for each of its resolutions."""
+    return [
+        replace(picture, resolutions=picture.resolutions[i : i + 1]) for picture in pictures for i in range(len(picture.resolutions) or 1)
+    ]
 
 
 def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
@@ -71,14 +83,19 @@ def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     for source in picture_sources(images, side):
         wrong: list[BadRow] = []
         complain: Complain = lambda place, reason: wrong.append(BadRow(place, reason))  # noqa: B023, E731  # consumed here
-        here = list(_of_source(source, images, complain, pairs=made.pairs))
+        if source.draw is not None:
+            here, missing = class_pictures(source, pairs=made.pairs)
+            made.to_draw += missing
+        else:
+            here = list(_of_source(source, images, complain, pairs=made.pairs))
         if made.pairs:
             here = _paired(here, source, complain)
         if not here and not wrong and images.uncaptioned != "skip":
             raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
         made.bad.add(wrong)
         made.bad.add(_disagreeing(here, made))
-        found += [replace(picture, repeats=source.repeats, weight=source.weight) for picture in here]
+        settings = {"repeats": source.repeats, "weight": source.weight, "resolutions": source.resolution}
+        found += [replace(picture, **settings) for picture in here]  # type: ignore[arg-type]  # each is of its field's type
     return found
 
 

@@ -25,6 +25,7 @@ from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
+from .single_file import repository_of, unpacked
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
@@ -51,8 +52,9 @@ class PipelineFolder:
         require_diffusers()
         on_hub = None
         if path.is_file():
-            raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
-        if not path.is_dir():
+            beside = path.with_suffix("")
+            path = unpacked(path, beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(path), None))
+        elif not path.is_dir():
             path, on_hub = settings_of(name, revision), name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))

@@ -34,19 +34,23 @@ _PEFT_PREFIX = "base_model.model."
 def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder, *, comfyui: bool = False) -> None:
     """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
     alpha and the other settings: without them diffusers would take the rank as alpha. `comfyui`: one more file, for ComfyUI."""
-    from peft.utils import get_peft_model_state_dict
+    from peft import PeftConfig
 
     save_adapter(model, folder, precision)
     if comfyui:
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
-    if not pipeline.family.loads_lora:
+    if not pipeline.family.loads_lora or is_lokr(folder):
         return
-    dtype = to_torch(precision.save_adapter)
-    tensors = {name.removeprefix(_PEFT_PREFIX): t.detach().to(dtype).cpu() for name, t in get_peft_model_state_dict(model).items()}
+    tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}  # else its tensors load in the base's dtype
     part = pipeline.denoiser_part
-    pipeline_class(pipeline).save_lora_weights(
-        folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": model.peft_config["default"].to_dict()}
-    )
+    pipeline_class(pipeline).save_lora_weights(folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": settings})
+
+
+def is_lokr(adapter: Path) -> bool:
+    """Of a PEFT folder. Most pipelines of diffusers read no such file: it is loaded by PEFT."""
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return isinstance(settings, dict) and settings.get("peft_type") == "LOKR"
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
@@ -68,7 +72,7 @@ def load_result(
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
         denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
-        if pipeline.family.loads_lora:
+        if pipeline.family.loads_lora and not is_lokr(folder):
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)
         else:
@@ -122,7 +126,7 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
         pipe.__class__ = type(kind.__name__, (kind,), {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)})
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
-    loaded = {name.replace(".default.", "."): p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    loaded = {_in_a_file(name): p for name, p in denoiser.named_parameters() if ".lora_" in name}
     _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
     peft = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
     _compare(saved, peft, f"{folder}: the PEFT file")
@@ -167,6 +171,11 @@ def _shapes(file: Path, what: str) -> dict[str, list[int]]:
         raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}") from None
 
 
+def _in_a_file(name: str) -> str:
+    """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and DoRA's lengths as a bare tensor."""
+    return name.replace(".default.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
     apart = sorted(set(saved) ^ set(loaded)) or [n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())]
     if apart:
@@ -199,7 +208,7 @@ def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
     refuse_unread(family)
     tensors = comfyui_tensors(adapter, family)
     save_file(tensors, out, metadata={"format": "pt", "pipeline": family.pipeline})
-    return sum(name.endswith(".alpha") for name in tensors)
+    return len({name.rpartition(".lo")[0] for name in tensors if ".lo" in name})
 
 
 def refuse_unread(family: Family) -> None:
@@ -214,18 +223,37 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     if settings.get("alpha_pattern") or settings.get("use_dora"):
         what = "alpha_pattern" if settings.get("alpha_pattern") else "use_dora"
         raise UsageError(f"comfyui: {adapter}: {what} of adapter_config.json is not offered")
+    if is_lokr(adapter):
+        return _lokr_tensors(adapter, settings, family)
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        if family.denoiser == "unet":
-            module, side = f"lora_unet_{module.replace('.', '_')}", _UNET[side]
-        else:
-            module = f"{family.in_comfyui}.{module}"
-            for part, there in family.comfyui_names.items():
-                module = module.replace(part, there)
+        module, side = _in_comfyui(module, family), _UNET[side] if family.denoiser == "unet" else side
         made[f"{module}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)
             alpha = settings["lora_alpha"] * (math.sqrt(rank) if settings.get("use_rslora") else 1.0)
             made[f"{module}.alpha"] = torch.tensor(alpha, dtype=tensor.dtype)
+    return made
+
+
+def _in_comfyui(module: str, family: Family) -> str:
+    if family.denoiser == "unet":
+        return f"lora_unet_{module.replace('.', '_')}"
+    module = f"{family.in_comfyui}.{module}"
+    for part, there in family.comfyui_names.items():
+        module = module.replace(part, there)
+    return module
+
+
+def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
+    """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an alpha by the rank of a factor that is
+    kept as two matrices, and ignores it where both are whole."""
+    if settings.get("rank_pattern") or settings.get("alpha_pattern"):
+        raise UsageError(f"comfyui: {adapter}: rank_pattern and alpha_pattern of a LoKr are not offered")
+    made: dict[str, Tensor] = {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")
+        scale = settings["alpha"] / settings["r"] if side in ("lokr_w1", "lokr_w1_a") else 1.0
+        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * scale
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,24 @@ def sample(
     seconds  no further picture is begun after so long; the first is always drawn
     world    the processes that share the model and call this together: all draw the same pictures
     """
+    samples = list(one_by_one(model, folder, precision, prompts, how, device, seconds=seconds, world=world))
+    release(device)
+    return samples
+
+
+def one_by_one(
+    model: nn.Module,
+    folder: PipelineFolder,
+    precision: Precision,
+    prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
+    how: Drawing,
+    device: torch.device,
+    *,
+    seconds: float = math.inf,
+    world: World = ALONE,
+) -> Iterator[Sample]:
+    """The pictures of `sample`, each as it is drawn."""
     dtype = to_torch(precision.latents)
-    samples = []
     with random_state_restored(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
@@ -135,10 +151,7 @@ def sample(
                 pipe, given, none, size=own.size, steps=own.steps, guidance=own.guidance, generator=generator, control=before
             )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            samples.append(Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float())))
-        del pipe, vae
-    release(device)
-    return samples
+            yield Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float()))
 
 
 def texts_of(prompts: Sequence[Prompt], encoder: Encoder) -> list[Said]:

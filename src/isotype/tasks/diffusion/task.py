@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...config.sources import picture_sources
 from ...data.bad_rows import FILE, BadRowFile
 from ...distributed.world import ALONE, World
 from ...dtypes import name as dtype_name
@@ -33,8 +34,9 @@ from ...training.memory.outline import quantise_outline
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
-from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, quantised_layers, refuse_encoders
-from .encode import Encoder, Said, Shapes, Store, key_of, latent
+from .class_pictures import ToDraw, refuse_other, write_missing
+from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, put_under, quantised_layers, refuse_encoders
+from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, captions_of, gather
@@ -42,7 +44,7 @@ from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
 from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
+from .sample import Drawing, Prompt, Sample, one_by_one, refuse_prompts, sample, texts_of
 
 EMPTY = ""
 EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
@@ -67,6 +69,7 @@ class DiffusionTask:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._observed: dict[tuple[str, str], str] = {}
+        self._costs: dict[tuple[int, int] | None, ForwardCost] = {}
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -95,6 +98,10 @@ class DiffusionTask:
             refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
             refuse_encoders(config.adapter.targets, self.folder)
+        if config.adapter.kind == "lokr" and precision.packed:
+            raise UsageError(
+                f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs plain weights", fix="adapter.kind: lora"
+            )
         family = self.folder.family
         if config.run.adapter_format == "comfyui":
             if config.adapter.kind == "none":
@@ -117,14 +124,15 @@ class DiffusionTask:
         self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
         multiple = self.downscale * self.folder.family.downscale
         asked = [("run.samples: size", prompt.own["size"]) for prompt in self.prompts if "size" in prompt.own]
-        for key, size in (("images.resolution", side), ("run.sample_size", config.run.sample_size or side), *asked):
+        for key, size in (*self.resolutions, ("run.sample_size", config.run.sample_size or side), *asked):
             if size % multiple:
                 raise UsageError(
                     f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, int(size) - int(size) % multiple)}"
                 )
-        most = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
-        if most is not None and side // multiple > int(most):
-            raise UsageError(f"images.resolution: {side} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
+        most: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
+        for key, size in self.resolutions if most is not None else ():
+            if size // multiple > int(most):
+                raise UsageError(f"{key}: {size} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
         if most is not None and (longest := max(max(s.height, s.width) for s in self.sizes)) // multiple > int(most):
             raise UsageError(
                 f"images.max_aspect: {config.images.max_aspect:g}: a side of {longest} is more than this model has positions for",
@@ -136,36 +144,86 @@ class DiffusionTask:
         """Pixels in a latent pixel, in each direction."""
         return self.folder.family.latents.downscale(self.folder.config("vae"))
 
+    @cached_property
+    def resolutions(self) -> list[tuple[str, int]]:
+        """Those of training and evaluation pictures, each with the key that it comes from."""
+        images, found = self.config.images, dict[int, str]()
+        for side in ("train", "regularisation", "eval"):
+            for source in picture_sources(images, side):
+                for size in source.resolution or (images.resolution,):
+                    found.setdefault(size, f"{source.key}.resolution" if source.resolution else "images.resolution")
+        return [(key, size) for size, key in sorted(found.items())]
+
+    @property
+    def largest_side(self) -> int:
+        """Of the squares of the resolutions, in pixels."""
+        return self.resolutions[-1][1]
+
     @property
     def tokens(self) -> int:
-        """Latent tokens of a training picture."""
-        return int((self.config.images.resolution // self.downscale // self.folder.family.downscale) ** 2)
+        """Latent tokens of the largest training picture."""
+        return self.tokens_of(Size(self.largest_side, self.largest_side))
+
+    def tokens_of(self, size: Size) -> int:
+        side = self.downscale * self.folder.family.downscale
+        return (size.height // side) * (size.width // side)
 
     @property
     def text_length(self) -> int:
         return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
 
     @property
-    def sizes(self) -> list[Size]:
-        """The shapes of training pictures, the square first: it has the most tokens."""
-        images = self.config.images
-        return buckets(images.resolution, max_aspect=images.max_aspect, multiple=self.downscale * self.folder.family.downscale)
+    def sizes_at(self) -> dict[int, list[Size]]:
+        """The shapes of training pictures at each resolution, the square first: it has the most tokens."""
+        multiple = self.downscale * self.folder.family.downscale
+        return {side: buckets(side, max_aspect=self.config.images.max_aspect, multiple=multiple) for _, side in self.resolutions}
+
+    @property
+    def sizes(self) -> set[Size]:
+        """All of them."""
+        return {size for sizes in self.sizes_at.values() for size in sizes}
 
     def load_data(self) -> None:
         self.gathered = gather(self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs)
+        if self.gathered.to_draw and self.config.model.init == "random":
+            raise UsageError(
+                "images.regularisation: draw: a model of fresh weights draws noise", fix="a folder of pictures, or model.init: pretrained"
+            )
 
     def encode(self, device: torch.device) -> None:
         """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(self._said())
-        shapes = Shapes(self.sizes, images.crop, images.flip, self.config.train.seed)
+        if gathered.to_draw:
+            self._draw_class_pictures(device)
+            release(device)
+        shapes = Shapes(images.resolution, self.sizes_at, images.crop, images.flip, self.config.train.seed)
         rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
         gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
         encoder.store.hold_to_bound()
         split = len(gathered.train)
         self.train_rows, self.evaluated = ([row for some in part for row in some] for part in (rows[:split], rows[split:]))
         self._observed |= encoder.observed
+
+    def _draw_class_pictures(self, device: torch.device) -> None:
+        """With the base model and the run's settings of samples, under the run's precision; it is freed before the pictures are encoded."""
+        config, how, todo = self.config, self.drawing(), self.gathered.to_draw
+        side = config.images.resolution
+        facts = {"model": self.base_name, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
+        refuse_other(todo, facts)
+        model = frozen_denoiser(self.folder, self.precision, loaded_on(device, None, config.model.offload))
+        put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
+        model = as_set(model, config.model.offload, device)
+        get = self.encoder.store.get
+        negative = get(self.text[Said(EMPTY)])
+
+        def draw(some: Sequence[ToDraw]) -> Iterator[bytes]:
+            own = [{"seed": how.seed + one.number, "size": one.size or side} for one in some]
+            asked = [(Prompt(one.caption, own=its), get(self.text[Said(one.caption)]), negative) for one, its in zip(some, own)]
+            return (made.png for made in one_by_one(model, self.folder, self.precision, asked, how, device))
+
+        write_missing(todo, facts, draw)
 
     def _said(self) -> list[Said]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
@@ -269,16 +327,16 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
-            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
+            block_flops=lambda _: [rows * one for one in self.forward_cost().blocks],
         )
 
-    def empty_batch(self, rows: int, device: torch.device) -> Batch:
-        """The shapes and dtypes of a batch."""
-        config = self.folder.config(self.folder.denoiser_part)
-        side, channels = self.config.images.resolution // self.downscale, self.folder.family.latents.channels(self.folder.config("vae"))
+    def empty_batch(self, rows: int, device: torch.device, latent_size: tuple[int, int] | None = None) -> Batch:
+        """The shapes and dtypes of a batch; `latent_size`: height and width of its latents, by default those of the largest pictures."""
+        config, channels = self.folder.config(self.folder.denoiser_part), self.folder.family.latents.channels(self.folder.config("vae"))
+        sides = latent_size or (self.largest_side // self.downscale,) * 2
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
-        latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
+        latents, noise = (torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2))
         shapes = self.folder.family.text_shapes(config, length)
         words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
         lengths = (length,) * rows if self.folder.family.own_lengths else ()
@@ -287,7 +345,7 @@ class DiffusionTask:
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost.made
+        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost().made
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
@@ -304,9 +362,9 @@ class DiffusionTask:
         config, drawn = self.config, []
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
-            sigma = self.objective.draw(generator)
-            dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
             row = placed.row
+            sigma = self.objective.draw(generator, self.tokens_of(row.size))
+            dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
             keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
             entry = self.encoder.store.get(keys[int(window * len(keys))])
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
@@ -341,15 +399,16 @@ class DiffusionTask:
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         """The forward's, and as many for the gradients of activations and of trained weights each."""
         factor = 3 if self.config.adapter.kind == "none" else 2
-        return lambda batch: float(batch.rows * factor * self.forward_cost.flops)
+        return lambda batch: float(batch.rows * factor * self.forward_cost(tuple(batch.latents.shape[-2:])).flops)
 
-    @cached_property
-    def forward_cost(self) -> ForwardCost:
-        """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
-        self.folder.family.prepare(denoiser)
-        batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
-        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
+    def forward_cost(self, latent_size: tuple[int, int] | None = None) -> ForwardCost:
+        """Of one training picture in the denoiser without adapter, in fp32. `latent_size`: as of `empty_batch`."""
+        if latent_size not in self._costs:
+            denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"), latent_size)
+            self.folder.family.prepare(denoiser)
+            batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
+            self._costs[latent_size] = ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return self._costs[latent_size]
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
@@ -466,7 +525,7 @@ class DiffusionTask:
             "bad_pictures": len(gathered.bad.rows),
             "captions": len(captions_of(gathered.all)),
             "buckets": len(self.sizes),
-            "resolution": self.config.images.resolution,
+            "resolutions": [side for _, side in self.resolutions],
             "latent_tokens": self.tokens,
             "objective": self.objective.kind,
             "timesteps": self.objective.levels.timesteps,
@@ -480,11 +539,13 @@ class DiffusionTask:
         lines = [
             f"{facts['train_pictures']:,} training pictures{of_these}, "
             f"{facts['eval_pictures']:,} for evaluation, "
-            f"{facts['resolution']} x {facts['resolution']} pixels, {facts['latent_tokens']:,} latent tokens each",
+            f"{' and '.join(f'{side} x {side}' for side in facts['resolutions'])} pixels, {facts['latent_tokens']:,} latent tokens each",
             self.levels_line(),
         ]
-        if facts["buckets"] > 1:
+        if facts["buckets"] > len(self.resolutions):
             lines.append(f"aspect buckets: {', '.join(map(str, sorted(self.sizes)))}")
+        if self.gathered.to_draw:
+            lines.append(f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once")
         if facts["bad_pictures"]:
             lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
         return lines

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...model.adapter import attach_adapter, check_vision, freeze_vision, kept_by_config, kept_whole, layers_to_quantise, trained_in_full
+from ...model.adapter import (
+    attach_adapter,
+    check_vision,
+    freeze_vision,
+    kept_by_config,
+    kept_whole,
+    layers_to_quantise,
+    refuse_without_ops,
+    trained_in_full,
+)
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
 from ...model.load import outline_packed, require_bitsandbytes
 from ...ops.attention import Documents
@@ -75,6 +84,8 @@ def outline(
     if config.model.optimize:
         _give_angles(base)
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
+    else:
+        refuse_without_ops(model)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     as_set(model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))

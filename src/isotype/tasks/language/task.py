@@ -26,7 +26,7 @@ from ...model.architecture import SCORE, layer_settings
 from ...model.build import build_model
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
-from ...model.targets import has_stack
+from ...model.targets import has_stack, is_stack
 from ...optimize import Manifest
 from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
@@ -356,8 +356,8 @@ def step_flops(model: nn.Module, config: Any) -> StepFlops:
             trained = module.weight.requires_grad and not is_quantised(module.weight)
             per_token += module.in_features * module.out_features * (6 if trained else 4) * chosen / experts
         elif has_stack(module):
-            weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-            per_token += sum(p.numel() * (6 if p.requires_grad else 4) for p in weights) * chosen / experts
+            weights = [p for p in module.parameters(recurse=False) if is_stack(p)]
+            per_token += sum(getattr(p, "quant_state", p).shape.numel() * (6 if p.requires_grad else 4) for p in weights) * chosen / experts
     return StepFlops(per_token, sum(map(_attention_width, layer_settings(config))) * 4 * 3 / 2)
 
 

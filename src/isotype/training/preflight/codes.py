@@ -53,22 +53,16 @@ def check_skips(skip: Mapping[str, str]) -> dict[str, str]:
     return dict(skip)
 
 
-def parse_skips(given: Sequence[str], why: str | None = None) -> dict[str, str]:
-    """`["PF004=shared disk", "PF011"]` -> code to reason; `why` is the reason of those that give none. Raises UsageError."""
+def parse_skips(given: Sequence[str]) -> dict[str, str]:
+    """`["PF004=shared disk"]` -> code to reason. Raises UsageError."""
     skips: dict[str, str] = {}
-    bare: list[str] = []
     for word in given:
-        code, equals, reason = word.partition("=")
+        code, _, reason = word.partition("=")
         code = code.strip().upper()
         check_skip(code, f"--skip {word}")
-        if code in skips or code in bare:
+        if code in skips:
             raise UsageError(f"--skip {code}: given twice")
-        if reason.strip():
-            skips[code] = reason.strip()
-        elif equals or not (why or "").strip():
+        if not reason.strip():
             raise UsageError(f"--skip {code}: a reason is needed", fix=f'--skip {code}="why it does not matter here"')
-        else:
-            bare.append(code)
-    if why is not None and not bare:
-        raise UsageError("--why has no effect: no --skip is without a reason")
-    return skips | dict.fromkeys(bare, (why or "").strip())
+        skips[code] = reason.strip()
+    return skips

@@ -1,0 +1,118 @@
+"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders) as a pipeline's folder, which diffusers makes once.
+
+Settings and tokenizers come from a pipeline's folder beside the file, of the file's name without ending, or from the hub, where diffusers
+knows whose the file is. Where that folder has a VAE's weights the file holds the denoiser alone, and the other parts are the folder's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...config.kind import PIPELINE_FILE
+from ...data.cache_folder import cache_folder
+from ...environment.hub import say
+from ...errors import UsageError
+from ...runs.checkpoint.atomic_folder import fault, write_folder
+from .families import FAMILIES
+
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def unpacked(file: Path, settings: Path) -> Path:
+    """The pipeline's folder in the user's cache, made unless it is there.
+
+    settings  a pipeline's folder
+    Raises    UsageError for a file that is no such checkpoint, or of a family that is not trained
+    """
+    index = json.loads((settings / PIPELINE_FILE).read_text(encoding="utf-8"))
+    family = FAMILIES.get(str(index.get("_class_name")))
+    if family is None:
+        raise UsageError(f"model.name: {file}: {index.get('_class_name')} is not supported: expected one of {' '.join(FAMILIES)}")
+    stat, dtype = file.stat(), _dtype(file)
+    what = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{settings.resolve()}"
+    tokens = cache_folder("auto")
+    cache = (Path("~/.cache/isotype").expanduser() if tokens is None else tokens.parent) / "pipelines"
+    folder = cache / f"{file.stem}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+    if fault(folder) is None:
+        return folder
+    say(f"{file.name}: diffusers makes a pipeline's folder of it, once, in {folder}")
+    cache.mkdir(parents=True, exist_ok=True)
+
+    def fill(to: Path) -> None:
+        import diffusers
+
+        if any((settings / "vae").glob("*.safetensors")):
+            shutil.copytree(settings, to, dirs_exist_ok=True, ignore=lambda at, _: [family.denoiser] if Path(at) == settings else [])
+            kind: Any = getattr(diffusers, str(index[family.denoiser][1]))
+            kind.from_single_file(str(file), config=str(settings), subfolder=family.denoiser, dtype=dtype).save_pretrained(
+                to / family.denoiser
+            )
+        else:
+            kind = getattr(diffusers, family.pipeline)
+            kind.from_single_file(str(file), config=str(settings), local_files_only=True, dtype=dtype).save_pretrained(to)
+
+    from ...training.quiet import without_warnings
+
+    try:
+        with without_warnings():
+            write_folder(folder, fill, then="start again")
+    except UsageError:
+        raise
+    except Exception as error:  # a file of another family raises whatever its tensors lead to
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(
+            f"model.name: {file}: diffusers does not read it as a {family.pipeline}: {said[:200]}",
+            fix=f"the settings of its own family in {file.with_suffix('')}",
+        ) from error
+    return folder
+
+
+def repository_of(file: Path) -> str:
+    """The hub's repository whose settings the file has, by the names of its tensors. Raises UsageError for an unknown family."""
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+
+    shapes = _shapes(file)
+    try:
+        kind = infer_diffusers_model_type({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    except Exception as error:  # it looks into tensors, which this file may not have
+        raise _unknown(file) from error
+    known: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
+    if "pretrained_model_name_or_path" not in known or (kind == "v1" and not any(".input_blocks." in name for name in shapes)):
+        raise _unknown(file)
+    return str(known["pretrained_model_name_or_path"])
+
+
+def _unknown(file: Path) -> UsageError:
+    return UsageError(
+        f"model.name: {file}: diffusers does not know this file's family by its tensors",
+        fix=f"a pipeline's folder of that family as {file.with_suffix('')}: {PIPELINE_FILE}, the settings and tokenizers of its parts",
+    )
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    if file.suffix != ".safetensors":
+        raise UsageError(f"model.name: {file}: not a .safetensors file: a pickle can run code", fix="the same checkpoint as .safetensors")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"model.name: {file}: {str(error).splitlines()[0]}") from None
+
+
+def _dtype(file: Path) -> torch.dtype:
+    """Of its weights, the widest. Raises UsageError for fp8 and the like."""
+    _shapes(file)
+    with safe_open(file, framework="pt") as opened:
+        found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # not a mapping
+    if narrow := sorted(word for word in found if word.startswith("F8")):
+        raise UsageError(
+            f"model.name: {file}: {narrow[0]} weights in a single file are not read", fix="the bf16 or fp16 file, and precision.base: fp8"
+        )
+    return next((dtype for word, dtype in _FLOATS.items() if word in found), torch.float32)
