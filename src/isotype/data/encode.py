@@ -127,7 +127,7 @@ class Encoder:
         self.pictures = pictures
         self.no_pictures = "the model has no vision tower"
         place = None if pictures is None else pictures.token_id
-        self.place = None if place is None else (place, str(tokenizer.convert_ids_to_tokens(place)))
+        self.place = (place, tokenizer.convert_ids_to_tokens(place)) if place is not None else None
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
@@ -251,8 +251,8 @@ class Encoder:
                 edges += [places[k] + shifts[k], places[k] + len(pictures.mark) + shifts[k + 1]]
             edges.append(span.end + shifts[first + len(within)])
             spans += [Span(a, b, span.closed) for a, b in zip(edges[::2], edges[1::2]) if b > a]
-        stand_for = sum(one.count(self.place[1]) for one in written) if self.place is not None else 0
-        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=stand_for)
+        placeholders = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
+        return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=placeholders)
 
     def _reads(self, key: str) -> bool:
         """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""

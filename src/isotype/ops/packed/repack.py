@@ -44,6 +44,6 @@ def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
 def _joined(numbers: Tensor, bits: int) -> Tensor:
     """Words of 32 bits along a row, the lowest bits first; the last is filled with zeros."""
     per_word = 32 // bits
-    whole = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
+    whole: Tensor = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
     shifts = torch.arange(0, 32, bits, device=numbers.device)
     return (whole << shifts).sum(-1).to(torch.int32)
