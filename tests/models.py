@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -111,7 +112,7 @@ def stepper(model, preset: str = "fp32", **train):
 
 def quantised(model, *, compute: torch.dtype = torch.bfloat16, kind: str = "nf4", double: bool = True, storage: torch.dtype = torch.uint8):
     """Every linear layer but the head as bitsandbytes' own, as transformers loads them: `kind` is nf4, fp4 or int8."""
-    import bitsandbytes
+    bitsandbytes = pytest.importorskip("bitsandbytes")
 
     head = model.get_output_embeddings()
     for parent in list(model.modules()):

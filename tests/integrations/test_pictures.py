@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from isotype.integrations import attach
+from tests.integrations.trainers import curve
 
 pytest.importorskip("trl")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
@@ -47,13 +48,6 @@ def trainer_of(base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictur
 
 def longest(completions, **_):
     return [float(len(str(completion))) for completion in completions]
-
-
-def curve(trainer):
-    """Losses and norms of gradients, from generators seeded alike."""
-    torch.manual_seed(0)
-    trainer.train()
-    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
 
 
 def said(folder):

@@ -53,16 +53,20 @@ def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):
 # one cell a trainer; those in test_attach.py are not repeated
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("KTO", "lora"), ("CPO", "qlora"), *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
-        ("ORPO", "lora"), ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"), ("Distillation", "lora"),
-        ("OnlineDPO", "lora"), ("GKD", "full"),
-    ))],
+    [
+        ("KTO", "lora"), ("CPO", "qlora"), ("Distillation", "lora"), ("GKD", "full"),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in (
+            ("ORPO", "lora"), ("Seq2SeqTrainer", "lora"), ("RLOO", "full"), ("Reward", "lora"), ("OnlineDPO", "lora"),
+        )),
+    ],
 )  # fmt: skip
 def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):
     cell = dropin.one_cell(name, form, False, tmp_path)
     assert cell["steps"] == 3
     assert cell["loss"] <= (2e-3 if form == "qlora" else 1e-5)
     assert cell["places"] >= 13
+    if name in ("Distillation", "GKD"):
+        assert cell["heads"] == ["linear_divergence"]
 
 
 @pytest.mark.parametrize("name", ["SFT", pytest.param("DPO", marks=pytest.mark.full), pytest.param("GRPO", marks=pytest.mark.full)])

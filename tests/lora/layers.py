@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import peft
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ class Checkpointed(nn.Module):
 def nf4_linear(
     *, bias: bool = True, compute: torch.dtype | None = torch.bfloat16, double: bool = True, out: int = OUT, features: int = FEATURES
 ) -> nn.Module:
-    import bitsandbytes as bnb
+    bnb = pytest.importorskip("bitsandbytes")
 
     torch.manual_seed(5)
     made = bnb.nn.Linear4bit(features, out, bias=bias, compute_dtype=compute, compress_statistics=double, quant_type="nf4")

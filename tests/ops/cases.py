@@ -30,7 +30,7 @@ from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
 from isotype.ops.experts.op import EXPERTS, Adapter, experts, experts_reference
 from isotype.ops.gated.op import GELU, GELU_MUL, SILU_MUL, gelu_mul_reference, gelu_reference, silu_mul_reference
 from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
-from isotype.ops.linear_divergence import LINEAR_DIVERGENCE, linear_divergence_reference
+from isotype.ops.linear_divergence.op import LINEAR_DIVERGENCE, linear_divergence_reference
 from isotype.ops.linear_log_probs import LINEAR_LOG_PROBS, linear_log_probs_reference
 from isotype.ops.modulation.op import GATED_RESIDUAL, MODULATED_LAYER_NORM, gated_residual_reference, modulated_layer_norm_reference
 from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference

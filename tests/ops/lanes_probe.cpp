@@ -9,7 +9,7 @@ extern "C" void apply(int64_t which, const float* x, float* y, int64_t count, in
     const f32 v = load(x + i, count - i, 0.0f);
     f32 density;
     const f32 p = normal_cdf(v, density);
-    store(y + i, which == 0 ? exp(v) : which == 1 ? tanh(v) : which == 2 ? sigmoid(v) : which == 3 ? p : density, count - i);
+    store(y + i, which == 0 ? exp(v) : which == 1 ? tanh(v) : which == 2 ? sigmoid(v) : which == 3 ? p : which == 4 ? density : log(v), count - i);
   }
 }
 

@@ -11,7 +11,7 @@ from isotype.ops import cross_entropy
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.op import cross_entropy_reference
-from tests.ops.trials import FACTOR, error
+from tests.ops.trials import FACTOR, Sizes, error
 
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2, "num_items": 7}
 
@@ -42,19 +42,11 @@ def test_every_option_of_a_large_vocabulary_is_as_near_to_fp64_as_the_reference(
 def test_no_fp32_copy_of_the_logits():
     logits = torch.zeros(64, 65536, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(64, dtype=torch.long)
-    seen = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype == torch.float32)
-            return out
-
-    with Sizes():
+    with Sizes(torch.float32) as seen:
         # the dispatch mode sees inside the library op only when its body is called directly
         _, lse = eager.cross_entropy_forward(logits.detach(), targets, eager.LossRule())
         eager.cross_entropy_backward(logits.detach(), targets, lse, torch.ones(64), eager.LossRule(), torch.empty_like(logits), 65536)
-    assert max(seen) <= logits.numel() / 8
+    assert max(seen.numbers) <= logits.numel() / 8
 
 
 def test_all_rows_ignored_is_nan_as_torchs_and_has_zero_gradient():

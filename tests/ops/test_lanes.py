@@ -68,6 +68,12 @@ def relative(got, want):
     return float(((got - want) / want).abs().max())
 
 
+def test_log_is_within_four_roundings(probe):
+    x = torch.cat((torch.linspace(0.5, 2, 200_003), torch.logspace(-37, 38, 10_000)))
+    x = x[x != 1]
+    assert relative(result(probe, 5, x), x.double().log()) < 4 * EPS
+
+
 def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
     monkeypatch.setattr(ops_cpp, "PATIENCE_S", 0.0)

@@ -13,7 +13,7 @@ from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked, op
 from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 from tests.host_reads import NoHostReads
-from tests.ops.trials import FACTOR, error
+from tests.ops.trials import FACTOR, Sizes, error
 
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
 
@@ -93,17 +93,9 @@ def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstre
 
 def test_logits_never_exist_at_once():
     x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
-    seen = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
-            return out
-
-    with Sizes():
+    with Sizes() as seen:
         op._forward.__wrapped__(x, w, None, targets, torch.ones(()), *LossRule().arguments, 64, True, True, False, True)
-    assert max(seen) <= 64 * 2000
+    assert max(seen.numbers) <= 64 * 2000
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(0), 0], ids=str)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from isotype.errors import ShapeError, UsageError
 from isotype.ops import linear_divergence
-from isotype.ops.linear_divergence import linear_divergence_reference
-from tests.ops.trials import error
+from isotype.ops.backend import using
+from isotype.ops.cpp import cpu_compiler
+from isotype.ops.linear_divergence.op import divergence_and_entropy, linear_divergence_reference
+from tests.ops.trials import FACTOR, error
 
 SHAPED = {"temperature": 2.0, "logit_scale": 1.5, "softcap": 8.0, "teacher_logit_scale": 0.5, "teacher_softcap": 5.0}
 BETAS = (0.0, 0.3, 1.0)
@@ -31,6 +35,58 @@ def test_gradients_agree_with_finite_differences(beta):
 
     assert torch.autograd.gradcheck(op, tuple(t.requires_grad_() for t in (x, w, b)))
     torch.testing.assert_close(op(x, w, b), linear_divergence_reference(x, w, y, u, bias=b, teacher_bias=c, beta=beta, **SHAPED))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_cpu_kernels_are_near_fp64_for_heads_of_two_dtypes(beta, trained):
+    """Values, entropies and gradients; the teacher in bf16 beside one in fp32, and the reverse, with biases, classes past a block."""
+    for mine, theirs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        x, w, y, u = (t / 3 for t in make(classes=8203))
+        x, w, y, u = x.to(mine), w.to(mine), y.to(theirs), u.to(theirs)
+        b, c = torch.randn(8203).to(mine), torch.randn(8203).to(theirs)
+        found = []
+        for backend in ("cpp", "eager", "fp64"):
+            wide = torch.float64 if backend == "fp64" else None
+            leaves = [t.detach().to(wide or t.dtype).requires_grad_(i == 0 or trained) for i, t in enumerate((x, w, b))]
+            with using("eager" if wide else backend):
+                options = {"bias": leaves[2], "teacher_bias": c.to(wide or c.dtype), "beta": beta, "chunk": 7, **SHAPED}
+                made = divergence_and_entropy(leaves[0], leaves[1], y.to(wide or y.dtype), u.to(wide or u.dtype), **options)
+            (made[0] * torch.linspace(-1, 2, len(x))).sum().backward()
+            found.append([*made, *(t.grad for t in leaves if t.requires_grad)])
+        for ours, plain, exact in zip(*found, strict=True):
+            assert error(ours, exact) <= FACTOR * error(plain, exact) + 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.skipif(cpu_compiler() is None, reason="no C++ compiler")
+def test_the_largest_logits_of_both_sides_are_made_again():
+    """Peaked rows, as trained models have: beside plain bf16 logits ten times nearer to fp64."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, dtype=torch.float64)
+    y, w = x + 0.3 * torch.randn_like(x), torch.randn(4000, 64, dtype=torch.float64)
+    heads = [t.bfloat16() for t in (x, w, y, w + 0.3 * torch.randn_like(w))]
+    leaf = heads[0].double().requires_grad_()
+    exact = linear_divergence_reference(leaf, *(t.double() for t in heads[1:]), beta=0.5)
+    (gradient,) = torch.autograd.grad(exact.sum(), leaf)
+    off = {}
+    for backend in ("eager", "cpp"):
+        leaf = heads[0].clone().requires_grad_()
+        with using(backend):
+            made = linear_divergence(leaf, *heads[1:], beta=0.5)
+        off[backend] = (error(made, exact), error(torch.autograd.grad(made.sum(), leaf)[0], gradient))
+    assert off["cpp"][0] < off["eager"][0] / 10
+    assert off["cpp"][1] < off["eager"][1] / 5
+
+
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_distributions_that_share_no_class_are_far_apart(beta, backend):
+    """Each side is sure of another class, 200 nats apart: KL is 200, their mixture is as near as beta says."""
+    x, w, y, u = torch.eye(2)[:1] * 200, torch.eye(2), torch.eye(2)[1:] * 200, torch.eye(2)
+    with using(backend):
+        found = linear_divergence(x, w, y, u, beta=beta)
+    want = 200.0 if beta in (0.0, 1.0) else -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+    assert found.item() == pytest.approx(want, rel=1e-6)
 
 
 def test_it_holds_no_logits():
@@ -65,10 +121,12 @@ def test_values_and_gradients_are_those_of_trl(beta):
     mask = torch.ones(1, len(x))
     scales = {"student_logit_scale": 1.5, "teacher_logit_scale": 0.5, "temperature": 2.0}
     caps = {"student_final_logit_softcapping": 8.0, "teacher_final_logit_softcapping": 5.0}
-    loss, *_ = trl._chunked_divergence_loss(theirs.unsqueeze(0), y.unsqueeze(0), w, u, mask, beta, 1, **scales, **caps)
+    loss, entropy, _ = trl._chunked_divergence_loss(theirs.unsqueeze(0), y.unsqueeze(0), w, u, mask, beta, 1, **scales, **caps)
     loss.backward()
     x.requires_grad_()
-    ours = linear_divergence(x, w, y, u, beta=beta, **SHAPED).sum()
+    found, entropies = divergence_and_entropy(x, w, y, u, beta=beta, **SHAPED)
+    ours = found.sum()
     ours.backward()
+    assert float(entropies.sum()) == pytest.approx(entropy.item(), rel=1e-5)
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
     assert error(x.grad, theirs.grad) < 1e-4

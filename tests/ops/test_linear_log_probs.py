@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import using
-from isotype.ops.linear_log_probs import OUTPUTS, linear_log_probs_reference
-from tests.ops.trials import error
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.linear_log_probs import OUTPUTS, _forward, linear_log_probs_reference
+from tests.ops.trials import Sizes, error
 
 OPTIONS = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}
 DIFFERENTIABLE = ("log_probs", "entropy", "logsumexp")
@@ -92,20 +93,9 @@ def test_a_masked_class_and_a_batch_without_labels():
 
 def test_logits_never_exist_at_once():
     x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
-    seen = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
-            return out
-
-    from isotype.ops.cross_entropy.rule import LossRule
-    from isotype.ops.linear_log_probs import _forward
-
-    with Sizes():
+    with Sizes() as seen:
         _forward.__wrapped__(x, w, None, targets, *LossRule().arguments, 64, True, True, True, True, "log_probs")
-    assert max(seen) <= 64 * 2000
+    assert max(seen.numbers) <= 64 * 2000
 
 
 @pytest.mark.full

@@ -1,9 +1,11 @@
-"""What the op tests share: an error, and how many times that of plain PyTorch's it may be."""
+"""What the op tests share: an error, how many times that of plain PyTorch's it may be, and the sizes of tensors that a call makes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # The op's error against fp64 may be this many times that of the plain ops at the same dtypes: one factor for every op, output and gradient.
 FACTOR = 2.0
@@ -15,6 +17,19 @@ def error(got: Tensor, truth: Tensor) -> float:
     if not torch.isfinite(got).all():
         return float("inf")
     return float((got - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+class Sizes(TorchDispatchMode):
+    """Inside, `numbers` gets how many numbers each result of an operator holds; only of those in `dtype`, where it is given."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dtype, self.numbers = dtype, list[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numbers += [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor) and self.dtype in (None, t.dtype)]
+        return out
 
 
 def floor(*dtypes: torch.dtype | None) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,12 +35,14 @@ class Format:
     beside: tuple[str, ...] = ()
 
 
+# of several answers to one prompt, and of their scores: what they are called in RRHF's, UltraFeedback's and distilabel's data
+_ANSWERS, _SCORES = ("completions", "responses", "generations"), ("scores", "rewards", "ratings")
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), ("tools", "functions", "system", "images", "image")),
     "sharegpt": Format(("conversations",), ("tools", "system", "images", "image")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools", *_ANSWERS, *_SCORES)),
     "labelled": Format(("prompt", "completion", "label"), ("tools",)),
     "text": Format(("text",)),
 }
@@ -58,7 +61,8 @@ _LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
 # formats of one kind of objective: the keys by which they are told, their name, what to write, and which objective reads them
 _JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
     "preference": (
-        _PREFERENCES, "pairs of answers", "rows with prompt, chosen and rejected, or chosen and rejected conversations", _LEARN_PAIRS
+        _PREFERENCES, "pairs of answers",
+        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS,
     ),
     "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", _LEARN_LABELS),
 }  # fmt: skip
@@ -168,7 +172,7 @@ def renamed(record: Record, columns: Columns, name: FormatName | None = None) ->
         raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix)
     columns = _as_in(record.value, columns or {}, name)
     if not columns:
-        return record.value
+        return _as_pair(record.value, record.place) if name == "preference" else record.value
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
         if not any(ours in form.keys + form.beside for form in FORMATS.values()):
@@ -177,7 +181,24 @@ def renamed(record: Record, columns: Columns, name: FormatName | None = None) ->
         if theirs not in record.value:
             raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
-    return row
+    return _as_pair(row, record.place) if name == "preference" else row
+
+
+def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """A row of several answers with scores as a pair: the first of those with the highest score, and the first of those with the lowest."""
+    answers, scores = (next((key for key in names if key in row), "") for names in (_ANSWERS, _SCORES))
+    if not answers or not scores or any(key in row for key in _PREFERENCES):
+        return row
+    several, given = (parsed_json(row[key], f"{place}: {key}") for key in (answers, scores))
+    if not isinstance(several, list) or not isinstance(given, list) or len(several) != len(given) or len(given) < 2:
+        shown = [f"{len(value)}" if isinstance(value, list) else kind(value) for value in (several, given)]
+        raise RowError(f"{place}: {answers} and {scores} must be lists of the same length, 2 or more: got {shown[0]} and {shown[1]}")
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in given):
+        raise RowError(f"{place}: {scores} must be numbers, got {json.dumps(given, default=str)}")
+    if max(given) == min(given):
+        raise RowError(f"{place}: all {scores} are {given[0]}: no answer is better than another")
+    best, worst = (several[given.index(extreme(given))] for extreme in (max, min))
+    return {**{key: value for key, value in row.items() if key not in (answers, scores)}, "chosen": best, "rejected": worst}
 
 
 def _as_in(row: Mapping[str, Any], columns: Mapping[str, str], name: FormatName | None = None) -> Mapping[str, str]:
@@ -421,7 +442,8 @@ def _near(key: str, among: Sequence[str], row: Mapping[str, Any]) -> list[str]:
 
 
 def _many_answers(row: Mapping[str, Any], asked: str, key: str) -> str:
-    return f"the row has {asked} and {key}, {_several(row[key])}; if these are answers: {_ONE_ANSWER}, as prompt and completion"
+    also = f"; with {', '.join(scores)}, {_LEARN_PAIRS}" if (scores := [name for name in _SCORES if name in row]) else ""
+    return f"the row has {asked} and {key}, {_several(row[key])}; if these are answers: {_ONE_ANSWER}, as prompt and completion{also}"
 
 
 def _one_level_up(key: str, row: Mapping[str, Any]) -> str:

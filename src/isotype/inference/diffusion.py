@@ -29,6 +29,7 @@ from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
 from ..tasks.diffusion.sample import Prompt, Sample, refuse_prompts, texts_of
+from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
 from ..training.task import Evaluation, eval_mode
 from .loaded import load_newest, name_in, result_of
@@ -74,6 +75,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
         save_file({**state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"})
+        if part == "unet" and (original := Path(task.base_name).expanduser()).is_file():
+            write_with_unet(original, {**state, **tables}, outline.config, folder / original.name)
         facts = {"base": str(base), "run": str(run), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, precision_of, remove_precision
 from .attachment import Attachment, Methods, is_running, models_of, overridden, trained_in, unprepare
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
+from .distillation import Distillation
 from .record import Record
 from .steps import Guards
 from .weights import Autocast, PureWeights, Weights
@@ -124,6 +125,9 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     guards = Guards(trainer, precision.compute, attached.gradient)
     attached.undo.append(guards.remove)
     guards.install()
+    distillation = Distillation(trainer)
+    attached.undo.append(distillation.remove)
+    distillation.install()
     _one_graph_for_every_rank(attached)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")

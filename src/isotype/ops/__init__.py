@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .gated.op import gelu_mul as gelu_mul
     from .gated.op import silu_mul as silu_mul
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
-    from .linear_divergence import linear_divergence as linear_divergence
+    from .linear_divergence.op import linear_divergence as linear_divergence
     from .linear_log_probs import TokenLogProbs as TokenLogProbs
     from .linear_log_probs import linear_log_probs as linear_log_probs
     from .modulation.op import gated_residual as gated_residual
@@ -34,7 +34,7 @@ _LAZY = {
     "cross_entropy": "isotype.ops.cross_entropy.op",
     "experts": "isotype.ops.experts.op",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.op",
-    "linear_divergence": "isotype.ops.linear_divergence",
+    "linear_divergence": "isotype.ops.linear_divergence.op",
     "linear_log_probs": "isotype.ops.linear_log_probs",
     "TokenLogProbs": "isotype.ops.linear_log_probs",
     "rms_norm": "isotype.ops.rms_norm.op",

@@ -79,8 +79,8 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd function's forward.
 
-    In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without an
-    error.
+    In a graph of torch 2.11 an output that comes from a `.to` that changes nothing, or goes into one, has no gradient: its share of every
+    input's is zero, without an error.
     """
     return x if x.dtype == dtype else x.to(dtype)
 

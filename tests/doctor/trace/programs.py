@@ -616,6 +616,26 @@ def timestep_in_the_models_dtype(broken):
         nn.Linear(16, 16).to(bf16)(torch.cat([angle.sin(), angle.cos()], -1).to(bf16))
 
 
+def log_probs_gathered_in_bf16(broken):
+    """A preference loss of its own: each token's log-probability is rounded to bf16 before the sum."""
+    torch.manual_seed(0)
+    head = nn.Linear(32, 500, bias=False).to(bf16)
+    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
+    labels = torch.arange(400).view(2, 200, 1)
+    logits = logits if broken else logits.float()
+    (-logits.log_softmax(-1).gather(-1, labels).squeeze(-1).sum(-1)).diff().sigmoid().log().sum().backward()
+
+
+def logits_gathered_in_bf16(broken):
+    """Right: what is gathered is a logit, and the logsumexp beside it is in fp32; a softmax in bf16 elsewhere has the same shape."""
+    torch.manual_seed(0)
+    head = nn.Linear(32, 500, bias=False).to(bf16)
+    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    picked = logits.gather(-1, torch.arange(400).view(2, 200, 1)).squeeze(-1).float()
+    ((picked - logits.float().logsumexp(-1)).sum() + entropy.float().sum()).backward()
+
+
 def a_copy_evaluated_in_bf16(broken):
     """Right in both forms: the copy that is cast there and back is thrown away."""
     model = nn.Linear(16, 16)

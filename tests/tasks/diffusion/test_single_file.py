@@ -1,55 +1,22 @@
 """Checkpoints in one file, in the names of the program that made them, as pipelines."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, UNet2DConditionModel
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
+from isotype.inference.diffusion import merge_denoiser
 from isotype.tasks.choose import train
 from isotype.tasks.diffusion.pipeline import PipelineFolder
+from isotype.tasks.diffusion.single_file import original_name
 
 from .models import refused
 
-RESNET = {
-    "norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3", "time_emb_proj": "emb_layers.1",
-    "conv_shortcut": "skip_connection",
-}  # fmt: skip
-OUTER = {
-    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2", "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0", "conv_out": "out.2", "mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1",
-    "mid_block.resnets.1": "middle_block.2",
-}  # fmt: skip
 ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-
-
-def unet_name(name, layers):
-    """The name in Stable Diffusion's own code."""
-
-    def place(found):
-        side, i, kind, j = found[1], int(found[2]), found[3], int(found[4])
-        if side == "down":
-            at = (layers + 1) * (i + 1) if kind == "downsamplers" else (layers + 1) * i + j + 1
-            return f"input_blocks.{at}." + {"resnets": "0", "attentions": "1", "downsamplers": "0.op"}[kind]
-        attends = i == 1  # of the tiny model
-        at = (layers + 1) * i + (layers if kind == "upsamplers" else j)
-        return f"output_blocks.{at}." + {"resnets": "0", "attentions": "1", "upsamplers": "2.conv" if attends else "1.conv"}[kind]
-
-    name = re.sub(
-        r"^(down|up)_blocks\.(\d)\.(\w+)\.(\d)(\.conv(?=\.))?" if "samplers" in name else r"^(down|up)_blocks\.(\d)\.(\w+)\.(\d)",
-        place,
-        name,
-    )
-    for ours, theirs in OUTER.items():
-        name = re.sub(rf"^{re.escape(ours)}\.", f"{theirs}.", name)
-    return (
-        re.sub(r"\.(norm1|conv1|norm2|conv2|time_emb_proj|conv_shortcut)\.(weight|bias)$", lambda m: f".{RESNET[m[1]]}.{m[2]}", name)
-        if "transformer_blocks" not in name
-        else name
-    )
 
 
 def vae_name(name):
@@ -66,7 +33,7 @@ def vae_name(name):
 def as_one_file(pipeline, file):
     """A Stable Diffusion 1.5 pipeline in the names of its own code."""
     pipe = DiffusionPipeline.from_pretrained(pipeline)
-    tensors = {f"model.diffusion_model.{unet_name(n, 1)}": t for n, t in pipe.unet.state_dict().items()}
+    tensors = {f"model.diffusion_model.{original_name(n, pipe.unet.config)}": t for n, t in pipe.unet.state_dict().items()}
     for name, tensor in pipe.vae.state_dict().items():
         tensors[f"first_stage_model.{vae_name(name)}"] = (
             tensor[..., None, None] if re.search(r"attentions.*\.to_.*weight", name) else tensor
@@ -98,7 +65,14 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
     assert PipelineFolder.open(str(tmp_path / "pony.safetensors")).path == found.path
     loaded = drawn(model=tmp_path / "pony.safetensors", diffusion={"max_text_length": None})
     assert train(loaded) == 0
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
+    merge_denoiser(tmp_path / "run", tmp_path / "merged")
+    settings_of(studio.sd1, tmp_path / "merged/pony")
+    whole = DiffusionPipeline.from_pretrained(PipelineFolder.open(str(tmp_path / "merged/pony.safetensors")).path)
+    merged = load_file(tmp_path / "merged/unet/diffusion_pytorch_model.safetensors")
+    read = whole.unet.state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())
+    assert any(not torch.equal(read[name], tensor) for name, tensor in pipe.unet.state_dict().items())
+    assert all(torch.equal(whole.vae.state_dict()[name], tensor) for name, tensor in pipe.vae.state_dict().items())
 
 
 def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tmp_path, cache):
@@ -109,6 +83,26 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     kept = load_file(found.path / "transformer/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
     assert (found.path / "text_encoder_2/model.safetensors").is_file()
+
+
+WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
+OF_SDXL = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (320, 640, 1280),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816, "cross_attention_dim": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "count"), [(OF_SDXL, 1680), ({"cross_attention_dim": 768, "attention_head_dim": 8}, 686)])
+def test_names_are_those_that_diffusers_reads(settings, count):
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**WIDTHS, **settings)
+    tensors = unet.state_dict()
+    original = {f"model.diffusion_model.{original_name(name, unet.config)}": tensor for name, tensor in tensors.items()}
+    read = convert_ldm_unet_checkpoint(original, dict(unet.config))
+    assert len(read) == count
+    assert {name: tensor.shape for name, tensor in read.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(

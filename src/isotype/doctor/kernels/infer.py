@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import parse
+from .observe import call_name
 from .signature import Combination, Reach, Unwrapped, distinct, is_float_pointer, place_of
 
 _POINTER_WORD = {
@@ -141,7 +142,7 @@ class _Reader(ast.NodeVisitor):
                 return self.base(node.func.value, seen)
             return (
                 self.base(node.args[0], seen)
-                if node.args and _called(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
+                if node.args and call_name(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
                 else None
             )
         if isinstance(node, ast.Subscript):
@@ -153,7 +154,7 @@ class _Reader(ast.NodeVisitor):
     def behind(self, node: ast.AST, depth: int = 0) -> set[str]:
         """Parameters in an expression, through local names, without what is loaded from memory."""
         found: set[str] = set()
-        if isinstance(node, ast.Call) and _called(node) == "load":
+        if isinstance(node, ast.Call) and call_name(node) == "load":
             return found
         if isinstance(node, ast.Name):
             if node.id in self.values and depth < 4:
@@ -169,7 +170,7 @@ class _Reader(ast.NodeVisitor):
         """Pointers from which values in an expression were loaded."""
         found: set[str] = set()
         for one in ast.walk(node):
-            if _called(one) == "load":
+            if call_name(one) == "load":
                 assert isinstance(one, ast.Call)
                 found |= {b for b in (self.base(one.args[0] if one.args else None),) if b}
             elif isinstance(one, ast.Name) and depth < 4:
@@ -178,7 +179,7 @@ class _Reader(ast.NodeVisitor):
         return found
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = _called(node)
+        name = call_name(node)
         if name in _MEMORY and (node.args or node.keywords):
             address = node.args[0] if node.args else node.keywords[0].value
             if (pointer := self.base(address)) is not None:
@@ -242,24 +243,11 @@ class _Reader(ast.NodeVisitor):
                 self.use.integer_pointers |= {p for s in (node.left, *node.comparators) for p in self.loaded(s)}
         self.generic_visit(node)
 
-    def _condition(self, test: ast.AST) -> None:
-        for one in ast.walk(test):
-            if isinstance(one, ast.Name) and one.id in self.parameters:
-                self.use.tests.add(one.id)
-
-    def visit_If(self, node: ast.If) -> None:
-        self._condition(node.test)
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        self.use.tests |= {one.id for one in ast.walk(node.test) if isinstance(one, ast.Name) and one.id in self.parameters}
         self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
-
-
-def _called(node: ast.AST) -> str:
-    if not isinstance(node, ast.Call):
-        return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    visit_IfExp = visit_If
 
 
 def _of_module(node: ast.Attribute) -> bool:
@@ -267,7 +255,7 @@ def _of_module(node: ast.Attribute) -> bool:
 
 
 def _widens(value: ast.AST) -> bool:
-    return isinstance(value, ast.Call) and _called(value) in ("to", "cast") and "float" in ast.unparse(value)
+    return isinstance(value, ast.Call) and call_name(value) in ("to", "cast") and "float" in ast.unparse(value)
 
 
 def parameter_use(function: Any) -> Use:

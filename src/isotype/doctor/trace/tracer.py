@@ -24,6 +24,7 @@ from ...observe.tape import Calls, Modules, Running, Tape, observing
 from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
 from .frozen import Cuts, Widened
+from .log_probs import LogProbs
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
 from .parameters import Parameters
@@ -47,6 +48,7 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     Overflows,
     Cuts,
     Widened,
+    LogProbs,
     Compiled,
 )
 

@@ -1,34 +1,13 @@
 // Cross-entropy and per-token values of rows that stay in a core's cache: a row is read once for its maximum, once for exp and its sums, once
 // for the gradient.
 // fp32 inside whatever the logits' dtype; block sums are added in double, so that the error does not grow with the vocabulary.
-#include <algorithm>
 #include <vector>
 
-#include "lanes.h"
+#include "logits.h"
 
 using namespace isotype;
 
 namespace {
-
-struct Rule {
-  int64_t ignore_index;
-  float smoothing, scale, softcap, z_loss;
-};
-
-// what a loss does to a logit before its softmax; CAPPED: there is a softcap
-template <bool CAPPED>
-inline f32 rule_logits(f32 x, const Rule& rule) {
-  const f32 z = x * rule.scale;
-  return CAPPED ? rule.softcap * tanh(z / rule.softcap) : z;
-}
-
-// d z / d x of the above
-template <bool CAPPED>
-inline f32 slope(f32 x, const Rule& rule) {
-  if (!CAPPED) return all(rule.scale);
-  const f32 t = tanh(x * (rule.scale / rule.softcap));
-  return rule.scale * (1.0f - t * t);
-}
 
 struct Shape {
   int64_t rows, columns, row_stride;
@@ -39,74 +18,6 @@ struct Row {
 };
 
 constexpr int64_t BLOCK = 8192;
-
-// What bf16 logits were made of: x[rows size] W[classes size]^T + bias[classes] (or null), each row's elements adjacent. Null x: unknown.
-struct Source {
-  const void* x;
-  int64_t x_stride;
-  const void* weight;
-  int64_t weight_stride, size;
-  const void* bias;
-};
-
-// A bf16 product loses its fp32 sum where the logit is largest, and there the softmax weighs most: the target's and the LARGEST logits of
-// a row are made again in fp32. Of 9 logits of 32,000 that is 0.03% of the product.
-constexpr int LARGEST = 8, MADE_AGAIN = LARGEST + 1;
-
-// after the rule: what a logit was, and what it is in fp32; at -1: fewer classes than MADE_AGAIN, or none was made again
-struct Exact {
-  int count = 0;
-  int64_t at[MADE_AGAIN];
-  float was[MADE_AGAIN], is[MADE_AGAIN];
-
-  int of(int64_t column) const {
-    for (int k = 0; k < count; ++k)
-      if (at[k] == column) return k;
-    return -1;
-  }
-};
-
-template <bool CAPPED, class T>
-Exact made_again(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Source& source, int64_t r) {
-  constexpr int UNROLLED = 4;
-  Exact exact;
-  if (!source.x) return exact;
-  float least = -INFINITY;
-  const auto offer = [&](f32 z, int64_t i, int64_t here) {
-    for (int64_t k = 0; k < here; ++k) {
-      if (!(z[k] > least)) continue;
-      int into = exact.count;
-      if (into < LARGEST) ++exact.count;
-      else into = std::min_element(exact.was, exact.was + LARGEST) - exact.was;
-      exact.was[into] = z[k], exact.at[into] = i + k;
-      if (exact.count == LARGEST) least = *std::min_element(exact.was, exact.was + LARGEST);
-    }
-  };
-  int64_t i = 0;
-  for (; i + UNROLLED * LANES <= columns; i += UNROLLED * LANES) {
-    f32 z[UNROLLED], top = all(-INFINITY);
-    for (int k = 0; k < UNROLLED; ++k) {
-      z[k] = rule_logits<CAPPED>(load(logits + i + k * LANES), rule);
-      top = z[k] > top ? z[k] : top;
-    }
-    if (max(top) > least)
-      for (int k = 0; k < UNROLLED; ++k) offer(z[k], i + k * LANES, LANES);
-  }
-  for (; i < columns; i += LANES) offer(rule_logits<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
-  if (exact.of(target) < 0) {
-    exact.was[exact.count] = rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0];
-    exact.at[exact.count++] = target;
-  }
-  const T* x = (const T*)source.x + r * source.x_stride;
-  for (int k = 0; k < exact.count; ++k) {
-    const T* w = (const T*)source.weight + exact.at[k] * source.weight_stride;
-    f32 total = {};
-    each_vector(source.size, [&](int64_t j, auto left) { total += load(x + j, left, 0.0f) * load(w + j, left, 0.0f); });
-    const float z = sum(total) + (source.bias ? load_one((const T*)source.bias + exact.at[k]) : 0.0f);
-    exact.is[k] = rule_logits<CAPPED>(all(z), rule)[0];
-  }
-  return exact;
-}
 
 // The row's loss and logsumexp; exp(z - top) of every element into `kept` where it is wanted.
 template <bool CAPPED, class T>

@@ -67,7 +67,7 @@ class Source:
         return self.x_NH, self.x_NH.stride(0), self.weight_VH, self.weight_VH.stride(0), self.x_NH.shape[1], self.bias_V
 
 
-_UNKNOWN = (None, 0, None, 0, 0, None)
+NO_SOURCE = (None, 0, None, 0, 0, None)
 
 
 def _losses(
@@ -80,7 +80,7 @@ def _losses(
     stride = 0 if out_TV is None else out_TV.stride(0)
     KERNELS(
         "losses_and_gradients", logits_TV.dtype, logits_TV, tokens, classes, logits_TV.stride(0), targets_T, loss_T, lse_T,
-        *rule.values, *(source.arguments if source else _UNKNOWN), out_TV, stride, dloss,
+        *rule.values, *(source.arguments if source else NO_SOURCE), out_TV, stride, dloss,
     )  # fmt: skip
     return loss_T, lse_T
 
@@ -129,7 +129,7 @@ class Cpp:
         KERNELS(
             "row_values", logits_NV.dtype, logits_NV, *logits_NV.shape, logits_NV.stride(0), targets_N, rule.logit_scale, rule.softcap,
             *(t if t.numel() else None for t in (*values[:5], values.top1)),
-            *((*source.arguments, *(source.again or ())) if source else (*_UNKNOWN, None, None)),
+            *((*source.arguments, *(source.again or ())) if source else (*NO_SOURCE, None, None)),
         )  # fmt: skip
         return values
 

@@ -95,8 +95,7 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     if stands_for(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS
-    rows, columns = out_NH.shape
-    parts = parts_of_classes(rows, columns, weight_VH.shape[0], processors) if out_NH.dtype == torch.float32 else 1
+    parts = parts_of_classes(len(out_NH), out_NH.shape[1], len(weight_VH), processors) if out_NH.dtype == torch.float32 else 1
     return product(dlogits_NV, weight_VH, out_NH) if parts == 1 else product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
 
 

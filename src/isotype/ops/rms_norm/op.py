@@ -123,7 +123,7 @@ def _forward(
         if triton.fits(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     total = None if residual is None else x + residual
-    h = (x if total is None else total).to(wide(x.dtype, weight_H.dtype))
+    h = narrowed(x if total is None else total, wide(x.dtype, weight_H.dtype))
     w = weight_H.to(h.dtype) + 1.0 if unit_offset else weight_H.to(h.dtype)
     scale = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     return narrowed(h * scale * w, out_dtype), scale, total

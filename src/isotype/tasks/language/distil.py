@@ -22,7 +22,7 @@ from ...model.load import Source, explained, load_base
 from ...ops import linear_cross_entropy, linear_divergence
 from ...ops.cross_entropy.op import rule_logits
 from ...ops.cross_entropy.rule import LossRule
-from ...ops.linear_divergence import divergence
+from ...ops.linear_divergence.op import divergence
 from ...optimize import optimize
 from ...optimize.head import Targets, loss_of
 from ...precision.apply import apply_precision
@@ -31,7 +31,7 @@ from ...precision.quantised_base import of_config
 from ...training.memory.device import shown
 from ...training.task import Words
 from .batches import Batch, model_inputs, next_tokens, takes_one_row
-from .objective import Beside, NextToken
+from .objective import Beside, NextToken, refuse_balance
 
 
 class Distil(NextToken):
@@ -57,7 +57,8 @@ class Distil(NextToken):
         super().take(data)
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained, a mixture without its balancing loss."""
+        """Every model is trained; a mixture without its balancing loss, where that was said."""
+        refuse_balance(model, self.config.train.aux_loss, "distil")
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
         """The teacher, frozen, in the dtype of products. Raises UsageError for one with another vocabulary."""

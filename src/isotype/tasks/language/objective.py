@@ -189,6 +189,16 @@ def coefficient_of(model: nn.Module, asked: float | None) -> float:
     return own if asked is None else asked
 
 
+def refuse_balance(model: nn.Module, asked: float | None, objective: str) -> None:
+    """Raises UsageError for a mixture whose config asks for its balancing loss, in a run whose loss has none."""
+    if coefficient := coefficient_of(model, asked):
+        raise UsageError(
+            f"train.objective: {objective} has no balancing loss beside its own, and the model's config asks for one "
+            f"(output_router_logits, coefficient {coefficient:g})",
+            fix="train.aux_loss: 0 trains without it",
+        )
+
+
 def mixture(model: nn.Module) -> Any:
     """The causal LM inside that has routers and a balancing loss, or None."""
     found = (m for m in model.modules() if hasattr(m, "router_aux_loss_coef") and hasattr(sys.modules[type(m).__module__], _FUNCTION))

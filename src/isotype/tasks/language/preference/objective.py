@@ -34,7 +34,7 @@ from ....training.task import Check, Feed, Words, eval_mode, micro_batch
 from ....wording import counted
 from ..batches import Batch, longest_of, model_inputs
 from ..checks import CHECKS, end_never_learnt
-from ..objective import Beside
+from ..objective import Beside, refuse_balance
 from .batch import PairBatch, answer_log_probs, collate_pairs
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -89,6 +89,7 @@ class Preference:
             )
 
     def check_model(self, model: nn.Module) -> None:
+        refuse_balance(model, self.config.train.aux_loss, self.name)
         if not self.beside_reference:
             return
         for name, module in model.named_modules():

@@ -7,20 +7,21 @@ made in forward from the same logits; else backward computes the logits again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UsageError
-from .backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
-from .contract import OpContract
-from .cross_entropy.eager import blocks, widen_, work_buffer
-from .cross_entropy.op import rule_logits
-from .cross_entropy.rule import LossRule
-from .library import library_op
-from .linear_cross_entropy.chunked import (
+from ...errors import ShapeError, UsageError
+from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..contract import OpContract
+from ..cross_entropy.op import rule_logits
+from ..cross_entropy.rows import Source
+from ..cross_entropy.rule import LossRule
+from ..library import library_op
+from ..linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
     check_head,
@@ -33,7 +34,9 @@ from .linear_cross_entropy.chunked import (
     scaled,
     stored_gradient_dtype,
 )
-from .linear_cross_entropy.op import reference_logits
+from ..linear_cross_entropy.op import reference_logits
+from .eager import Pair
+from .rows import Cpp, row_paths
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
@@ -85,73 +88,40 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
-def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
-    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of the student's logits where wanted."""
-    if beta == 0.0:
-        p = t.exp()
-        found = p.mul(t.sub_(s)).sum(-1)
-        if gradient:
-            s.exp_().sub_(p)
-        return found
-    m = t if beta == 1.0 else torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
-    found = torch.zeros_like(s[:, 0]) if beta == 1.0 else beta * t.exp().mul_(t.sub_(m)).sum(-1)
-    weight = 1.0 if beta == 1.0 else 1.0 - beta
-    p, ratio = s.exp(), s.sub_(m)
-    kl = (p * ratio).sum(-1)
-    if gradient:
-        # through the mixture the derivatives cancel
-        ratio.sub_(kl.unsqueeze(-1)).mul_(p).mul_(weight)
-    return found.add_(kl, alpha=weight)
-
-
 class Sides(NamedTuple):
     """The logits of both heads, `chunk` rows at a time."""
 
     student: Chunks
     teacher: Chunks
-    rules: tuple[LossRule, LossRule]
-    beta: float
+    pair: Pair
+    compute: Any
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], rules: Sequence[float], chunk: int, gradients: bool) -> Sides:
-        hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V = tensors
-        assert hidden_TH is not None
-        assert weight_VH is not None
-        assert teacher_TG is not None
-        assert weight_VG is not None
+    def of(cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool) -> Sides:
+        """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the student's logits"""
         one, other = (LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2))
-        every_T = torch.zeros(hidden_TH.shape[0], dtype=torch.int64, device=hidden_TH.device)
-        return cls(
-            Chunks(hidden_TH, weight_VH, bias_V, every_T, one, chunk, gradients),
-            Chunks(teacher_TG, weight_VG, teacher_bias_V, every_T, other, chunk, False),
-            (one, other),
-            rules[4],
-        )
+        every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
+        student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
+        teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
+        return cls(student, teacher, Pair(one, other, rules[4]), row_paths(student.logits, teacher.logits))
 
-    def rows(self, z_NV: Tensor, teacher_NV: Tensor, upstream_N: Tensor | None, out_NV: Tensor) -> Tensor:
-        """Divergences of a chunk, fp32[N]; with `upstream_N` the gradient of the student's logits goes to `out_NV`."""
-        found = torch.empty(z_NV.shape[0], dtype=wide(z_NV.dtype), device=z_NV.device)
-        room = work_buffer(z_NV), work_buffer(teacher_NV)
-        (one, other), wanted = self.rules, upstream_N is not None
-        for rows in blocks(z_NV.shape[0], z_NV.shape[1], z_NV.device):
-            s, t = (buffer[: rows.stop - rows.start] for buffer in room)
-            widen_(s, z_NV[rows], one)
-            widen_(t, teacher_NV[rows], other)
-            slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
-            for z in (s, t):
-                z.sub_(z.logsumexp(-1, keepdim=True))
-            found[rows] = divergence_(s, t, self.beta, gradient=wanted)
-            if upstream_N is not None:
-                s.mul_((upstream_N[rows] * one.logit_scale).unsqueeze(-1))
-                out_NV[rows] = s if slope is None else s.mul_(slope)
-        return found
+    def __iter__(self) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
+        """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)` gives divergences and entropies of the
+        rows, fp32[N] each (empty where not wanted), and with an upstream gradient writes dlogits_NV."""
+        for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
+            sources: dict[str, Any] = {}
+            if self.compute is Cpp:
+                given = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
+                sources["sources"] = tuple(Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given)
+            yield rows, x_NH, g_NV, partial(self.compute.divergences, z_NV, teacher_NV, self.pair, g_NV, **sources)
 
 
-def like(hidden_TH: Tensor, want_now: bool) -> tuple[Tensor, Tensor]:
-    """Room for the divergences, and for the gradient of the hidden rows where it is made in forward."""
+def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for divergences and entropies, and for the gradient of the hidden rows where it is made in forward."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return (
         hidden_TH.new_empty(hidden_TH.shape[0], dtype=wide(hidden_TH.dtype)),
+        hidden_TH.new_empty(hidden_TH.shape[0] if want_entropy else 0, dtype=wide(hidden_TH.dtype)),
         hidden_TH.new_empty(hidden_TH.shape if want_now else (0,), dtype=stored),
     )
 
@@ -170,21 +140,23 @@ _TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, T
 
 
 @library_op(
-    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now) -> (Tensor, Tensor)",
-    fake=lambda hidden_TH, *rest: like(hidden_TH, rest[-1]),
+    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_now, bool want_entropy) -> (Tensor, Tensor, Tensor)",
+    fake=lambda hidden_TH, *rest: like(hidden_TH, *rest[-2:]),
 )
 def _forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_TG: Tensor, weight_VG: Tensor, teacher_bias_V: Tensor | None,
-    rules: Sequence[float], chunk: int, want_now: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found_T, dhidden_TH = like(hidden_TH, want_now)
+    rules: Sequence[float], chunk: int, want_now: bool, want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found_T, entropy_T, dhidden_TH = like(hidden_TH, want_now, want_entropy)
     sides = Sides.of((hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, want_now)
     into, back = gradient_factors(sides.student.operand, hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype)))
-    for (rows, _, z_NV, g_NV), (_, _, teacher_NV, _) in zip(sides.student, sides.teacher):
-        found_T[rows] = sides.rows(z_NV, teacher_NV, into.expand(z_NV.shape[0]) if want_now else None, g_NV)
+    for rows, x_NH, g_NV, made in sides:
+        found_T[rows], entropy_N = made(into.expand(x_NH.shape[0]) if want_now else None, want_entropy)
+        if want_entropy:
+            entropy_T[rows] = entropy_N
         if want_now:
             sides.student.write_dhidden(dhidden_TH, rows, g_NV, back)
-    return found_T, dhidden_TH
+    return found_T, entropy_T, dhidden_TH
 
 
 @library_op(
@@ -203,8 +175,8 @@ def _backward(
     factor = 1.0 if back is None else into / unit
     head = HeadGradient(dweight_VH, back)
     dbias_V.zero_()
-    for (rows, x_NH, z_NV, g_NV), (_, _, teacher_NV, _) in zip(sides.student, sides.teacher):
-        sides.rows(z_NV, teacher_NV, upstream_T[rows] * factor, g_NV)
+    for rows, x_NH, g_NV, made in sides:
+        made(upstream_T[rows] * factor, False)
         if bias_V is not None:
             dbias_V += g_NV.sum(0, dtype=dbias_V.dtype) * (1.0 if back is None else back)
         if want_dhidden:
@@ -220,21 +192,22 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher: tuple[Tensor, Tensor, Tensor | None],
-        rules: Sequence[float], dtypes: tuple[torch.dtype, torch.dtype], chunk: int, want: tuple[bool, bool, bool],
-    ) -> Tensor:  # fmt: skip
+        rules: Sequence[float], dtypes: tuple[torch.dtype, torch.dtype], chunk: int, want: tuple[bool, bool, bool], want_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         now = want[0] and not (want[1] or want[2])
         with autocast_off(hidden_TH):
             given: list[Any] = [x if x is None else x.to(dtypes[0]) for x in (hidden_TH, weight_VH, bias_V)]
             taught: list[Any] = [x if x is None else x.to(dtypes[1]) for x in teacher]
-            found_T, dhidden_TH = _forward(*(*given, *taught, rules, chunk, now))
+            found_T, entropy_T, dhidden_TH = _forward(*(*given, *taught, rules, chunk, now, want_entropy))
         ctx.rules, ctx.types, ctx.chunk, ctx.want, ctx.now = rules, dtypes, chunk, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         # a frozen head needs the gradient alone
         ctx.save_for_backward(*((dhidden_TH,) if now else (hidden_TH, weight_VH, bias_V, *teacher)))
-        return found_T
+        ctx.mark_non_differentiable(entropy_T)
+        return found_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, upstream_T: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, upstream_T: Tensor, _: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("linear_divergence")
         grads: list[Tensor | None] = [None, None, None]
         upstream_T = upstream_T.contiguous()
@@ -246,7 +219,54 @@ class LinearDivergence(torch.autograd.Function):
                 given: list[Any] = [x if x is None else x.to(dtype) for part, dtype in zip((saved[:3], saved[3:]), ctx.types) for x in part]
                 made = _backward(*(*given, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2]))
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
+
+
+def divergence_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    teacher_logit_scale: float | None = None,
+    teacher_softcap: float | None = None,
+    chunk: int | None = None,
+    want_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`linear_divergence`, and the entropies of the student's distributions, fp32[*n] without a gradient: what TRL logs."""
+    check_head(hidden, weight, bias, chunk)
+    check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)
+    if hidden.shape[:-1] != teacher_hidden.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
+        raise ShapeError(
+            f"a student of {list(hidden.shape[:-1])} tokens and {weight.shape[0]} classes, a teacher of {list(teacher_hidden.shape[:-1])} "
+            f"and {teacher_weight.shape[0]}: expected the same",
+            code="SH001",
+        )
+    if not temperature > 0.0:
+        raise UsageError(f"temperature is {temperature}: expected a positive number")
+    if not 0.0 <= beta <= 1.0:
+        raise UsageError(f"beta is {beta}: expected 0 to 1")
+    dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
+    if chunk is None:
+        held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)
+        chunk = extent(hidden.shape[:-1].numel(), weight.shape[0], held, hidden.device, head=False)
+    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
+             for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip
+    values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
+    teacher = (teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach(),
+               None if teacher_bias is None else teacher_bias.detach())  # fmt: skip
+    found, entropy = applied(
+        LinearDivergence, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, [*values, beta], dtypes, chunk,
+        gradients_wanted(hidden, weight, bias), want_entropy,
+    )  # fmt: skip
+    return found.reshape(hidden.shape[:-1]), entropy.reshape(hidden.shape[:-1]) if want_entropy else entropy
 
 
 def linear_divergence(
@@ -281,30 +301,8 @@ def linear_divergence(
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises          ShapeError SH001; UsageError
     """
-    check_head(hidden, weight, bias, chunk)
-    check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)
-    if hidden.shape[:-1] != teacher_hidden.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
-        raise ShapeError(
-            f"a student of {list(hidden.shape[:-1])} tokens and {weight.shape[0]} classes, a teacher of {list(teacher_hidden.shape[:-1])} "
-            f"and {teacher_weight.shape[0]}: expected the same",
-            code="SH001",
-        )
-    if not temperature > 0.0:
-        raise UsageError(f"temperature is {temperature}: expected a positive number")
-    if not 0.0 <= beta <= 1.0:
-        raise UsageError(f"beta is {beta}: expected 0 to 1")
-    dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
-    if chunk is None:
-        held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)
-        chunk = extent(hidden.shape[:-1].numel(), weight.shape[0], held, hidden.device, head=False)
-    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
-    rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
-             for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip
-    values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
-    teacher = (teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach(),
-               None if teacher_bias is None else teacher_bias.detach())  # fmt: skip
-    found: Tensor = applied(
-        LinearDivergence, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, [*values, beta], dtypes, chunk,
-        gradients_wanted(hidden, weight, bias),
-    )  # fmt: skip
-    return found.reshape(hidden.shape[:-1])
+    return divergence_and_entropy(
+        hidden, weight, teacher_hidden, teacher_weight, bias=bias, teacher_bias=teacher_bias, beta=beta, temperature=temperature,
+        logit_scale=logit_scale, softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, chunk=chunk,
+        want_entropy=False,
+    )[0]  # fmt: skip

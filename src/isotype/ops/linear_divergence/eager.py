@@ -1,0 +1,72 @@
+"""The divergences of two rows of logits, in blocks of rows that stay in the cache: any device and dtype. N rows, V vocabulary.
+
+With z the student's logits after scale and softcap over the temperature, p its probabilities, q the teacher's and m their mixture:
+    beta 0   D = sum q ln(q / p)       dD / dz = p - q
+    beta 1   D = sum p ln(p / q)       dD / dz = p (ln(p / q) - D)
+    between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)       dD / dz = (1 - beta) p (ln(p / m) - K)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backend import wide
+from ..cross_entropy.eager import blocks, widen_, work_buffer
+from ..cross_entropy.rule import LossRule
+
+
+class Pair(NamedTuple):
+    """Scale and softcap of each side's logits, over the temperature, and beta."""
+
+    student: LossRule
+    teacher: LossRule
+    beta: float
+
+
+def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
+    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of the student's logits where wanted."""
+    p, up = s.exp(), t - s
+    if beta == 0.0:
+        q = t.exp_()
+        if gradient:
+            torch.sub(p, q, out=s)
+        return q.mul_(up).sum(-1)
+    if beta == 1.0:
+        ratio, weight = up.neg_(), 1.0
+        found = kl = (p * ratio).sum(-1)
+    else:
+        # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms; past e^80 one of p and q is nothing
+        held, weight = up.clamp_(-80, 80), 1.0 - beta
+        ratio = held.expm1().mul_(beta).log1p_().neg_()
+        kl = (p * ratio).sum(-1)
+        found = (t.exp_().mul_(held.add_(ratio)).sum(-1) * beta).add_(kl, alpha=weight)
+    if gradient:
+        # through the mixture the derivatives cancel
+        torch.sub(ratio, kl.unsqueeze(-1), out=s).mul_(p).mul_(weight)
+    return found
+
+
+def divergences(
+    z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the gradient of z_NV goes to `out_NV`."""
+    rows_N, dtype, device = z_NV.shape[0], wide(z_NV.dtype), z_NV.device
+    found, entropy = (torch.empty(size, dtype=dtype, device=device) for size in (rows_N, rows_N if want_entropy else 0))
+    room, (one, other, beta), wanted = (work_buffer(z_NV), work_buffer(teacher_NV)), pair, upstream_N is not None
+    for rows in blocks(z_NV.shape[0], z_NV.shape[1], device):
+        s, t = (buffer[: rows.stop - rows.start] for buffer in room)
+        widen_(s, z_NV[rows], one)
+        widen_(t, teacher_NV[rows], other)
+        slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
+        for z in (s, t):
+            z.sub_(z.logsumexp(-1, keepdim=True))
+        if want_entropy:
+            entropy[rows] = -(s.exp() * s).sum(-1)
+        found[rows] = divergence_(s, t, beta, gradient=wanted)
+        if upstream_N is not None:
+            s.mul_((upstream_N[rows] * one.logit_scale).unsqueeze(-1))
+            out_NV[rows] = s if slope is None else s.mul_(slope)
+    return found, entropy

@@ -1,0 +1,188 @@
+"""Kernels of the divergence of two rows of logits: one program a row for its value, one a block of a row for its gradient.
+
+V vocabulary, offsets in int64. Values are widened to fp32 where they are loaded and narrowed where they are stored; the logsumexp of each
+side is the cross-entropy kernel's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cross_entropy.rule import LossRule
+from ..cross_entropy.triton import block_of, capped, cross_entropy_forward
+from ..launch import on_its_device, warps
+from .eager import Pair
+
+# 8 values a thread of each side: 16 spill 8 on sm_80
+MAX_BLOCK = 2048
+
+
+@triton.jit
+def log_prob(start, v, stop, lse, scale, softcap, WHOLE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
+    """fp32, and never below -1e30: of a masked class p ln p is 0."""
+    return tl.maximum(capped(block_of(start, v, stop, WHOLE), scale, softcap, HAS_SCALE, HAS_CAP) - lse, -1e30)
+
+
+@triton.jit
+def to_mixture(up_fp32, beta):
+    """ln(p / m) = -ln(1 - beta + beta e^up) of up = ln(q / p), without the cancellation of two large logarithms; past e^80 one of p and q
+    is nothing."""
+    held = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
+    return -tl.log(1.0 + beta * (tl.exp(held) - 1.0))
+
+
+@triton.jit
+def add_to_divergence(
+    mine, theirs, weighted, start, teacher, v, classes, lse, teacher_lse, scale, softcap, teacher_scale, teacher_softcap, beta,
+    WHOLE: tl.constexpr, KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr,
+    TEACHER_CAP: tl.constexpr,
+):  # fmt: skip
+    """The lanes' sums of p ln(p / m), q ln(q / m) and p ln p with a block of logits added."""
+    s = log_prob(start, v, classes, lse, scale, softcap, WHOLE, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    t = log_prob(teacher, v, classes, teacher_lse, teacher_scale, teacher_softcap, WHOLE, TEACHER_SCALE, TEACHER_CAP)
+    up = t - s
+    p = tl.exp(s)
+    q = tl.exp(t)
+    if KIND == 0:
+        of_p = tl.zeros_like(up)
+        of_q = q * up
+    elif KIND == 1:
+        of_p = -p * up
+        of_q = tl.zeros_like(up)
+    else:
+        to_m = to_mixture(up, beta)
+        of_p = p * to_m
+        of_q = q * (tl.minimum(up, 80.0) + to_m)
+    if not WHOLE:
+        of_p = tl.where(v < classes, of_p, 0.0)
+        of_q = tl.where(v < classes, of_q, 0.0)
+        p = tl.where(v < classes, p, 0.0)
+    return mine + tl.sum(of_p, 1), theirs + tl.sum(of_q, 1), weighted + tl.sum(p * s, 1)
+
+
+@triton.jit
+def divergence_kernel(
+    logits, teacher_logits, lse, teacher_lse, found, kept, entropy,
+    row_stride, teacher_stride, classes, scale, softcap, teacher_scale, teacher_softcap, beta,
+    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """KIND: 0 and 1 for these beta, 2 between. `kept` gets the sum of p ln(p / m), which the gradient needs."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    teacher = teacher_logits + row * teacher_stride
+    row_lse = tl.load(lse + row).to(tl.float32)
+    row_teacher_lse = tl.load(teacher_lse + row).to(tl.float32)
+    beta_fp32 = beta.to(tl.float32)
+    # a lane is one load of one thread: its sums stay in that thread, and the loop has no barrier
+    lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    mine = tl.zeros([LANES], tl.float32)
+    theirs = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    whole = classes // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, whole, LANES * EACH):
+        mine, theirs, weighted = add_to_divergence(
+            mine, theirs, weighted, start, teacher, first + lanes, classes, row_lse, row_teacher_lse, scale, softcap, teacher_scale,
+            teacher_softcap, beta_fp32, True, KIND, HAS_SCALE, HAS_CAP, TEACHER_SCALE, TEACHER_CAP,
+        )  # fmt: skip
+    if whole < classes:
+        mine, theirs, weighted = add_to_divergence(
+            mine, theirs, weighted, start, teacher, whole + lanes, classes, row_lse, row_teacher_lse, scale, softcap, teacher_scale,
+            teacher_softcap, beta_fp32, False, KIND, HAS_SCALE, HAS_CAP, TEACHER_SCALE, TEACHER_CAP,
+        )  # fmt: skip
+    of_p = tl.sum(mine, 0)
+    of_q = tl.sum(theirs, 0)
+    tl.store(kept + row, of_p)
+    tl.store(entropy + row, -tl.sum(weighted, 0))
+    if KIND == 2:
+        tl.store(found + row, beta_fp32 * of_q + (1.0 - beta_fp32) * of_p)
+    else:
+        tl.store(found + row, of_p + of_q)
+
+
+@triton.jit
+def divergence_gradient_kernel(
+    logits, teacher_logits, lse, teacher_lse, kept, upstream, out,
+    row_stride, teacher_stride, out_stride, classes, blocks, scale, softcap, teacher_scale, teacher_softcap, beta,
+    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, TEACHER_SCALE: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # the blocks of a row are neighbours in the grid: memory is swept in order
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    whole = (tl.program_id(0) % blocks + 1) * BLOCK <= classes
+    start = logits + row * row_stride
+    teacher = teacher_logits + row * teacher_stride
+    if whole:
+        x_fp32 = block_of(start, v, classes, True)  # [BLOCK]
+        y_fp32 = block_of(teacher, v, classes, True)  # [BLOCK]
+    else:
+        x_fp32 = block_of(start, v, classes, False)  # [BLOCK]
+        y_fp32 = block_of(teacher, v, classes, False)  # [BLOCK]
+    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    s = tl.maximum(z_fp32 - tl.load(lse + row).to(tl.float32), -1e30)
+    t = capped(y_fp32, teacher_scale, teacher_softcap, TEACHER_SCALE, TEACHER_CAP) - tl.load(teacher_lse + row).to(tl.float32)
+    t = tl.maximum(t, -1e30)
+    p = tl.exp(s)
+    upstream_fp32 = tl.load(upstream + row).to(tl.float32)
+    if KIND == 0:
+        g_fp32 = p - tl.exp(t)
+    elif KIND == 1:
+        g_fp32 = p * (s - t - tl.load(kept + row))
+    else:
+        # through the mixture the derivatives cancel
+        beta_fp32 = beta.to(tl.float32)
+        g_fp32 = p * (to_mixture(t - s, beta_fp32) - tl.load(kept + row)) * (1.0 - beta_fp32)
+    if HAS_CAP:
+        u_fp32 = z_fp32 / softcap.to(tl.float32)
+        g_fp32 *= 1.0 - u_fp32 * u_fp32
+    if HAS_SCALE:
+        g_fp32 *= scale.to(tl.float32)
+    g_fp32 *= upstream_fp32
+    if whole:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
+    else:
+        tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < classes)
+
+
+def _flags(pair: Pair) -> dict[str, int]:
+    kind = int(pair.beta) if pair.beta in (0.0, 1.0) else 2
+    sides = {"": pair.student, "TEACHER": pair.teacher}
+    made: dict[str, int] = {"KIND": kind}
+    for name, rule in sides.items():
+        made |= {f"{name or 'HAS'}_SCALE": rule.logit_scale != 1.0, f"{name or 'HAS'}_CAP": rule.softcap != 0.0}
+    return made
+
+
+def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
+    any_N = torch.zeros(logits_NV.shape[0], dtype=torch.int64, device=logits_NV.device)
+    return cross_entropy_forward(logits_NV, any_N, rule)[1]
+
+
+@on_its_device
+def divergences(
+    z_NV: Tensor, teacher_NV: Tensor, pair: Pair, out_NV: Tensor, upstream_N: Tensor | None, want_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """As `eager`'s."""
+    rows, classes = z_NV.shape
+    lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
+    found_N, kept_N, entropy_N = torch.empty_like(lse_N), torch.empty_like(lse_N), torch.empty_like(lse_N)
+    if not rows or not classes:
+        return found_N, entropy_N
+    numbers = pair.student.logit_scale, pair.student.softcap, pair.teacher.logit_scale, pair.teacher.softcap, pair.beta
+    block = min(MAX_BLOCK, triton.next_power_of_2(classes))
+    each = min(block, 16 // max(z_NV.element_size(), teacher_NV.element_size()))
+    divergence_kernel[(rows,)](
+        z_NV, teacher_NV, lse_N, teacher_lse_N, found_N, kept_N, entropy_N, z_NV.stride(0), teacher_NV.stride(0), classes, *numbers,
+        **_flags(pair), LANES=block // each, EACH=each, num_warps=warps(2 * block),
+    )  # fmt: skip
+    if upstream_N is not None:
+        blocks = triton.cdiv(classes, block)
+        divergence_gradient_kernel[(rows * blocks,)](
+            z_NV, teacher_NV, lse_N, teacher_lse_N, kept_N, upstream_N.to(torch.float32).contiguous(), out_NV, z_NV.stride(0),
+            teacher_NV.stride(0), out_NV.stride(0), classes, blocks, *numbers, **_flags(pair), BLOCK=block, num_warps=warps(2 * block),
+        )  # fmt: skip
+    return found_N, entropy_N
