@@ -5,9 +5,9 @@ from transformers import AutoTokenizer
 
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
-from tests.distributed.test_shard import check_records, drift
 from tests.models import MIXTURES, save_with_tokenizer, tiny
 from tests.published import write_experts
+from tests.results import close_runs, same_records
 
 pytestmark = pytest.mark.timeout(900)
 STEPS = {"steps": 4, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
@@ -53,12 +53,8 @@ def test_two_processes_make_the_run_of_one(case, kind, family, mixture, tmp_path
     mixture(family, "two", **sections, parallel={"kind": kind})
     status, said = run(2, tmp_path / "two.yaml")
     assert status == 0, said
-    found = drift(tmp_path / "one", tmp_path / "two")
-    print(case, kind, family, found)
-    check_records(tmp_path / "one", tmp_path / "two", "fp32")
-    assert found["loss"] <= loss
-    assert found["eval_loss"] <= loss
-    assert found["weight"] <= weight
+    close_runs(tmp_path / "one", tmp_path / "two", loss=loss, weight=weight)
+    same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
 
 
 PACKED = {"gpt_oss": ("mxfp4", {"num_local_experts": 4}), "deepseek_v3": ("fp8-block", {"moe_intermediate_size": 48})}
@@ -90,11 +86,8 @@ def test_adapters_on_packed_experts_are_those_of_one_process(family, kind, kille
     configured("two", **sections, parallel={"kind": kind})
     status, said = run(2, tmp_path / "two.yaml")
     assert status == 0, said
-    found = drift(tmp_path / "one", tmp_path / "two")
-    print(family, kind, found)
-    check_records(tmp_path / "one", tmp_path / "two", "fp32")
-    assert found["loss"] <= 2e-5
-    assert found["weight"] <= 2e-3
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-5, weight=2e-3)
+    same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     if killed:
         configured("killed", **sections, parallel={"kind": kind})
         assert run(2, tmp_path / "killed.yaml", fault=[1, 4, "die"])[0] == 1

@@ -18,7 +18,7 @@ from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
 from isotype.model.adapter import attach_adapter, refuse_without_ops, save_adapter
 from isotype.model.load import Source, load_base
-from isotype.model.targets import notes_of_targets
+from isotype.model.targets import notes_of_targets, refuse_unknown
 from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -246,6 +246,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     experts = model.model.layers[1].mlp.experts
     assert experts.down_proj.quant_state.word == word
     exact = dense(model, torch.float64)
+    refuse_unknown(model, ["experts.down_proj"])
     assert of_model(model) == Quantisation("", word, held=True)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")

@@ -222,7 +222,14 @@ CASES: dict[str, Case] = {
     ),
     "axolotl_grpo": Case("grpo.yml", AXOLOTL + "rl: grpo\n", refused="rl: grpo is not offered"),
     "axolotl_process_reward": Case("prm.yml", AXOLOTL + "process_reward_model: true\n", refused="reward models are not offered"),
-    "axolotl_pictures": Case("vision.yml", AXOLOTL + "processor_type: AutoProcessor\n", refused="a model with pictures"),
+    "axolotl_pictures": Case(
+        "vision.yml", AXOLOTL + AXOLOTL_LORA + "processor_type: AutoProcessor\nskip_prepare_dataset: true\nfreeze_mm_modules: false\n", "axolotl",
+        {"adapter.vision": "lora"},
+    ),
+    "factory_pictures": Case(
+        "vision.yaml", FACTORY + "image_max_pixels: 262144\nfreeze_vision_tower: true\nfreeze_multi_modal_projector: false\n", "llamafactory",
+        {"data.max_pixels": 262144, "adapter.vision": "none", "adapter.projector": "lora"},
+    ),
     # LLaMA-Factory
     "llamafactory_lora": Case(
         "llama3_lora_sft.yaml",
@@ -413,7 +420,10 @@ CASES: dict[str, Case] = {
     ),
     "unsloth_16bit": Case("train.py", UNSLOTH.replace("LOAD", "False"), "unsloth", {"adapter.r": 16, "train.batch_size": 2}),
     "unsloth_vision": Case(
-        "vision.py", "from unsloth import FastVisionModel\nm = FastVisionModel.from_pretrained('a')\nSFTTrainer(args=SFTConfig(output_dir='o'))\n",
-        refused="models with pictures",
+        "vision.py",
+        UNSLOTH.replace("FastLanguageModel", "FastVisionModel").replace("LOAD", "True").replace(
+            'bias="none",', 'bias="none", finetune_vision_layers=True, finetune_language_layers=True,'
+        ),
+        "unsloth", {"adapter.vision": "lora", "precision.preset": "nf4-lora"},
     ),
 }  # fmt: skip

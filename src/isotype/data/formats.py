@@ -106,7 +106,9 @@ def detect(
         raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
     if only:
         _require(row, only, record.place)
-        return only, f"the first row ({record.place}) has {' and '.join(_read_as(record, only, columns, _JUDGED[only][0]))}"
+        scored = [key for key in (*_ANSWERS, *_SCORES) if key in record.value or key in (columns or {})]
+        judged = scored if only == "preference" and len(scored) > 1 and "chosen" not in record.value else _JUDGED[only][0]
+        return only, f"the first row ({record.place}) has {' and '.join(_read_as(record, only, columns, judged))}"
     if asked != "auto":
         _require(row, asked, record.place)
         said = _read_as(record, asked, columns, ())

@@ -258,7 +258,7 @@ def _is_matrix(weight: Any) -> bool:
 
 def refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the model has"""
-    of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3)]
+    of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)]
     for name in parameters:
         if not any(full == name or full.endswith(f".{name}") for full in of_model):
             known = sorted({last_two(full) for full in stacks(model)}) or sorted({last_two(full) for full in of_model})

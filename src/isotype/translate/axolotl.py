@@ -50,7 +50,6 @@ def refusal(source: Source) -> str | None:
     for key, what in (
         ("process_reward_model", "reward models are"),
         ("num_labels", "classification is"),
-        ("processor_type", "a model with pictures is"),
         ("qat", "quantisation-aware training is"),
         ("diffusion", "diffusion language models are"),
     ):
@@ -186,6 +185,7 @@ _NO_EFFECT = {
     ),
     "gradients are summed once a step without DDP": "dp_replicate_size context_* accelerator_config",
     "given by the launcher": "local_rank",
+    "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": "processor_type skip_prepare_dataset",
     t.IRRELEVANT: (
         "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
         "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "
@@ -199,6 +199,7 @@ _NOT_OFFERED = {
     "remove repeated rows beforehand": "dataset_exact_deduplication",
     "data.chat_template: a file with this text": "chat_template_jinja",
     "write the system message into the rows": "default_system_message",
+    "data.max_pixels is the most pixels of a picture": "image_size image_resize_algorithm",
     "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
     "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": "special_tokens tokens",
     "a pair's weight is 1": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
@@ -253,6 +254,7 @@ KEYS: dict[str, t.Handler] = {
     "sequence_len": t.count("data.max_length"),
     "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
     "chat_template": _chat_template,
+    "freeze_mm_modules": t.frozen("adapter.vision"),
     "chat_template_kwargs": t.to("data.template_kwargs"),
     "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences

@@ -40,7 +40,7 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "download it, and name its folder in images.train": "dataset_name",
-    "images.columns, and a file of rows": "dataset_config_name image_column caption_column",
+    "images.columns, and a file of rows": "dataset_config_name image_column cond_image_column caption_column",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "run.sample_every counts steps": "validation_epochs",
     "images.max_aspect: 2 puts pictures into buckets by their shape": "aspect_ratio_buckets",

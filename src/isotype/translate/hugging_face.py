@@ -23,7 +23,7 @@ _LOSSES = {
     "orpo": {"": "orpo"},
     "reward": {"": "reward"},
 }
-_VISION = ("FastVisionModel", "FastDiffusionModel", "AutoModelForImageTextToText", "AutoModelForVision2Seq")
+_WITH_PICTURES = {"FastVisionModel", "AutoModelForImageTextToText", "AutoModelForVision2Seq"}
 
 
 def _loss(value: object) -> str:
@@ -65,8 +65,8 @@ def refusal(source: Source) -> str | None:
         plain = name in ("Trainer", "SFTTrainer", "UnslothTrainer", "Seq2SeqTrainer", "PatchDPOTrainer", "PatchKTOTrainer")
         if name.endswith("Trainer") and not plain and name.removesuffix("Trainer").lower() not in _LOSSES:
             return f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor trace` work with it as it is"
-        if name in _VISION:
-            return f"{name}: models with pictures are not offered"
+        if name == "FastDiffusionModel":
+            return f"{name}: `isotype train` with a picture model (docs/diffusion.md)"
         if name.endswith("ForConditionalGeneration"):
             return f"{name}: only causal language models without pictures are trained"
     parsed = source.calls & {"HfArgumentParser", "TrlParser"}
@@ -74,7 +74,10 @@ def refusal(source: Source) -> str | None:
         return (
             f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the shell script or the YAML file that starts it"
         )
-    known = any("CausalLM" in name or name in ("SFTTrainer", "SFTConfig") or name.startswith("Fast") for name in source.calls)
+    known = any(
+        "CausalLM" in name or name in _WITH_PICTURES or name in ("SFTTrainer", "SFTConfig") or name.startswith("Fast")
+        for name in source.calls
+    )
     if not methods and not known:
         for name in sorted(source.calls):
             if (found := _TASK.match(name)) and name not in ("LoraConfig",) and "Collator" not in name:
@@ -325,7 +328,7 @@ _NOT_OFFERED = {
     "run.samples shows answers": "generate_during_eval",
     "LoftQ is not offered": "loftq",
     "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
-    "adapter.targets names the modules": "finetune_*",
+    "adapter.targets names the modules": "finetune_attention_modules finetune_mlp_modules finetune_last_n_layers",
     "quantisation-aware training is not offered": "qat_scheme",
     "the input embedding stays on the device": "offload_embedding",
 }
@@ -354,6 +357,10 @@ KEYS: dict[str, t.Handler] = {
     **t.each(t.truth("data.stream"), "streaming dataset_streaming"),
     # adapter
     "use_peft": t.either("adapter.kind", "lora", "none"),
+    "finetune_vision_layers": t.when_on("adapter.vision", "lora", "the tower is frozen"),
+    "finetune_language_layers": t.only(
+        "True true", "the language part is trained", "the language part is trained: adapter.targets names others"
+    ),
     "use_rslora": t.truth("adapter.rslora"),
     "use_dora": t.truth("adapter.dora"),
     **t.each(t.start, "init_lora_weights lora_init"),
@@ -395,6 +402,8 @@ def finish(draft: Draft, source: Source) -> None:
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here the answers only (data.loss_on: all)"
         )
     draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
+    if source.calls & _WITH_PICTURES:
+        draft.notes.append("data.train: rows with pictures have `messages` and `images` (docs/vision.md)")
     unsloth = source.tool == "unsloth"
     if (
         draft.default_adapter("lora", 16 if unsloth else 8, 16.0 if unsloth else 8.0)

@@ -60,8 +60,6 @@ def refusal(source: Source) -> str | None:
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
     if given := source.has("dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"):
         return f"line {given.line}: {given.name}: the format of LLaMA-Factory's v1 is not read, only that of its released versions"
-    if source.has("image_max_pixels", "video_max_pixels", "freeze_vision_tower"):
-        return "a model with pictures is not offered"
     return None
 
 
@@ -158,6 +156,9 @@ _NOT_OFFERED = {
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
     "KTransformers is not offered": "use_kt kt_*",
+    "rows have text and pictures, no films and no sound": "video_* audio_*",
+    "the language part is trained": "freeze_language_model",
+    "the checkpoint's own processor cuts pictures": "image_do_pan_and_scan crop_to_patches",
     t.GPUS: (
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel "
         "ray_* use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
@@ -195,6 +196,10 @@ KEYS: dict[str, t.Handler] = {
     "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
     "enable_thinking": t.to("data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}),
     "cutoff_len": t.count("data.max_length"),
+    "image_max_pixels": t.count("data.max_pixels"),
+    "image_min_pixels": t.count("data.min_pixels"),
+    "freeze_vision_tower": t.frozen("adapter.vision"),
+    "freeze_multi_modal_projector": t.frozen("adapter.projector"),
     "max_samples": t.count("data.limit"),
     "buffer_size": t.count("data.shuffle_buffer"),
     "val_size": t.held_out,

@@ -50,8 +50,8 @@ _METHOD_CLASS = re.compile(r"^(DPO|KTO|ORPO|CPO|Reward)(?:Config|Trainer)$")
 _METHOD_SCRIPT = re.compile(r"^trl (dpo|kto|reward)$|(?:^|/)(?:run_)?(dpo|kto|orpo|cpo|reward)(?:_modeling)?\.py$")
 
 _MODELS = re.compile(
-    r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language)?Model"
-    r"|AutoModelForSequenceClassification)$"
+    r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language|Vision)?Model"
+    r"|AutoModelFor(?:SequenceClassification|ImageTextToText|Vision2Seq))$"
 )
 _OBJECTS = (  # handed from one call to another: their own settings are keys, the variables are not
     *("model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "peft_config", "data_collator", "callbacks"),
@@ -162,7 +162,7 @@ def _program(text: str, path: Path, line_of: Callable[[int | None], int | None])
     tool = None
     if trains and keys:
         tool = "trl" if methods or named & {"SFTConfig", "SFTTrainer"} else "hf"
-        tool = "unsloth" if named & {"FastLanguageModel", "FastModel"} else tool
+        tool = "unsloth" if named & {"FastLanguageModel", "FastModel", "FastVisionModel"} else tool
     return Source(str(path), tool, keys, named)
 
 
@@ -244,7 +244,7 @@ def _names(call: Call) -> dict[str, str] | None:
     """How this call's arguments are called here; None for a call that sets nothing."""
     if call.name == "from_pretrained":
         return {**_MODEL, "max_seq_length": "max_length"} if _MODELS.match(call.owner.rpartition(".")[2]) else None
-    if call.name == "get_peft_model" and not call.owner.endswith(("FastLanguageModel", "FastModel")):
+    if call.name == "get_peft_model" and not call.owner.endswith(("FastLanguageModel", "FastModel", "FastVisionModel")):
         return None  # PEFT's own: (model, config)
     if _ARGUMENTS.match(call.name):
         return {"0": "output_dir", "max_seq_length": "max_length"}

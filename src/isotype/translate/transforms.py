@@ -224,6 +224,19 @@ def when_on(target: str, value: Any, off: str = "switched off", note: str = "") 
     return lambda draft, given: draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
 
 
+def frozen(target: str) -> Handler:
+    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters, or whole."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        kind = draft.settings.get("adapter.kind") or draft.keys.get("finetuning_type") or draft.keys.get("adapter")
+        if is_on(given.value):
+            draft.no_effect(given, f"{target} is none unless asked")
+        else:
+            draft.set(given, target, "lora" if kind in ("lora", "qlora") else "full")
+
+    return handler
+
+
 def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
     """`then` where another key of the file has one of these words (`on`: is switched on; none: is not set); else no effect."""
 

@@ -144,7 +144,9 @@ def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst()
 
     def read(columns=None, **row):
         record = Record("x", 1, {"prompt": "a?", **row})
-        assert detect(record, "auto", columns, only="preference")[0] == "preference"
+        name, why = detect(record, "auto", columns, only="preference")
+        assert name == "preference"
+        assert all(key in why for key in row if key != "prompt")
         found = example(record, "preference", needs_answer=True, columns=columns)
         return found.completion or found.messages[-1]["content"], found.rejected.completion or found.rejected.messages[-1]["content"]
 

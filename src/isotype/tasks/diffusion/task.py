@@ -502,11 +502,12 @@ class DiffusionTask:
         shown = []
         for picture in self.gathered.train[:EXAMPLES]:
             with suppress(BadPicture, OSError):
-                webp = base64.b64encode(as_webp(picture.content.read(), side=EXAMPLE_SIDE)).decode()
+                halves = [half for half in (picture.control, picture.content) if half is not None]
+                webps = [base64.b64encode(as_webp(half.read(), side=EXAMPLE_SIDE)).decode() for half in halves]
                 parts = [{"text": caption + "\n", "learnt": False} for caption in picture.captions[:EXAMPLES]]
                 times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
                 where = f"{Path(picture.where).name}{times}"
-                shown.append({"which": where, "parts": parts, "pictures": [f"data:image/webp;base64,{webp}"]})
+                shown.append({"which": where, "parts": parts, "pictures": [f"data:image/webp;base64,{webp}" for webp in webps]})
         return {"examples": shown}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
