@@ -48,7 +48,7 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     for facts in runs(found, device):
         if any(d.tool == "isotype" for d in facts.documents):
             own += 1
-            findings += _isotype(facts, found)
+            findings += [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
             continue
         record = effective_precision(facts)
         if record.roles or any(d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
@@ -56,11 +56,6 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
         for function in RULES.values():
             findings += function(record)
     return Checked(_distinct(findings), records, found.files, own)
-
-
-def _isotype(facts: Facts, found: Collection) -> list[Finding]:
-
-    return [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
 
 
 def _distinct(findings: list[Finding]) -> list[Finding]:

@@ -239,7 +239,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         if seen is None:
             if loose and len(plain) < MOST_PLAIN:
                 plain.add(loose)
-            if incident.exception or _speaks_of_an_error(incident.text):
+            if incident.exception or "Error" in incident.text or "error" in incident.text:
                 last_incident = incident
             continue
         finding = _finding(seen, incident, source)
@@ -278,10 +278,6 @@ def _said(incident: Incident) -> str:
     """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
     return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
-
-
-def _speaks_of_an_error(text: str) -> bool:
-    return "Error" in text or "error" in text
 
 
 def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
