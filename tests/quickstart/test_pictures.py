@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart_pictures
-from isotype.quickstart.shapes import COLOURS, SHAPES, SIDE, draw, draw_at_random, judged, write_pictures
+from isotype.quickstart.pictures import COLOURS, SHAPES, SIDE, draw, draw_at_random, judged, write_pictures
 
 
 @pytest.mark.full

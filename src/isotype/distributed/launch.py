@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
+from ..environment.hardware import cores
 from .rank import LAUNCHED_BY
 
 LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
@@ -74,7 +75,7 @@ def _start(command: Sequence[str], rank: int, size: int, listening: socket.socke
         LAUNCHED_BY: "isotype", LIFELINE: str(alive), LISTENS_AT: str(listening.fileno() if rank == 0 else -1),
     }  # fmt: skip
     # each would take every core
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
     inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
     streams: dict[str, Any] = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
     # a separate session: Ctrl-C reaches it once, from this process
@@ -139,7 +140,3 @@ class _signals_handed_on:
         for process in self._started:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

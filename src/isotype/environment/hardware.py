@@ -278,7 +278,7 @@ def _cpu() -> Hardware:
     name, flags = _cpu_facts()
     machine = platform.machine().lower()
     generation = cpu_generation(flags, machine)
-    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=_cores())
+    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=cores())
 
 
 def cpu_generation(flags: Iterable[str], machine: str) -> str:
@@ -320,7 +320,7 @@ def _memory() -> int:
     return total
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -9,12 +9,176 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
+import random
 import shutil
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .stages import Stage, run_stages, write_folder
+
+SIDE = 32  # pixels
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = {"red": (215, 40, 40), "green": (40, 165, 60), "blue": (45, 70, 210), "yellow": (240, 200, 30)}
+_ARM = 0.3
+_OUTLINES: dict[str, list[list[tuple[float, float]]]] = {  # polygons in the box from -1 to 1, y downwards
+    "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],
+    "square": [[(-1, -1), (1, -1), (1, 1), (-1, 1)]],
+    "triangle": [[(0, -1), (1, 1), (-1, 1)]],
+    "cross": [[(-1, -_ARM), (1, -_ARM), (1, _ARM), (-1, _ARM)], [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)]],
+}
+_FINER = 4  # drawn so many times larger, then scaled down: smooth edges
+MOST_APART = 0.3  # share of pixels that differ from the template: above it the picture shows no shape
+MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
+_INK = 0.35  # between white (0) and the colour (1)
+WORDS = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
+TEXT_LENGTH = 6  # tokens of a caption, padded
+CLIP_WIDTH, T5_WIDTH = 32, 64
+
+
+def draw(shape: str, colour: str, middle: tuple[float, float] = (SIDE / 2, SIDE / 2), radius: float = 10.0) -> Any:
+    """A PIL image in RGB; the radius is half of the side of the shape's box, in pixels."""
+    from PIL import Image, ImageDraw
+
+    canvas = Image.new("RGB", (SIDE * _FINER, SIDE * _FINER), "white")
+    for polygon in _OUTLINES[shape]:
+        points = [tuple((m + radius * c) * _FINER for m, c in zip(middle, point)) for point in polygon]
+        ImageDraw.Draw(canvas).polygon(points, fill=COLOURS[colour])
+    return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
+
+
+def draw_at_random(shape: str, colour: str, chance: random.Random) -> Any:
+    """The shape at a place and of a size where all of it is seen."""
+    radius = chance.uniform(8.5, 11.5)
+    room = SIDE / 2 - radius - 1
+    x, y = (SIDE / 2 + chance.uniform(-room, room) for _ in range(2))
+    return draw(shape, colour, (x, y), radius)
+
+
+def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int) -> int:
+    """`each` pictures of every shape in every colour, with a .txt of the same name; returns their number."""
+    chance, names = random.Random(seed), [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for shape, colour, k in names:
+        draw_at_random(shape, colour, chance).save(folder / f"{colour}_{shape}_{k}.png")
+        (folder / f"{colour}_{shape}_{k}.txt").write_text(f"a {colour} {shape}\n", encoding="utf-8")
+    return len(names)
+
+
+def judged(picture_HWC: NDArray[np.uint8]) -> str:
+    """`a red circle`, or `no shape`: the nearest template in place, size and shape; the colour by the mean of the shape's pixels.
+
+    picture_HWC  uint8[SIDE SIDE 3]
+    """
+    pixels = picture_HWC.astype(np.float64)
+    far = np.abs(255.0 - pixels).max(-1)  # from white
+    inside = pixels[far > 128]
+    if len(inside) < 30:
+        return "no shape"
+    colour = min(COLOURS, key=lambda name: float(np.square(inside.mean(0) - COLOURS[name]).sum()))
+    if np.abs(inside - COLOURS[colour]).mean() > MOST_OFF:
+        return "no shape"
+    ink = np.clip(far / np.abs(255.0 - np.array(COLOURS[colour])).max(), 0, 1) > _INK
+    rows, columns = np.nonzero(ink)
+    middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)
+    radius = max(np.ptp(columns) + 1, np.ptp(rows) + 1) / 2
+    # smooth edges make the box of the ink a little larger
+    apart, shape = min((_apart(ink, _template(shape, middle, radius + grown)), shape) for shape in SHAPES for grown in (-1.0, -0.5, 0.0))
+    return f"a {colour} {shape}" if apart <= MOST_APART else "no shape"
+
+
+def _apart(ink: NDArray[np.bool_], template: NDArray[np.bool_]) -> float:
+    """1 - intersection over union."""
+    return 1.0 - float((ink & template).sum()) / float((ink | template).sum())
+
+
+@cache
+def _template(shape: str, middle: tuple[float, float], radius: float) -> NDArray[np.bool_]:
+    grey = np.asarray(draw(shape, "red", middle, max(1.0, radius)).convert("L"), dtype=np.float64)
+    return np.asarray(grey < 255 - _INK * (255 - grey.min()))
+
+
+def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
+    """Saves a Flux with random weights, whose VAE is trained on shapes; returns the VAE's error, a mean over pixels in [-1, 1]."""
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae, error = _trained_vae(vae_steps, random.Random(seed))
+        transformer = FluxTransformer2DModel(
+            patch_size=1, in_channels=4 * vae.config.latent_channels, num_layers=2, num_single_layers=2, attention_head_dim=32,
+            num_attention_heads=4, joint_attention_dim=T5_WIDTH, pooled_projection_dim=CLIP_WIDTH, guidance_embeds=False,
+            axes_dims_rope=(8, 12, 12),
+        )  # fmt: skip
+        clip = CLIPTextConfig(
+            vocab_size=len(WORDS), hidden_size=CLIP_WIDTH, intermediate_size=2 * CLIP_WIDTH, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=TEXT_LENGTH, projection_dim=CLIP_WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        t5 = T5Config(vocab_size=len(WORDS), d_model=T5_WIDTH, d_kv=16, d_ff=T5_WIDTH, num_layers=1, num_heads=4)
+        made: Any = FluxPipeline(
+            transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), text_encoder=CLIPTextModel(clip),
+            tokenizer=_tokenizer(), text_encoder_2=T5EncoderModel(t5), tokenizer_2=_tokenizer(),
+        )  # fmt: skip
+        made.save_pretrained(folder)
+    return error
+
+
+def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
+    """An AutoencoderKL whose latents of shapes have mean 0 and deviation 1 after its own shift and scale, and its last error."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    vae: Any = AutoencoderKL(
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=SIDE,
+        use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=False,
+    )  # fmt: skip
+
+    def shapes(count: int) -> torch.Tensor:
+        """fp32[count 3 SIDE SIDE] in [-1, 1]."""
+        images = [np.array(draw_at_random(chance.choice(SHAPES), chance.choice(list(COLOURS)), chance)) for _ in range(count)]
+        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    error = 0.0
+    for _ in range(steps):
+        x_NCHW = shapes(16)
+        posterior = vae.encode(x_NCHW).latent_dist
+        difference = (vae.decode(posterior.sample()).sample - x_NCHW).abs().mean()
+        (difference + 1e-3 * posterior.kl().mean() / posterior.mean[0].numel()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        error = float(difference.detach())
+    vae.requires_grad_(False)
+    latents = vae.encode(shapes(128)).latent_dist.mean
+    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+    return vae, error
+
+
+def _tokenizer() -> Any:
+    """Each word is one token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=TEXT_LENGTH, **named)
+
 
 BEFORE, NEW = ("circle", "square", "triangle"), "cross"
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
@@ -56,7 +220,6 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     from PIL import Image
 
     from ..inference.diffusion import draw_with
-    from .shapes import SIDE, judged
 
     right: dict[str, dict[str, int]] = {}
     step = SIDE + 2
@@ -80,7 +243,6 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
 
 
 def _write(folder: Path, vae_steps: int) -> None:
-    from .shapes import COLOURS, SIDE, write_pictures, write_pipeline
 
     count = write_pictures(folder / PICTURES / "before", BEFORE, each=32, seed=1)
     count += write_pictures(folder / PICTURES / "new", (NEW,), each=32, seed=2)
