@@ -17,7 +17,6 @@ from ..backend import wide
 from ..cross_entropy.eager import blocks, widen_, work_buffer
 from ..cross_entropy.rule import LossRule
 
-
 LEAST = -1e30  # a log-probability: of a masked class p ln p is 0
 
 
