@@ -6,7 +6,7 @@ import re
 
 from isotype.doctor.explain.log import Frame
 from isotype.doctor.explain.recognise import FORMS
-from isotype.doctor.explain.sheets import FAMILIES
+from isotype.doctor.explain.explain import FAMILIES
 from isotype.doctor.explain.situation import Seen, read
 
 
