@@ -58,6 +58,7 @@ class Copy:
             first = self.stream.queue.pop(0)
             first.done = True
             first.to.data.copy_(first.source)
+            first.to = first.source = None
 
 
 class Late:
