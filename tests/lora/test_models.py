@@ -130,6 +130,6 @@ def test_a_4_bit_base_trains_evaluates_and_generates(ids):
             loss.backward()
             assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             model.eval().generate(ids[:, :4].to(DEVICE), max_new_tokens=3, do_sample=False)
     assert losses[-1] < losses[0]
