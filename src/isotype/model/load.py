@@ -262,7 +262,7 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
 
     parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
     """
-    if section.name is None or section.init == "random":
+    if section.name is None or section.init == "random" or Path(section.name).expanduser().is_file():  # a checkpoint in one file
         return None
     found: dict[str, Any] = {}
     for part in parts:

@@ -182,7 +182,7 @@ class PipelineFolder:
         Raises  UsageError for a configuration of another class, with a key that the class does not have, or that it does not take
         """
         if own is None:
-            return replace(self, own=self.config(self.denoiser_part))
+            return replace(self, own=self.dense_config())
         kind = self.denoiser_class()
         if own.get("_class_name") != kind.__name__:
             raise UsageError(
