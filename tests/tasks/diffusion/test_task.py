@@ -100,6 +100,7 @@ def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
     data = json.loads((tmp_path / "whole/data.json").read_text())
     assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (12, 10, 32)
     assert data["buckets"] > 1
+    assert sum(data["train_pictures_by_size"].values()) == 32
 
 
 def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp_path):
