@@ -141,7 +141,12 @@ def check_adapters(config: RunConfig) -> None:
         raise UsageError(
             f"adapter.factor: has no effect with adapter.kind: {adapter.kind}", fix="remove adapter.factor, or adapter.kind: lokr"
         )
-    if run.adapter_format == "comfyui" and (key := "alpha_pattern" if adapter.alpha_pattern else "dora" if adapter.dora else ""):
+    not_there = {
+        "alpha_pattern": adapter.alpha_pattern,
+        "dora": adapter.dora,
+        "rank_pattern": adapter.kind == "lokr" and adapter.rank_pattern,
+    }
+    if run.adapter_format == "comfyui" and (key := next((key for key, given in not_there.items() if given), "")):
         raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
     if adapter.plus is not None and config.train.optimizer == "prodigy":
         raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")

@@ -29,10 +29,11 @@ def test_a_dora_or_a_start_is_loaded_by_diffusers(drawn, studio, tmp_path, famil
 
 
 @pytest.mark.parametrize(("family", "factor"), [("flux", 4), pytest.param("sdxl", None, marks=pytest.mark.full)])
-def test_a_lokr_is_pefts_and_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, factor):
+def test_a_lokr_is_pefts_and_comfyui_adds_what_was_trained(drawn, studio, tmp_path, capsys, family, factor):
     model, precision = getattr(studio, family), {"preset": "bf16-lora"}
     adapter = {"kind": "lokr", "r": 4, "alpha": 2.0, "factor": factor}
     assert train(drawn(model=model, adapter=adapter, precision=precision, run={"adapter_format": "comfyui"})) == 0
+    assert "PF014" not in capsys.readouterr().out, "one factor begins at 0, so that the others get no gradient in step 1"
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
     part = "unet" if family == "sdxl" else "transformer"
     plain = getattr(DiffusionPipeline.from_pretrained(model), part)
@@ -75,3 +76,9 @@ def as_comfyui_reads(tensors):
 def test_what_the_other_kind_has_is_refused(drawn, adapter, said):
     with pytest.raises(UsageError, match=said):
         check_adapters(drawn(adapter=adapter).config)
+
+
+def test_ranks_of_a_lokr_are_refused_for_comfyui_before_training(drawn):
+    loaded = drawn(adapter={"kind": "lokr", "rank_pattern": {"to_q": 2}}, run={"adapter_format": "comfyui"})
+    with pytest.raises(UsageError, match="rank_pattern: not offered with run"):
+        check_adapters(loaded.config)

@@ -10,6 +10,8 @@ from isotype.errors import UsageError
 from isotype.tasks.choose import plan, task_of, train
 from isotype.training.setup import settle
 
+from .models import refused
+
 CLASS = "a circle on white"
 
 
@@ -41,6 +43,14 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     own = {row.latents: task.train_rows.count(row) for row in task.train_rows if row.weight == 1.0}
     assert len(own) == 10
     assert set(own.values()) == {2, 3}
+
+    stamps = {path: path.stat().st_mtime_ns for path in folder.glob("*.png")}
+    task.encode(torch.device("cpu"))  # as a second process does, which missed a picture before the first one drew it
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps
+    message = "drawn with caption 'a circle on white', not 'a square'"
+    assert message in refused(drawn(images=prior(folder, caption="a square"))), "also where no picture is missing"
+    other_steps = drawn(images=images, run={"sample_steps": 3})
+    settle(task_of(other_steps.config), other_steps.sources)
 
 
 def test_a_run_with_class_pictures_resumes_bit_for_bit(drawn, tmp_path):

@@ -104,6 +104,10 @@ def said_of(loaded):
 def test_settings_of_edits_are_refused_where_they_do_nothing(drawn, studio, tmp_path):
     images = edits(studio)
     assert "images.controls: has no effect: FluxPipeline does not edit" in refused(drawn(model=studio.flux, images=images))
+    source = {"name": images["train"], "controls": images["controls"]}
+    assert "images.train[0].controls: has no effect" in refused(drawn(model=studio.flux, images={"train": [source]}))
+    rows = {"train": str(studio.pairs / "rows.jsonl"), "columns": {"image": "edited_image", "control": "source", "text": "instruction"}}
+    assert "images.columns: control: has no effect" in refused(drawn(model=studio.flux, images=rows))
     assert "sees the picture as it is" in refused(drawn(model=studio.qwen_edit, images={**images, "flip": True}))
     said = refused(drawn(model=studio.kontext, images=images, run={"samples": ["green"]}))
     assert said == "run.samples: 'green': FluxKontextPipeline edits a picture, and control is missing"

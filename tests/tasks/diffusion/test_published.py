@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with, merge_denoiser
-from isotype.tasks.choose import plan, train
+from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion.denoiser import frozen_denoiser
+from isotype.tasks.diffusion.pipeline import PipelineFolder
+from isotype.training.setup import settle
 from tests.published import FORMATS, element, packed
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -63,6 +66,26 @@ def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, c
     assert weight.dtype == torch.float32
     assert all(float(weight[at]) == pytest.approx(value, rel=1e-6, abs=1e-9) for at, value in meant.items())
     assert "quantization_config" not in json.loads((tmp_path / "merged/transformer/config.json").read_text())
+
+
+def test_fresh_weights_in_the_place_of_packed_ones_are_plain(studio, tmp_path):
+    publish(studio.flux, tmp_path / "flux", "int8-bnb")
+    folder = PipelineFolder.open(str(tmp_path / "flux")).with_random_denoiser(None).draw_denoiser(tmp_path / "base", seed=0)
+    assert {p.dtype for p in folder.denoiser(torch.float32).parameters()} == {torch.float32}
+
+
+def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
+    publish(studio.sd3, tmp_path / "sd3", "int8-bnb")
+    file = tmp_path / "sd3/transformer" / WEIGHTS
+    tensors = load_file(file)
+    kept = tensors["pos_embed.pos_embed"].bfloat16()
+    save_file(tensors | {"pos_embed.pos_embed": kept}, file)
+    loaded = drawn(model=tmp_path / "sd3", precision={"preset": "auto"})
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    table = frozen_denoiser(task.folder, basis.resolved.precision, basis.device).pos_embed.pos_embed
+    assert table.dtype == torch.float32
+    assert torch.equal(table, kept.float())
 
 
 def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):

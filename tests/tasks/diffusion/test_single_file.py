@@ -1,5 +1,6 @@
 """Checkpoints in one file, in the names of the program that made them, as pipelines."""
 
+import json
 import re
 import shutil
 
@@ -10,7 +11,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
 from isotype.inference.diffusion import merge_denoiser
-from isotype.tasks.choose import train
+from isotype.tasks.choose import plan, train
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import original_name
 
@@ -79,10 +80,25 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     tensors = {name: tensor + 1 for name, tensor in load_file(studio.flux / "transformer/diffusion_pytorch_model.safetensors").items()}
     save_file(tensors, tmp_path / "mine.safetensors")
     shutil.copytree(studio.flux, tmp_path / "mine")
+    config = tmp_path / "mine/transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     found = PipelineFolder.open(str(tmp_path / "mine.safetensors"))
     kept = load_file(found.path / "transformer/diffusion_pytorch_model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
     assert (found.path / "text_encoder_2/model.safetensors").is_file()
+    assert found.published is None, "the file is not packed, whatever lies beside it"
+    scheduler = tmp_path / "mine/scheduler/scheduler_config.json"
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"shift": 7.0}))
+    assert PipelineFolder.open(str(tmp_path / "mine.safetensors")).config("scheduler")["shift"] == 7.0
+
+
+def test_a_file_is_not_looked_for_on_the_hub(drawn, studio, tmp_path, cache, monkeypatch):
+    as_one_file(studio.sd1, tmp_path / "pony.safetensors")
+    settings_of(studio.sd1, tmp_path / "pony")
+    asked = []
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", lambda *given, **_: asked.append(given))
+    plan(drawn(model=tmp_path / "pony.safetensors", diffusion={"max_text_length": None}))
+    assert asked == []
 
 
 WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
@@ -112,6 +128,7 @@ def test_names_are_those_that_diffusers_reads(settings, count):
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
         ("a.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
+        ("a.safetensors", {"w": torch.zeros(2, dtype=torch.uint8)}, "U8 weights in a single file are not read"),
         ("a.safetensors", {"double_blocks.0.weight": torch.zeros(2)}, "diffusers does not read it as a StableDiffusion3Pipeline"),
     ],
 )

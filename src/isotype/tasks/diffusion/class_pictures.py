@@ -66,15 +66,21 @@ def _cycled(pictures: Sequence[Picture], rows: int) -> list[Picture]:
     return [replace(picture, repeats=times[i]) for i, picture in enumerate(pictures)]
 
 
-def refuse_other(todo: Sequence[ToDraw], facts: dict[str, Any]) -> None:
-    """Raises  UsageError for a folder whose pictures were drawn from another caption or with other `facts`"""
-    for folder, caption in {one.path.parent: one.caption for one in todo}.items():
+def refuse_other(sources: Sequence[PictureSource], todo: Sequence[ToDraw], facts: dict[str, Any]) -> None:
+    """Raises  UsageError for a folder whose pictures were drawn from another caption or by another model; where some of them are still to
+    be drawn, also for one with others of the `facts`"""
+    lacking = {one.path.parent for one in todo}
+    for source in sources:
+        folder = Path(source.name).expanduser()
+        if source.draw is None:
+            continue
         try:
             before = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        for key, now in {"caption": caption, **facts}.items():
-            if isinstance(before, dict) and key in before and before[key] != now:
+        for key, now in {"caption": source.caption, **facts}.items():
+            compared = isinstance(before, dict) and key in before and (folder in lacking or key in ("caption", "model"))
+            if compared and before[key] != now:
                 raise UsageError(
                     f"images.regularisation: {folder}: its class pictures were drawn with {key} {before[key]!r}, not {now!r}",
                     fix=f"another folder; to go on with both: remove {RECORD} there",

@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
 from ...config.sources import unknown_key
+from ...environment.hardware import out_of_memory
 from ...environment.hub import is_away, say
-from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings
@@ -182,7 +182,7 @@ class PipelineFolder:
         Raises  UsageError for a configuration of another class, with a key that the class does not have, or that it does not take
         """
         if own is None:
-            return replace(self, own=self.config(self.denoiser_part))
+            return replace(self, own=self.dense_config())
         kind = self.denoiser_class()
         if own.get("_class_name") != kind.__name__:
             raise UsageError(

@@ -54,6 +54,9 @@ def load_published(folder: PipelineFolder, found: Quantisation, precision: Preci
         for name, layer in layers.items():
             _put_nf4(denoiser, name, layer, tensors, to_torch(precision.compute), device)
     tensors = {name: t for name, t in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    for name, buffer in denoiser.named_buffers():
+        if buffer.is_floating_point() and name in tensors:
+            tensors[name] = tensors[name].float()  # tables of positions stay exact, as in `widen_buffers`
     dtype = to_torch(precision.unquantised)
     in_fp32 = names_kept_in_fp32(denoiser, dtype)
     for name, parameter in denoiser.named_parameters():

@@ -249,8 +249,8 @@ def _in_comfyui(module: str, family: Family) -> str:
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
     """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an alpha by the rank of a factor that is
     kept as two matrices, and ignores it where both are whole."""
-    if settings.get("rank_pattern") or settings.get("alpha_pattern"):
-        raise UsageError(f"comfyui: {adapter}: rank_pattern and alpha_pattern of a LoKr are not offered")
+    if settings.get("rank_pattern"):
+        raise UsageError(f"comfyui: {adapter}: rank_pattern of a LoKr is not offered")
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")

@@ -23,7 +23,7 @@ from ...config.kind import PIPELINE_FILE
 from ...data.cache_folder import cache_folder
 from ...environment.hub import say
 from ...errors import UsageError
-from ...runs.checkpoint.atomic_folder import fault, write_folder
+from ...runs.checkpoint.atomic_folder import SEAL, write_folder
 from .families import FAMILIES
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,16 +40,23 @@ def unpacked(file: Path, settings: Path) -> Path:
     if family is None:
         raise UsageError(f"model.name: {file}: {index.get('_class_name')} is not supported: expected one of {' '.join(FAMILIES)}")
     stat, dtype = file.stat(), _dtype(file)
-    what = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{settings.resolve()}"
+    beside = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(settings.resolve().rglob("*")) if p.is_file()]
+    what = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{beside}"
     tokens = cache_folder("auto")
     cache = (Path("~/.cache/isotype").expanduser() if tokens is None else tokens.parent) / "pipelines"
     folder = cache / f"{file.stem}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
-    if fault(folder) is None:
+    if (folder / SEAL).is_file():  # renamed into its place as a whole; to read gigabytes for their checksums would take a plan's time
         return folder
     say(f"{file.name}: diffusers makes a pipeline's folder of it, once, in {folder}")
     cache.mkdir(parents=True, exist_ok=True)
 
     def fill(to: Path) -> None:
+        load_and_save(to)
+        own = to / family.denoiser / "config.json"  # the file's weights are plain, also beside the settings of a packed denoiser
+        plain = {key: value for key, value in json.loads(own.read_text(encoding="utf-8")).items() if key != "quantization_config"}
+        own.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+
+    def load_and_save(to: Path) -> None:
         import diffusers
 
         if any((settings / "vae").glob("*.safetensors")):
@@ -111,13 +118,14 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _dtype(file: Path) -> torch.dtype:
-    """Of its weights, the widest. Raises UsageError for fp8 and the like."""
+    """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers of 8 bits)."""
     _shapes(file)
     with safe_open(file, framework="pt") as opened:
         found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # not a mapping
-    if narrow := sorted(word for word in found if word.startswith("F8")):
+    if narrow := sorted(word for word in found if word.startswith("F8") or word in ("U8", "I8")):
         raise UsageError(
-            f"model.name: {file}: {narrow[0]} weights in a single file are not read", fix="the bf16 or fp16 file, and precision.base: fp8"
+            f"model.name: {file}: {narrow[0]} weights in a single file are not read",
+            fix="the bf16 or fp16 file, and precision.base: fp8 or nf4",
         )
     return next((dtype for word, dtype in _FLOATS.items() if word in found), torch.float32)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
-from ...config.sources import picture_sources
+from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, BadRowFile
 from ...distributed.world import ALONE, World
 from ...dtypes import name as dtype_name
@@ -108,8 +108,8 @@ class DiffusionTask:
             if config.adapter.kind == "none":
                 raise UsageError("run.adapter_format: has no effect with adapter.kind: none", fix="remove run.adapter_format")
             refuse_unread(family)
-        if config.images.controls is not None and not family.pairs:
-            raise UsageError(f"images.controls: has no effect: {family.pipeline} does not edit pictures", fix="remove images.controls")
+        if not family.pairs:
+            self._refuse_controls()
         if family.sees_control and config.images.flip:
             raise UsageError(
                 f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its mirror image",
@@ -140,19 +140,33 @@ class DiffusionTask:
                 fix=f"sides of at most {int(most) * multiple}: a smaller max_aspect or resolution",
             )
 
+    def _refuse_controls(self) -> None:
+        images = self.config.images
+        for source in self.sources:
+            if source.controls is not None:
+                key = "images.controls" if source.controls == images.controls else f"{source.key}.controls"
+            elif "control" in (source.columns or {}):
+                key = ("images" if source.columns == images.columns else source.key) + ".columns: control"
+            else:
+                continue
+            raise UsageError(f"{key}: has no effect: {self.folder.family.pipeline} does not edit pictures", fix=f"remove {key}")
+
     @property
     def downscale(self) -> int:
         """Pixels in a latent pixel, in each direction."""
         return self.folder.family.latents.downscale(self.folder.config("vae"))
 
     @cached_property
+    def sources(self) -> list[PictureSource]:
+        return [source for side in ("train", "regularisation", "eval") for source in picture_sources(self.config.images, side)]
+
+    @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
         """Those of training and evaluation pictures, each with the key that it comes from."""
         images, found = self.config.images, dict[int, str]()
-        for side in ("train", "regularisation", "eval"):
-            for source in picture_sources(images, side):
-                for size in source.resolution or (images.resolution,):
-                    found.setdefault(size, f"{source.key}.resolution" if source.resolution else "images.resolution")
+        for source in self.sources:
+            for size in source.resolution or (images.resolution,):
+                found.setdefault(size, f"{source.key}.resolution" if source.resolution else "images.resolution")
         return [(key, size) for size, key in sorted(found.items())]
 
     @property
@@ -190,14 +204,15 @@ class DiffusionTask:
             raise UsageError(
                 "images.regularisation: draw: a model of fresh weights draws noise", fix="a folder of pictures, or model.init: pretrained"
             )
+        refuse_other(picture_sources(self.config.images, "regularisation"), self.gathered.to_draw, self._drawn_with())
 
     def encode(self, device: torch.device) -> None:
         """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(self._said())
-        if gathered.to_draw:
-            self._draw_class_pictures(device)
+        if missing := [one for one in gathered.to_draw if not one.path.is_file()]:  # none where another process has drawn them
+            self._draw_class_pictures(missing, device)
             release(device)
         shapes = Shapes(images.resolution, self.sizes_at, images.crop, images.flip, self.config.train.seed)
         rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
@@ -207,12 +222,16 @@ class DiffusionTask:
         self.train_rows, self.evaluated = ([row for some in part for row in some] for part in (rows[:split], rows[split:]))
         self._observed |= encoder.observed
 
-    def _draw_class_pictures(self, device: torch.device) -> None:
+    def _drawn_with(self) -> dict[str, Any]:
+        """What shapes class pictures beside their caption; a model on this disk by its whole path."""
+        how, path = self.drawing(), Path(self.base_name).expanduser()
+        model = str(path.resolve()) if path.exists() else self.base_name
+        return {"model": model, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
+
+    def _draw_class_pictures(self, todo: Sequence[ToDraw], device: torch.device) -> None:
         """With the base model and the run's settings of samples, under the run's precision; it is freed before the pictures are encoded."""
-        config, how, todo = self.config, self.drawing(), self.gathered.to_draw
+        config, how = self.config, self.drawing()
         side = config.images.resolution
-        facts = {"model": self.base_name, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
-        refuse_other(todo, facts)
         model = frozen_denoiser(self.folder, self.precision, loaded_on(device, None, config.model.offload))
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
         model = as_set(model, config.model.offload, device)
@@ -224,7 +243,7 @@ class DiffusionTask:
             asked = [(Prompt(one.caption, own=its), get(self.text[Said(one.caption)]), negative) for one, its in zip(some, own)]
             return (made.png for made in one_by_one(model, self.folder, self.precision, asked, how, device))
 
-        write_missing(todo, facts, draw)
+        write_missing(todo, self._drawn_with(), draw)
 
     def _said(self) -> list[Said]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""

@@ -87,6 +87,7 @@ class Block:
     def __del__(self) -> None:
         if self.device.type == "cuda" and hasattr(self, "memory"):
             with suppress(Exception):  # at the interpreter's end CUDA may be gone
+                torch.cuda.synchronize(self.device)  # a copy that nobody waited for may still read these pages
                 torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
 

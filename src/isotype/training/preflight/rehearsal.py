@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.world import ALONE
-from ...environment.out_of_memory import out_of_memory
+from ...environment.hardware import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
@@ -157,7 +157,7 @@ def without_gradient(subject: Subject) -> Iterator[Finding]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)
-    filled = _not_zero({name: local_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
+    filled = _not_zero({name: local_part(p).detach() for name, p in trained.items() if ".lora_" in name or ".lokr_" in name}, subject)
     lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)]
     if not lost:
         return
@@ -182,13 +182,17 @@ def _not_zero(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
 
 
 def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]) -> bool:
-    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1; an expert may get no token.
+    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1, and LoKr with one factor 0; an expert
+    may get no token.
 
     filled  the adapters' matrices that are not zero
     unused  layers whose result the model drops
     """
     if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
         return True
+    if ".lokr_" in name:
+        others = [one for one in trained if one != name and one.startswith(f"{name.partition('.lokr_')[0]}.lokr_")]
+        return any(one not in filled for one in others)
     for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),
                        ("lora_embedding_B", "lora_embedding_A")):  # fmt: skip
         partner = name.replace(f".{one}.", f".{other}.")
