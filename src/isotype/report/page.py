@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..precision.precision import PRESETS
 from ..wording import counted
 from .chart import length_chart, line_chart
 from .plots import MANY, length_bars, loss_plot, plots, smoothed
-from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller
+from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller, spread
 from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
@@ -39,6 +40,7 @@ def page(record: RunRecord) -> dict[str, Any]:
     loss = loss_plot(record)
     small = plots(record)
     shown = samples(record)
+    pictures = any(one["picture"] for sample in shown for one in sample["answers"])
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
@@ -53,7 +55,10 @@ def page(record: RunRecord) -> dict[str, Any]:
         "precision": precision(record),
         "preflight": preflight(record),
         "samples": shown,
-        "pictures": any(one["picture"] for sample in shown for one in sample["answers"]),
+        "pictures": pictures,
+        "drawn": side_by_side(shown) if pictures else [],
+        "first_is_base": not record.setting("adapter", "start_from"),
+        "levels": noise_levels(record),
         "diffusion": record.plan.get("task") == "diffusion",
         "data": data(record),
         "examples": examples(record),
@@ -137,18 +142,56 @@ def tiles(record: RunRecord) -> list[Tile]:
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
     """For every prompt its reference and the answers over time; `picture` is one of a diffusion run, else empty."""
-    by_prompt: dict[str, dict[str, Any]] = {}
+    by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
     for moment in record.samples:
+        turns = Counter[str]()  # a prompt may be asked again, with another seed
         for sample in moment["samples"]:
             if not isinstance(sample, dict):
                 continue
             prompt = asked(sample)
-            entry = by_prompt.setdefault(prompt, {"prompt": prompt, "reference": sample.get("reference"), "answers": []})
+            turns[prompt] += 1
+            fresh: dict[str, Any] = {"prompt": prompt, "turn": turns[prompt], "reference": sample.get("reference"), "answers": []}
+            entry = by_prompt.setdefault((prompt, turns[prompt]), fresh)
             kind, content = smaller(picture_of(record.folder, sample))
             answer = {"step": moment["step"], "text": str(sample.get("answer", "")), "picture": as_data(content or None, kind)}
             entry["answers"].append(answer | {"file": str(sample.get("file") or "") if content else ""})
-    order = list(dict.fromkeys(entry.removesuffix(AVERAGE) for entry in by_prompt))  # the average beside the trained weights
-    return sorted(by_prompt.values(), key=lambda entry: order.index(entry["prompt"].removesuffix(AVERAGE)))
+    order = list(dict.fromkeys(map(_question, by_prompt.values())))  # the average beside the trained weights
+    return sorted(by_prompt.values(), key=lambda entry: order.index(_question(entry)))
+
+
+def _question(entry: dict[str, Any]) -> tuple[str, int]:
+    """The prompt itself and its turn, the same for the trained weights and their average."""
+    return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
+
+
+def side_by_side(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every prompt the picture before training, and by step those of the trained weights and of their average."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for entry in shown:
+        prompt, _ = question = _question(entry)
+        one = found.setdefault(question, {"prompt": prompt, "first": None, "steps": {}})
+        for answer in entry["answers"]:
+            if answer["step"] == 0:
+                one["first"] = one["first"] or answer  # the average is the weights themselves
+            else:
+                whose = "trained" if prompt == entry["prompt"] else "average"
+                one["steps"].setdefault(answer["step"], {})[whose] = answer
+    return list(found.values())
+
+
+_LEVEL = re.compile(r"eval_loss_t(\d+)_(\d+)")
+MOST_EVALUATIONS = 6
+
+
+def noise_levels(record: RunRecord) -> dict[str, Any] | None:
+    """The evaluation loss of a diffusion run by noise level, at steps that are evenly spread; None where it was not written."""
+    steps = spread(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
+    levels = {(int(match[1]), int(match[2])) for row in record.metrics for key in row if (match := _LEVEL.fullmatch(key))}
+    if not levels or not steps or record.plan.get("task") != "diffusion":
+        return None
+    curves = {f"{low:,} to {high:,}": dict(record.curve(f"eval_loss_t{low}_{high}")) for low, high in sorted(levels)}
+    rows = [(name, [plain(losses[step]) if step in losses else "" for step in steps]) for name, losses in curves.items()]
+    return {"steps": steps, "rows": rows}
 
 
 def environment(record: RunRecord) -> list[tuple[str, str]]:
@@ -222,10 +265,13 @@ _PICTURE_FACTS = {
 
 def _of_pictures(facts: dict[str, Any]) -> list[tuple[str, str]]:
     shown = {name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)}
-    return [(name, _written(value)) for name, value in shown.items()]
+    sizes = dict_of(facts.get("train_pictures_by_size")).items()
+    return [(name, _written(value)) for name, value in shown.items()] + [(f"training pictures of {size}", _written(n)) for size, n in sizes]
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_written, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -100,6 +100,7 @@ def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
     data = json.loads((tmp_path / "whole/data.json").read_text())
     assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (12, 10, 32)
     assert data["buckets"] > 1
+    assert sum(data["train_pictures_by_size"].values()) == 32
 
 
 def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp_path):
@@ -168,7 +169,7 @@ def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     assert pictures[0][0] == pictures[0][1], "before the first step the average is what is trained"
     assert len({pictures[0][0], *pictures[1]}) == 3
     page = write_report(tmp_path / "whole").page.read_text()
-    assert "a red circle on white (average of the weights)" in page
+    assert "<figcaption>step 4, average</figcaption>" in page
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
     precision = json.loads((tmp_path / "whole/precision.json").read_text())

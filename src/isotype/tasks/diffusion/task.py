@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -511,8 +512,9 @@ class DiffusionTask:
         return f"{self.objective}; evaluated at {draws} fixed ones"
 
     def records(self) -> Mapping[str, Any]:
+        by_size = {str(size): count for size, count in sorted(Counter(row.size for row in self._encoded()).items())}
         return {
-            "data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.found},
+            "data.json": {**self.plan_facts(), "train_pictures_by_size": by_size, "made": self.encoder.made, "found": self.encoder.found},
             "examples.json": self._examples(),
         }
 
