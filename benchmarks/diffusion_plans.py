@@ -125,7 +125,7 @@ def least(name: str, base: str, offload: str) -> tuple[str, float | None]:
     whole = batch(torch.device("meta"))
     whole = replace(whole, text={word: tensor.float() for word, tensor in whole.text.items()})
     cost = ForwardCost.of(plain, lambda: loss_sum(plain, whole))
-    found = plan_offload(model, config.train, by_name(CARD), compute=precision.compute, flops=lambda _: cost.blocks)
+    found = plan_offload(model, by_name(CARD), micro_batches=1, compute=precision.compute, flops=lambda _: cost.blocks)
     if found is None:
         return f"{plan.peak / 2**30:.1f}", None
     return f"{plan.peak / 2**30:.1f} | {found.share:.0%} | {found.host / 2**30:.1f} | {found.moved / 2**30:.1f}", found.time

@@ -131,10 +131,11 @@ def distil_worker(peer: str, beta: float) -> dict[str, float]:
 
 
 def dpo_worker(peer: str, folder: Path) -> dict[str, float]:
-    times, before = [time.process_time()], 0
+    times, before, high = [time.process_time()], 0, 0
 
     def ended() -> None:
-        nonlocal before
+        nonlocal before, high
+        high = resident("VmHWM")  # what is saved and loaded after the last step is none of a step's
         times.append(time.process_time())
         if len(times) == 2:
             before = begin_step()
@@ -178,7 +179,7 @@ def dpo_worker(peer: str, folder: Path) -> dict[str, float]:
 
             attach(trainer, "bf16-lora", quiet=True)
         trainer.train()
-    return {"seconds": min(b - a for a, b in pairwise(times[1:])), "peak": resident("VmHWM") - before}
+    return {"seconds": min(b - a for a, b in pairwise(times[1:])), "peak": high - before}
 
 
 def write_base(folder: Path) -> None:

@@ -75,6 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": {"image_token_index": "<|image|>"},
     },
 }  # fmt: skip
+# begin at zero in Gemma 3 and Llama 3.2 Vision: no loss would depend on a picture
+SHUT = ("mm_input_projection_weight", "cross_attn_attn_gate", "cross_attn_mlp_gate")
 
 
 @cache
@@ -108,7 +110,12 @@ def tiny_vlm(family: str, *, seed: int = 0, **text: Any) -> Any:
         family, text_config={**_TEXT, **size, **special, **made.pop("text"), **text}, vision_config=made.pop("eye"), **ids, **made
     )
     torch.manual_seed(seed)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(SHUT):
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 # what a chat template writes: parts in their order, a picture as `{mark}`
@@ -160,12 +167,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def saved_with_processor(family: str, folder: Path, **text: Any) -> Path:
+def saved_with_processor(family: str, folder: Path, *, seed: int = 0, **text: Any) -> Path:
     """The same with the files of a processor, written by hand as repositories have them: processors of some families need torchvision."""
     import json
 
     made = PROCESSORS[family]
-    tiny_vlm(family, **text).save_pretrained(folder)
+    tiny_vlm(family, seed=seed, **text).save_pretrained(folder)
     tokens = tokenizer()
     # Llama 3.2's processor adds a beginning where a text has none
     tokens.chat_template = ("{{ bos_token }}" if family == "mllama" else "") + _CHAT.replace("MARK", made["mark"])

@@ -166,3 +166,31 @@ def test_no_process_closes_its_connections_before_all_are_through(late, tmp_path
     assert status == 0, said
     through, closed = ([float((tmp_path / f"{what}_{rank}").read_text()) for rank in range(3)] for what in ("through", "closed"))
     assert max(through) <= min(closed)
+
+
+def test_a_process_whose_rows_have_no_picture_adds_nothing_to_the_tower(vlm, tmp_path):
+    """Of each step's two rows one process sees a picture, the other none; tower and language part are those of one process."""
+    from PIL import Image
+
+    Image.new("RGB", (60, 44), (220, 20, 20)).save(tmp_path / "0.png")
+    shown = [{"type": "image", "path": "0.png"}, {"type": "text", "text": "what colour?"}]
+    chats = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": f"it is {i}."}] for i in range(4) for asked in (shown, "?")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def given(name):
+        sections = {
+            "model": {"name": str(vlm("gemma3"))},
+            "data": {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl"), "shuffle": False},
+            "adapter": {"kind": "lora", "r": 2, "vision": "lora"}, "precision": {"preset": "fp32"},
+            "train": {"steps": 3, "batch_size": 1, "accumulate": 2, "learning_rate": 1e-3, "eval_every": 3},
+            "run": {"folder": str(tmp_path / name), "sample_every": 0, "report": False},
+        }  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(sections))
+        return tmp_path / f"{name}.yaml"
+
+    assert train_language(load(given("one"), [], {})) == 0
+    status, said = run(2, given("two"))
+    assert status == 0, said
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)

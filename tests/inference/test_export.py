@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.commands import ask
 from tests.models import FAMILIES as SETTINGS
 from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -103,6 +104,25 @@ def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
             parameter.data = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
             torch.testing.assert_close(read.get_parameter(name), parameter, rtol=0, atol=0, msg=name)
     torch.testing.assert_close(logits(read), logits(rounded))
+
+
+def test_a_gguf_file_as_a_base_is_refused_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    folder = saved(tmp_path / "model", "llama", tokenizer, hidden_size=64)
+    (tmp_path / "gguf").mkdir()
+    file = tmp_path / "gguf/model.gguf"
+    export_model(folder, file, "Q8_0")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one row of text"}\n' * 8)
+    for given in (file, file.parent):
+        with pytest.raises(UsageError, match="a GGUF file, whose blocks are not trained on") as refused:
+            ask("plan", "--model", given, "--data", tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    code = str(refused.value.fix).removeprefix("transformers widens it: ").partition("; then")[0]
+    exec(f"from transformers import *; {code}", {})
+    blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
+    weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.up_proj.weight
+    assert torch.equal(weight.float(), torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type)).bfloat16().float())
+    assert "int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
 
 
 def test_llama_3s_scaled_rotary_embedding_is_in_the_file(tmp_path: Path, tokenizer) -> None:

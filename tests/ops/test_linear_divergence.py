@@ -89,6 +89,31 @@ def test_distributions_that_share_no_class_are_far_apart(beta, backend):
     assert found.item() == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_classes_that_both_sides_mask_count_nothing(beta, backend):
+    x, w, y, u = make(dtype=torch.float32)
+    masked = torch.zeros(50).index_fill_(0, torch.arange(40, 50), -torch.inf)
+    found = []
+    for classes, bias in ((50, masked), (40, None)):
+        leaf = x.clone().requires_grad_()
+        with using(backend):
+            made = divergence_and_entropy(leaf, w[:classes], y, u[:classes], bias=bias, teacher_bias=bias, beta=beta)
+        (gradient,) = torch.autograd.grad(made[0].sum(), leaf)
+        found.append((*(values.detach() for values in made), gradient))
+    for with_them, without in zip(*found, strict=True):
+        torch.testing.assert_close(with_them, without)
+
+
+def test_a_trained_head_without_rows_gets_zeros():
+    x, w, y, u = make(0, dtype=torch.float32)
+    spoilt = [torch.full_like(w, torch.nan) for _ in range(8)]  # what fresh memory may hold
+    del spoilt
+    w.requires_grad_()
+    linear_divergence(x, w, y, u).sum().backward()
+    assert torch.equal(w.grad, torch.zeros_like(w))
+
+
 def test_it_holds_no_logits():
     """Both sides' logits would be 2 x 4096 x 8192 fp32, 256 MiB."""
     x, w, y, u = make(4096, 4, 4, 8192, torch.float32)

@@ -53,4 +53,4 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(family):
     found = placed(manifest)
     assert found, str(manifest)
     assert all(op is None and reason.startswith(LEFT[family]) for op, reason in found), found
-    assert not any(layers.has_halves(m) for m in mine.modules())
+    assert not any(isinstance(layers.settings_of(m), layers.LayerSettings) for m in mine.modules())

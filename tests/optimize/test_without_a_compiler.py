@@ -2,6 +2,7 @@
 
 import types
 
+import pytest
 import torch
 
 from isotype.ops import cpp
@@ -23,13 +24,19 @@ def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypa
     assert any(note.startswith("no C++ compiler (g++ or clang++) was found: norms, rotary") for note in manifest.notes)
 
 
-def test_a_triton_that_cannot_run_is_a_line_of_the_manifest(monkeypatch):
+@pytest.mark.parametrize("kept", ["on the GPU", "in host memory"])
+def test_a_triton_that_cannot_run_is_a_line_of_the_manifest(kept, monkeypatch):
+    """Also where the weights come to the GPU later: blocks in host memory, a model that processes share."""
     from isotype.optimize import place
 
     model = tiny("llama")
-    device = torch.device("cuda:0")
-    on_cuda = [types.SimpleNamespace(is_cuda=True, device=device)]
     monkeypatch.setattr(place, "why_no_kernels", lambda device: "Triton cannot run a kernel: RuntimeError: no compiler")
-    monkeypatch.setattr(model, "parameters", lambda *a, **k: iter(on_cuda))
+    if kept == "on the GPU":
+        on_cuda = [types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))]
+        monkeypatch.setattr(model, "parameters", lambda *a, **k: iter(on_cuda))
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr("isotype.optimize.attention.back_ends", lambda module: "")
     notes = optimize(model, device_type="cuda").notes
     assert any(note.startswith("cuda:0: Triton cannot run a kernel: RuntimeError: no compiler: norms, rotary") for note in notes), notes

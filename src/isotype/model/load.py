@@ -405,6 +405,15 @@ def explained(name: str, what: str, revision: str | None, attention: str = AUTO)
         raise explain_attention(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 
+def _of_gguf(file: Path) -> str:
+    of, saved = f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}", "save_pretrained('DENSE')"
+    wide = "quantization_config=GgufConfig(dequantize=True), dtype='bfloat16'"
+    return (
+        f"transformers widens it: AutoModelForCausalLM.{of}, {wide}).{saved}; AutoTokenizer.{of}).{saved}; "
+        "then model.name: DENSE, and precision.base: nf4, fp8 or int8 packs it again"
+    )
+
+
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     causes: list[BaseException] = []
     at: BaseException | None = error
@@ -416,6 +425,9 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             there = _names_in(name) or "an empty folder"
+            if ".gguf" in name or ".gguf" in there:
+                file = next(Path(name).glob("*.gguf"), Path(name))
+                return UsageError(f"{what} {name}: a GGUF file, whose blocks are not trained on as they are", fix=_of_gguf(file))
             return UsageError(f"{what} {name}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
         return _damaged(name, what, error)
     if "custom code" in text:

@@ -64,6 +64,13 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
 
 
+def _gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
+    """On which the model runs: where its parameters are, or will be once their blocks or parts come from the host."""
+    found = {p.device for p in model.parameters() if p.is_cuda}
+    waits = device_type == "cuda" and not found and any(p.device.type == "cpu" for p in model.parameters())
+    return {torch.device("cuda", torch.cuda.current_device())} if waits and torch.cuda.is_available() else found
+
+
 def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str) -> Manifest:
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
@@ -78,7 +85,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
-    for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str):
+    for device in sorted(_gpus(model, device_type), key=str):
         if fault := why_no_kernels(device):
             manifest.notes.append(f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch there")
     # first, because a gated MLP asks whether its layers are fused

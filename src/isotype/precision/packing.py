@@ -40,6 +40,11 @@ class Packing:
         return f"{self.word} by {self.library}, {self.layout}"
 
 
+_OWN_CLASSES = {
+    "torchao": "its files hold parts of its own tensor classes, which change with its releases",
+    "hqq": "transformers 5.23 does not load it either",
+    "quanto": "its files hold its own tensor classes",
+}
 AGAIN = "give the model it was quantised from; nf4-lora quantises it when it is loaded"
 
 
@@ -53,7 +58,8 @@ def packing(found: Mapping[str, Any]) -> Packing:
     library = str(getattr(method, "value", method)).lower()
     reader = _READERS.get(library)
     if reader is None:
-        raise UnreadPacking(f"quantised by {library}, which is not read: {READ} are")
+        why = f" ({_OWN_CLASSES[library]})" if library in _OWN_CLASSES else ""
+        raise UnreadPacking(f"quantised by {library}, which is not read{why}: {READ} are")
     try:
         return reader(found)
     except UnreadPacking:

@@ -49,6 +49,7 @@ from .console import RunConsole
 from .ema import Averaged, Ema
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
+from .memory.device import trim_freed_blocks
 from .optimizer import adopt_states, averages_in_place, group_numbers
 from .schedule import Milestones, Pace, learning_rate, sample_seconds
 from .step import LossScale, Stepper, peak_memory
@@ -219,6 +220,7 @@ class Loop:
         self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
         of_few_bits(seen, self.carried.moved_with_few_bits(), f"after the update of step {step}")
         self.precision_record.add(seen)
+        trim_freed_blocks()
         return result, sum(seen.promotions.values())
 
     def _judge_difference(self, step: int) -> None:

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..precision.resolve import Resolved
 from ..wording import counted
 from .memory.auto import less_memory
-from .memory.blocks import OffloadPlan, plan_offload
+from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.device import shown
 from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
@@ -163,7 +163,13 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         memory=memory,
         checkpointing=checkpointing,
         process=process,
-        offload=plan_offload(made.model, config.train, hardware, compute=precision.compute, flops=task.step_outline(precision).block_flops),
+        offload=plan_offload(
+            made.model,
+            hardware,
+            micro_batches=config.train.accumulate if batching is None else len(batching.own),
+            compute=precision.compute,
+            flops=task.step_outline(precision).block_flops,
+        ),
         notes=tuple(notes),
         row=task.words.row,
     )
@@ -256,7 +262,8 @@ def plan_processes(
     """
     has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
     kinds = [KindPlan(REPLICATE, whole[1], whole[0])]
-    for kind in (SHARD, HYBRID) if nodes > 1 else (SHARD,):
+    shared = () if task.config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
+    for kind in shared:
         parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
         checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
         kinds.append(KindPlan(kind, memory, checkpointing))

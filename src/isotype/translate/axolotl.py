@@ -185,7 +185,9 @@ _NO_EFFECT = {
     ),
     "gradients are summed once a step without DDP": "dp_replicate_size context_* accelerator_config",
     "given by the launcher": "local_rank",
-    "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": "processor_type skip_prepare_dataset",
+    "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": (
+        "processor_type skip_prepare_dataset remove_unused_columns"
+    ),
     t.IRRELEVANT: (
         "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
         "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "

@@ -193,8 +193,7 @@ def counted(made, tokens, device="rtx4090", accumulate=1):
         return [2 * tokens * sum(m.in_features * m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
                 for layer in checkpointable(model)]  # fmt: skip
 
-    train = load(None, [f"train.accumulate={accumulate}"]).config.train
-    return plan_offload(made.model, train, by_name(device), compute="bf16", flops=flops)
+    return plan_offload(made.model, by_name(device), micro_batches=accumulate, compute="bf16", flops=flops)
 
 
 @pytest.mark.parametrize("preset", ["bf16-lora", "nf4-lora"])

@@ -17,6 +17,8 @@ from ..backend import wide
 from ..cross_entropy.eager import blocks, widen_, work_buffer
 from ..cross_entropy.rule import LossRule
 
+LEAST = -1e30  # a log-probability: of a masked class p ln p is 0
+
 
 class Pair(NamedTuple):
     """Scale and softcap of each side's logits, over the temperature, and beta."""
@@ -62,7 +64,7 @@ def divergences(
         widen_(t, teacher_NV[rows], other)
         slope = 1 - (s / one.softcap).square_() if wanted and one.softcap else None
         for z in (s, t):
-            z.sub_(z.logsumexp(-1, keepdim=True))
+            z.sub_(z.logsumexp(-1, keepdim=True)).clamp_(min=LEAST)
         if want_entropy:
             entropy[rows] = -(s.exp() * s).sum(-1)
         found[rows] = divergence_(s, t, beta, gradient=wanted)

@@ -174,6 +174,8 @@ def _backward(
     into, back = gradient_factors(sides.student.operand, unit)
     factor = 1.0 if back is None else into / unit
     head = HeadGradient(dweight_VH, back)
+    if not sides.student.count:
+        dweight_VH.zero_()
     dbias_V.zero_()
     for rows, x_NH, g_NV, made in sides:
         made(upstream_T[rows] * factor, False)

@@ -35,10 +35,13 @@ def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
 
 def _numbers(t: Tensors, name: str, rows: slice, of: Layout) -> Tensor:
     """int32[rows K], or [rows G] of the zero points."""
+    numbers: Tensor
     if name == "qweight" and of.format == "gptq":
-        return unpacked(t[name][:, rows], of.bits, 0).t()
-    words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
-    return unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+        numbers = unpacked(t[name][:, rows], of.bits, 0).t()
+    else:
+        words = t[name][:, rows.start * of.bits // 32 : -(-rows.stop * of.bits // 32)]
+        numbers = unpacked(words, of.bits, 1, AWQ_ORDER if of.format == "awq" else range(8)).t()[: rows.stop - rows.start]
+    return numbers
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:
@@ -46,4 +49,5 @@ def _joined(numbers: Tensor, bits: int) -> Tensor:
     per_word = 32 // bits
     whole: Tensor = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
     shifts = torch.arange(0, 32, bits, device=numbers.device)
-    return (whole << shifts).sum(-1).to(torch.int32)
+    words: Tensor = (whole << shifts).sum(-1).to(torch.int32)
+    return words

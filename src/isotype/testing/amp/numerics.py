@@ -176,7 +176,7 @@ class Numerics:
                 excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
         return Measured(errors, tuple(excesses))
 
-    def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
+    def alike(self, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
         """Equal but for the order of additions.
 
         usual  the same result where it is of its usual size, should `right` be nothing but rounding errors

@@ -407,7 +407,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             words: dict[str, Any] = {"raised": first_line(outcome.error)}
         else:
             others = [n for n in trainable if n != frozen]
-            wrong = [n for n in others if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
+            wrong = [n for n in others if not numerics.alike(outcome.grads.get(n), baseline.grads[n], setting)]
             if not wrong:
                 continue
             words = {"missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None), "wrong": ", ".join(wrong)}
@@ -418,9 +418,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
 def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
     sizes = usual.grads if usual is not None else {}
-    wrong = [
-        n for n, g in right.grads.items() if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting, usual=sizes.get(n))
-    ]
+    wrong = [n for n, g in right.grads.items() if not numerics.alike(given.grads.get(n), g, setting, usual=sizes.get(n))]
     return ", ".join(wrong)
 
 

@@ -87,6 +87,7 @@ class Block:
     def __del__(self) -> None:
         if self.device.type == "cuda" and hasattr(self, "memory"):
             with suppress(Exception):  # at the interpreter's end CUDA may be gone
+                torch.cuda.synchronize(self.device)  # a copy that nobody waited for may still read these pages
                 torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
 
@@ -246,9 +247,9 @@ class OffloadPlan:
 
 
 def plan_offload(
-    model: nn.Module, train: TrainSection, hardware: Hardware, *, compute: str, flops: Callable[[nn.Module], Sequence[float]]
+    model: nn.Module, hardware: Hardware, *, micro_batches: int, compute: str, flops: Callable[[nn.Module], Sequence[float]]
 ) -> OffloadPlan | None:
-    """Of an outline; None where its weights stay on the device.
+    """Of an outline, for one process; None where its weights stay on the device.
 
     flops  of each block's forward on a micro-batch; its backward takes twice as many, with the recompute
     A block's copy runs beside the work of the block before it, and the longer of the two counts. Norms and what is outside of blocks are
@@ -259,7 +260,7 @@ def plan_offload(
         return None
     sizes = [block.bytes for block in found.blocks]
     frozen = sum(t.numel() * t.element_size() for p in model.parameters() if not p.requires_grad for t in (p, *scales_of(p)))
-    held, moved, peak = held_at_most(model), (2 * sum(sizes) - sizes[0] - sizes[-1]) * train.accumulate, hardware.peak_tflops.get(compute)
+    held, moved, peak = held_at_most(model), (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches, hardware.peak_tflops.get(compute)
     time = None
     if peak:
         work = [one / (peak * 1e12 * _PRODUCT) for one in flops(model)]
