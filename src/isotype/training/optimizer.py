@@ -204,16 +204,16 @@ def build_optimizer(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trainable, faster = list(named.values()), {p for name, p in named.items() if plus is not None and ".lora_B." in name}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim >= 2 and p not in faster], "weight_decay": train.weight_decay},
         {"params": [p for p in trainable if p in faster], "weight_decay": train.weight_decay, "rate_factor": plus},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     if text_rate is not None and train.learning_rate > 0:
         text, factor = {p for name, p in named.items() if ".text_encoders." in name}, text_rate / train.learning_rate
-        own = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
+        of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
         groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
-        groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in own]
+        groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]
     groups = [g for g in groups if g["params"]]
     name, rate, betas, eps = train.optimizer, train.learning_rate, (train.beta1, train.beta2), train.epsilon
     if name == "adafactor":

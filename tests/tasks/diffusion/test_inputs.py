@@ -50,7 +50,7 @@ FRESH = {"init": "random"}
                 ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, and"),
                 ("sdxl", "te1", "adapter.targets: te1 names a text encoder, and"),
                 ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, and"),
-                ("sdxl", [".*self_attn.(q|v)_proj"], "only the unet gets an adapter"),
+                ("sdxl", [".*self_attn.(q|v)_proj"], "these are layers of the unet"),
                 ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, and"),
             )
         ),
