@@ -155,6 +155,35 @@ def test_kohyas_command_and_its_numbered_folders(tmp_path):
     assert (result.tool, config.adapter.r, config.adapter.alpha) == ("kohya", 8, 1.0)
     assert config.images.train == [{"name": "img/10_sks dog", "repeats": 10, "caption": "sks dog"}]
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
+    assert (config.adapter.text_encoders, config.adapter.text_encoder_rate) == (True, None), "as the script does"
+
+
+def text_encoders_of(tmp_path, name, text):
+    adapter = made(tmp_path, name, text)[1].adapter
+    return adapter.text_encoders, adapter.text_encoder_rate
+
+
+def test_text_encoders_are_trained_as_they_were(tmp_path):
+    assert text_encoders_of(tmp_path, "a.toml", KOHYA) == (False, None)
+    for given, carried in (("5e-5", 5e-5), ("[5e-5, 2e-5]", 5e-5), ("1.0", None)):
+        assert text_encoders_of(tmp_path, "a.toml", f"text_encoder_lr = {given}\n{KOHYA}") == (True, carried)
+    for off in ("text_encoder_lr = 0", "text_encoder_lr = 5e-5\nnetwork_train_unet_only = true"):
+        assert text_encoders_of(tmp_path, "a.toml", f"{off}\n{KOHYA}") == (False, None)
+    assert text_encoders_of(tmp_path, "a.toml", f'clip_l = "c.safetensors"\ntext_encoder_lr = 5e-5\n{KOHYA}') == (False, None)
+    script = "accelerate launch sd-scripts/sdxl_train_network.py --network_module networks.lora --pretrained_model_name_or_path sdxl"
+    assert text_encoders_of(tmp_path, "a.sh", f"{script} --network_train_unet_only --train_data_dir img\n") == (False, None)
+
+    sdxl = DIFFUSERS.replace("lora_flux", "lora_sdxl").replace("--push_to_hub", "--train_text_encoder")
+    assert text_encoders_of(tmp_path, "b.sh", sdxl) == (True, None), "Prodigy has one rate"
+    sdxl = sdxl.replace("optimizer=prodigy --learning_rate=1.", "optimizer=adamw --learning_rate=1e-4")
+    assert text_encoders_of(tmp_path, "b.sh", sdxl) == (True, 5e-6), "the script's default"
+    assert text_encoders_of(tmp_path, "b.sh", sdxl.replace("--seed=7", "--text_encoder_lr=1e-5")) == (True, 1e-5)
+    assert text_encoders_of(tmp_path, "b.sh", sdxl.replace("--train_text_encoder", "--text_encoder_lr=1e-5")) == (False, None)
+
+    adamw = AI_TOOLKIT.replace("optimizer: prodigy", "optimizer: adamw8bit")
+    on = adamw.replace("lr: 1.0", "lr: 1e-4\n        train_text_encoder: true\n        text_encoder_lr: 2e-5")
+    assert text_encoders_of(tmp_path, "c.yaml", on.replace("is_flux: true", "is_xl: true")) == (True, 2e-5)
+    assert text_encoders_of(tmp_path, "c.yaml", on) == (False, None), "of Flux"
 
 
 def test_ai_toolkits_yaml(tmp_path):
@@ -217,7 +246,7 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
         ("a.yaml", AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"), "several pictures before an edit"),
         ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),
         ("a.json", json.dumps({**ONETRAINER, "training_method": "EMBEDDING"}), "EMBEDDING is not offered"),
-        ("a.sh", DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"), "text encoders are not trained"),
+        ("a.sh", DIFFUSERS.replace("--push_to_hub", "--train_text_encoder"), "SDXL and Stable Diffusion only"),
     ],
 )
 def test_what_is_not_offered_stops_an_import(tmp_path, name, text, said):

@@ -20,7 +20,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
-        "run.adapter_format", "adapter.factor",
+        "run.adapter_format", "adapter.factor", "adapter.text_encoders", "adapter.text_encoder_rate",
     ),
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",

@@ -249,6 +249,11 @@ class AdapterSection(Section):
     rows stay frozen."""
     start_from: str | None = None
     """Folder of a PEFT adapter to continue training."""
+    text_encoders: bool = False
+    """Diffusion, SDXL and Stable Diffusion: the CLIP text encoders' attention and MLPs get an adapter too, and captions are encoded in each
+    step."""
+    text_encoder_rate: PositiveFloat | None = None
+    """Their learning rate; by default train.learning_rate."""
     vision: Literal["none", "lora", "full"] = "none"
     """Vision-language: what is trained of the tower that sees the pictures; `none` leaves it frozen, also with `kind: none`."""
     projector: Literal["none", "lora", "full"] = "none"

@@ -26,16 +26,19 @@ from ..runs.checkpoint.atomic_folder import fault, write_folder
 from ..runs.checkpoint.snapshot import averaged, restore_model
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
 from ..tasks.diffusion.batches import Batch
+from ..tasks.diffusion.encode import Said
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
 from ..tasks.diffusion.sample import Prompt, Sample, refuse_prompts, texts_of
 from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
+from ..tasks.diffusion.text_encoders import PREFIX
 from ..training.task import Evaluation, eval_mode
 from .loaded import load_newest, name_in, result_of
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
+WORDS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")  # captions of trained encoders
 
 
 def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
@@ -64,6 +67,11 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     batch = random_batch(task, device)
     adapter_loss = _loss(task, model, batch, precision)
     buffers = {name: b.detach().cpu().contiguous() for name, b in model.get_base_model().named_buffers()}  # type: ignore[operator]  # a PeftModel's method
+    encoders: dict[str, dict[str, Tensor]] = {}
+    for name in [name for name in state if name.startswith(PREFIX)]:
+        part, _, own = name.removeprefix(PREFIX).partition(".")
+        encoders.setdefault(part, {})[own] = state[name]
+    own_state = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
     outline = task.folder.denoiser_outline()
     persistent = set(outline.state_dict())
     del model
@@ -74,8 +82,12 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         (folder / part).mkdir()
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
-        save_file({**state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"})
-        if part == "unet" and (original := Path(task.base_name).expanduser()).is_file():
+        save_file({**own_state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"})
+        for encoder, tensors in encoders.items():
+            for file in (folder / encoder).glob("*.safetensors*"):
+                file.unlink()
+            save_file(tensors, folder / encoder / "model.safetensors", metadata={"format": "pt"})
+        if part == "unet" and not encoders and (original := Path(task.base_name).expanduser()).is_file():
             write_with_unet(original, {**state, **tables}, outline.config, folder / original.name)
         facts = {"base": str(base), "run": str(run), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -94,13 +106,18 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
-    """Latents, noise and text that need no picture and no encoder; levels spread over time."""
+    """Latents, noise and text that need no picture and no encoder but one that the run trained; levels spread over time."""
     made, generator = task.empty_batch(ROWS, torch.device("cpu")), torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
-    text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
+    if "ids" not in made.text:
+        text = {name: torch.ones_like(tensor) if name == "mask" else normal(tensor) for name, tensor in made.text.items()}
+    else:
+        encoder = task.new_encoder(device)
+        keys = encoder.captions([Said(words) for words in WORDS])
+        text = {name: torch.stack([encoder.store.get(key)[name] for key in keys.values()]) for name in made.text}
     levels = torch.linspace(0.1, 0.9, ROWS, dtype=made.sigma.dtype)
     control = None if made.control is None else normal(made.control)
     return Batch(normal(made.latents), normal(made.noise), levels, text, lengths=made.lengths, control=control).to(device)
@@ -114,7 +131,7 @@ def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precis
 def _load_merged(out: Path, task: DiffusionTask, precision: Precision, dtype: str, device: torch.device) -> Any:
     # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
     compute = dtype if precision.compute == "fp32" else precision.compute
-    wanted = precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
+    wanted = precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype, text_encoder=dtype)
     merged = PipelineFolder.open(str(out))
     plain = task.config.model_copy(update={"adapter": task.config.adapter.model_copy(update={"kind": "none"})})
     return load_result(out / merged.denoiser_part, merged, plain, wanted, device)

@@ -177,7 +177,9 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
     """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
     of_vision = precision.vision and not parameter.requires_grad and is_of_vision(inner_model(model), full)
-    word = precision.trainable if parameter.requires_grad else precision.vision if of_vision else precision.unquantised
+    of_text = precision.text_encoder and ".text_encoders." in f".{full}"  # of a diffusion run that trains them
+    frozen = precision.vision if of_vision else precision.text_encoder if of_text else precision.unquantised
+    word = precision.trainable if parameter.requires_grad else frozen
     return "fp32" if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))) else word
 
 

@@ -148,8 +148,9 @@ def check_adapters(config: RunConfig) -> None:
     }
     if run.adapter_format == "comfyui" and (key := next((key for key, given in not_there.items() if given), "")):
         raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
-    if adapter.plus is not None and config.train.optimizer == "prodigy":
-        raise UsageError("adapter.plus: prodigy has one rate for all weights", fix="remove adapter.plus, or another train.optimizer")
+    for key, own in (("adapter.plus", adapter.plus), ("adapter.text_encoder_rate", adapter.text_encoder_rate)):
+        if own is not None and config.train.optimizer == "prodigy":
+            raise UsageError(f"{key}: prodigy has one rate for all weights", fix=f"remove {key}, or another train.optimizer")
 
 
 def refuse_of_lora(config: RunConfig) -> None:
@@ -206,7 +207,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
     )
-    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient, plus=config.adapter.plus)
+    rates = {"plus": config.adapter.plus, "text_rate": config.adapter.text_encoder_rate}
+    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient, **rates)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     if not world.first:
@@ -261,6 +263,8 @@ def why_not_shared(config: RunConfig) -> str | None:
         return f"train.optimizer: {train.optimizer}: {why}"
     if config.adapter.start in OFF_THE_BASE:
         return f"adapter.start: {config.adapter.start}: it is taken off whole weights"
+    if config.adapter.text_encoders:
+        return "adapter.text_encoders: shares of them were never tried"
     if config.adapter.train_tokens:
         return "adapter.train_tokens: they are rows of a whole embedding"
     if train.ema is not None:

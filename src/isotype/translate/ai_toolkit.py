@@ -61,6 +61,20 @@ def _refused_when_on(use: str) -> t.Handler:
     return lambda draft, given: draft.not_offered(given, use) if t.is_on(given.value) else draft.no_effect(given, "switched off")
 
 
+_OTHERS = ("model.is_flux", "model.is_v3", "model.is_auraflow", "model.is_pixart", "model.is_lumina2")
+
+
+def _of_clip(then: t.Handler) -> t.Handler:
+    """`then` for SDXL and Stable Diffusion, the family of a file that names none."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        others = any(t.is_on(draft.keys.get(key)) for key in _OTHERS)
+        known = draft.said("model.arch") in ("", "sdxl", "sd1", "sd15", "sd2") and not others
+        (then if known else _refused_when_on(p.NO_TEXT_ENCODER))(draft, given)
+
+    return handler
+
+
 def _base(draft: Draft, given: Given) -> None:
     """Of `qtype`, qfloat8 by default."""
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
@@ -145,7 +159,8 @@ KEYS: dict[str, t.Handler] = {
     "train.batch_size": t.count("train.batch_size"),
     "train.steps": t.count("train.steps"),
     **t.each(t.count("train.accumulate"), "train.gradient_accumulation_steps train.gradient_accumulation"),
-    "train.train_text_encoder": _refused_when_on(p.NO_TEXT_ENCODER),
+    "train.train_text_encoder": _of_clip(t.when_on("adapter.text_encoders", True)),
+    "train.text_encoder_lr": t.where("train.train_text_encoder", "on", _of_clip(p.text_rate), "without train_text_encoder"),
     "train.gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
     "train.optimizer": t.optimizer,
     "train.optimizer_params.weight_decay": t.number("train.weight_decay"),
@@ -182,6 +197,7 @@ def finish(draft: Draft, source: Source) -> None:
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)
     draft.default_adapter("lora" if any(given.name.startswith("network.") for given in source.keys) else "none", 4)
+    p.without_text_encoders(draft)
     p.preset_of(draft, source.get("train.dtype") or "bf16")
     draft.default_all(p.NONE | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:

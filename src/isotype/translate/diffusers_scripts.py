@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from . import pictures as p
@@ -14,9 +15,15 @@ OWN_PRECISION = True
 
 def refusal(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    if t.is_on(source.get("train_text_encoder")) or t.is_on(source.get("train_text_encoder_ti")):
-        return f"train_text_encoder: {p.NO_TEXT_ENCODER}: they are freed before the denoiser is loaded"
+    if t.is_on(source.get("train_text_encoder_ti")):
+        return "train_text_encoder_ti: textual inversion is not offered"
+    if t.is_on(source.get("train_text_encoder")) and not _CLIP_SCRIPTS.search(source.method):
+        return f"train_text_encoder: {p.NO_TEXT_ENCODER}"
     return None
+
+
+_CLIP_SCRIPTS = re.compile(r"_lora(_sdxl|_sd15)?(_advanced)?(\.py)?$")
+_TEXT_RATE = 5e-6  # of the scripts that have `text_encoder_lr`
 
 
 def _with(scheme: str, target: str) -> t.Handler:
@@ -30,7 +37,6 @@ _NO_EFFECT = {
     "images.regularisation": "class_data_dir class_prompt with_prior_preservation prior_loss_weight",
     "of class pictures": "sample_batch_size",
     "the default: images.crop: center": "center_crop",
-    p.NO_TEXT_ENCODER: "text_encoder_lr",
     p.SCHEDULER: "prediction_type",
     "SD3's velocity": "precondition_outputs",
     p.CACHED: "cache_latents cache_dir offload",
@@ -65,6 +71,8 @@ KEYS: dict[str, t.Handler] = {
     "rank": t.count("adapter.r"),
     "lora_alpha": t.number("adapter.alpha"),
     "lora_dropout": t.number("adapter.dropout"),
+    "train_text_encoder": t.when_on("adapter.text_encoders", True),
+    "text_encoder_lr": t.where("train_text_encoder", "on", p.text_rate, "without train_text_encoder"),
     "use_dora": t.when_on("adapter.dora", True),
     "num_class_images": t.where("with_prior_preservation", "on", t.changed("draw: {} of images.regularisation"), "without class pictures"),
     "lora_layers": t.names("adapter.targets"),
@@ -88,6 +96,8 @@ def finish(draft: Draft, source: Source) -> None:
     """The scripts' defaults where they are not Isotype's."""
     lora = "lora" in source.method or source.get("rank") is not None
     draft.default_adapter("lora" if lora else "none", 4)
+    if "adapter.text_encoders" in draft.settings and draft.said("optimizer") != "prodigy" and re.search("sdxl|advanced", source.method):
+        draft.default("adapter.text_encoder_rate", _TEXT_RATE)
     p.preset_of(draft, source.get("mixed_precision"))
     draft.default_all(p.NONE | {"train.batch_size": 4, "train.weight_decay": 1e-4 if lora else 1e-2, "images.resolution": 512})
     if source.get("weighting_scheme") is None and any(word in source.method for word in ("flux", "qwen", "z_image")):

@@ -81,6 +81,20 @@ def _keep_tokens(draft: Draft, given: Given) -> None:
         draft.no_effect(given, "without shuffle_caption")
 
 
+def _frozen_encoders(draft: Draft) -> bool:
+    return any(t.is_on(draft.keys.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+
+
+def _text_encoder_lr(draft: Draft, given: Given) -> None:
+    rates = given.value if isinstance(given.value, list) else [given.value]
+    if _frozen_encoders(draft) or not any(map(float, rates)):
+        draft.no_effect(given, "the text encoders stay frozen")
+    elif draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
+        draft.not_offered(given, p.NO_TEXT_ENCODER)
+    else:
+        p.text_rate(draft, given)
+
+
 def _tag_dropout(draft: Draft, given: Given) -> None:
     if "images.tag_orders" in draft.settings:
         draft.set(given, "images.tag_dropout", float(given.value), "of all pictures of the run")
@@ -127,7 +141,7 @@ _NO_EFFECT = {
     p.SCHEDULER: "v_parameterization",
     "its datasets are images.*": "dataset_config",
     p.PEFT: "network_module",
-    "the denoiser is what trains": "network_train_unet_only",
+    "the text encoders stay frozen: adapter.text_encoders is false unless asked": "network_train_unet_only",
     "raw: the velocity": "model_prediction_type",
     "the pipeline's own scheduler": "sample_sampler",
     "the run's folder is the name": "output_name",
@@ -145,7 +159,7 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "adapter.start_from goes on with a PEFT folder": "network_weights",
-    p.NO_TEXT_ENCODER: "network_train_text_encoder_only text_encoder_lr",
+    "the denoiser is trained beside its encoders": "network_train_text_encoder_only",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
     p.ADAM: "optimizer_args",
@@ -182,6 +196,7 @@ KEYS: dict[str, t.Handler] = {
     **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
     # steps
     "unet_lr": p.rate,
+    "text_encoder_lr": _text_encoder_lr,
     "optimizer_type": t.optimizer,
     "max_train_epochs": t.to("train.epochs", float),
     # the objective
@@ -206,6 +221,10 @@ def finish(draft: Draft, source: Source) -> None:
     whole = not source.get("network_module") and not source.get("network_dim")
     if not draft.default_adapter("none" if whole else "lora", 4, 1.0):
         p.without_adapters_on_the_way(draft)
+    told = _frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
+    if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not told:  # it trains them unless told otherwise
+        draft.default("adapter.text_encoders", True)
+    p.without_text_encoders(draft)
     p.preset_of(draft, source.get("mixed_precision"), full=t.is_on(source.get("full_bf16")))
     draft.default_all(p.NONE | {"train.batch_size": 1, "train.weight_decay": 0.01, "images.resolution": 512})
     if "train.epochs" not in draft.settings:

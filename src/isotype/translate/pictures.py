@@ -16,7 +16,7 @@ PEFT = "PEFT's LoRA"
 NOT_UPLOADED = "nothing is uploaded"
 CACHED = "latents and text are always computed once and kept: images.cache"
 BUCKETS = "buckets follow images.resolution and images.max_aspect"
-NO_TEXT_ENCODER = "text encoders are not trained"
+NO_TEXT_ENCODER = "adapter.text_encoders trains those of SDXL and Stable Diffusion only, with a LoRA"
 SCHEDULER = "the scheduler's file says what is predicted"
 DECIDES = t.changed("one of the keys that decide precision.preset")
 ADAM = "train.beta1, train.beta2, train.epsilon, train.weight_decay"
@@ -116,14 +116,29 @@ def lokr(draft: Draft, given: Given) -> None:
     draft.set(given, "adapter.kind", "lokr", "PEFT's, on the linear layers")
 
 
+def _optimizer_word(draft: Draft) -> str:
+    return next(filter(None, map(draft.said, ("optimizer", "optimizer_type", "train.optimizer", "optimizer.optimizer"))), "")
+
+
 def rate(draft: Draft, given: Given) -> None:
     """A learning rate. DAdapt and its like find their own, and 1.0 is their factor: AdamW gets a rate of its own in its place."""
-    word = next(filter(None, map(draft.said, ("optimizer", "optimizer_type", "train.optimizer", "optimizer.optimizer"))), "")
+    word = _optimizer_word(draft)
     if t.OPTIMIZERS.get(word) != "prodigy" and (word.startswith(_OWN_RATE) or float(given.value) > 0.05):
         note = f"{given.value} is the factor of {word or 'an optimizer'} that finds its own rate; AdamW would diverge with it"
         draft.set(given, "train.learning_rate", _RATE_OF_ADAMW, note)
     else:
         draft.set(given, "train.learning_rate", t.as_number(given.value))
+
+
+def text_rate(draft: Draft, given: Given) -> None:
+    """A rate of text encoders, one for both. The factor of an optimizer that finds its own rate is none."""
+    rates = [float(one) for one in (given.value if isinstance(given.value, list) else [given.value])]
+    draft.settings["adapter.text_encoders"] = True
+    if max(rates) > 0.05 or _optimizer_word(draft).startswith(_OWN_RATE):
+        draft.changed(given, "of an optimizer that finds its own rate; adapter.text_encoders has train.learning_rate")
+    else:
+        note = "" if len(set(rates)) == 1 else "one rate for both encoders"
+        draft.set(given, "adapter.text_encoder_rate", max(rates), note or "with adapter.text_encoders")
 
 
 def min_snr(draft: Draft, given: Given) -> None:
@@ -143,6 +158,12 @@ def preset_of(draft: Draft, mixed: object, *, full: bool = False) -> None:
     word = str(mixed or "no").lower().replace("bfloat16", "bf16").replace("float16", "fp16").replace("bfloat_16", "bf16")
     bf16 = "bf16-lora" if adapter else "bf16-pure" if full else "bf16-mixed"
     draft.default("precision.preset", {"bf16": bf16, "fp16": "fp16-mixed"}.get(word, "fp32"))
+
+
+def without_text_encoders(draft: Draft) -> None:
+    """Where there is no LoRA, text encoders have none."""
+    for key in ("adapter.text_encoders", "adapter.text_encoder_rate") if draft.settings.get("adapter.kind") != "lora" else ():
+        draft.settings.pop(key, None)
 
 
 def without_adapters_on_the_way(draft: Draft) -> None:

@@ -62,7 +62,7 @@ def refusal(source: Source) -> str | None:
     if family and family not in FAMILIES:
         return f"{place['model_family']}: {family} is not offered: {', '.join(FAMILIES)}"
     if t.is_on(said.get("train_text_encoder", False)):
-        return f"{place['train_text_encoder']}: text encoders are not trained: they are freed before the denoiser is loaded"
+        return f"{place['train_text_encoder']}: is not carried over: adapter.text_encoders trains those of SDXL and Stable Diffusion"
     return None
 
 

@@ -47,11 +47,11 @@ FRESH = {"init": "random"}
         *(
             (kind, {"adapter": {"targets": targets}}, said)
             for kind, targets, said in (
-                ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, which stays as it is"),
-                ("sdxl", "te1", "adapter.targets: te1 names a text encoder, which"),
-                ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, which"),
-                ("sdxl", [".*self_attn.(q|v)_proj"], "only the unet gets an adapter"),
-                ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, which"),
+                ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, and"),
+                ("sdxl", "te1", "adapter.targets: te1 names a text encoder, and"),
+                ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, and"),
+                ("sdxl", [".*self_attn.(q|v)_proj"], "these are layers of the unet"),
+                ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, and"),
             )
         ),
         ("flux", {"model": {"config": SMALLER}}, "model.config: has no effect without model.init: random"),

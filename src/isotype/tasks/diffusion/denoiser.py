@@ -33,6 +33,7 @@ from ...precision.precision import Precision
 from .families import Family
 from .pipeline import PipelineFolder
 from .published import load_published
+from .text_encoders import put_encoders, targets_in
 
 
 def built(
@@ -69,11 +70,14 @@ def put_under(
 
 
 def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
-    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks."""
+    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks; and of its text
+    encoders, where they are trained."""
     given = config.adapter.targets
     if given != "all-linear":
-        return [given] if isinstance(given, str) else list(given)
-    return list(block_layers(denoiser, family.blocks_of(denoiser)))
+        own = [given] if isinstance(given, str) else list(given)
+    else:
+        own = list(block_layers(denoiser, family.blocks_of(denoiser)))
+    return own + targets_in(denoiser, family)
 
 
 _ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")  # as diffusers, transformers and kohya's scripts name them
@@ -88,10 +92,10 @@ def refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
         if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
             layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
             ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
+            trained = "adapter.text_encoders: true adapts the encoders beside it, or " if folder.family.text_encoders else ""
             raise UsageError(
-                f"adapter.targets: {name} names a text encoder, which stays as it is: it encodes the captions before training, and "
-                f"only the {folder.denoiser_part} gets an adapter",
-                fix=f"adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
+                f"adapter.targets: {name} names a text encoder, and these are layers of the {folder.denoiser_part}",
+                fix=f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
             )
 
 
@@ -114,6 +118,25 @@ def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.
     elif precision.packed:
         pack_layers(loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base)
     return loaded.to(device)
+
+
+def frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> Any:
+    """`frozen_denoiser`, with the text encoders in it where the run trains them."""
+    loaded = frozen_denoiser(folder, precision, device)
+    if config.adapter.text_encoders:
+        put_encoders(loaded, folder, folder.text_encoders(to_torch(precision.text_encoder)))
+    return loaded.to(device)
+
+
+def base_outline(folder: PipelineFolder, config: RunConfig) -> Any:
+    """The same without weights: on the meta device, and not quantised."""
+    return with_encoder_outlines(folder.denoiser_outline(), folder, config)
+
+
+def with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
+    if config.adapter.text_encoders:
+        put_encoders(outline, folder, dict(zip(folder.family.text_encoders, folder.encoder_outlines())))
+    return outline
 
 
 def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:

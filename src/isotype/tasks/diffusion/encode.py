@@ -35,6 +35,7 @@ from .picture_files import Content, Picture, fingerprint
 from .pictures import BadPictures
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, Window, bucket_of, cut_of, mask_pixels, of_control, pixels, refuse_other_shape, shown_size, windows
+from .text_encoders import tokens_of
 
 
 class Said(NamedTuple):
@@ -174,6 +175,7 @@ class Encoder:
     """One run's encoding.
 
     text_length  longest caption in T5 tokens
+    tokens       captions are kept as the tokens of encoders that are trained (`text_encoders.tokens_of`)
     observed     (role, tensor) -> dtype, of what ran; `made` and `found` count the entries made now and those found in the store
     """
 
@@ -182,6 +184,7 @@ class Encoder:
     device: torch.device
     store: Store
     text_length: int
+    tokens: bool = False
     observed: dict[tuple[str, str], str] = field(default_factory=dict)
     made: int = 0
     found: int = 0
@@ -192,16 +195,24 @@ class Encoder:
 
     def captions(self, said: Sequence[Said]) -> dict[Said, str]:
         """The key of the embeddings of each."""
-        parts = [part for part in self.folder.family.encoders if (self.folder.path / part).is_dir()]
+        wanted = [part for part in self.folder.family.encoders if not (self.tokens and part in self.folder.family.text_encoders)]
+        parts = [part for part in wanted if (self.folder.path / part).is_dir()]
         shaped = {
-            "what": "text", "pipeline": self.folder.family.pipeline, "length": self.text_length, "dtype": self.precision.text_encoder,
+            "what": "tokens" if self.tokens else "text", "pipeline": self.folder.family.pipeline,
+            "length": self.text_length, "dtype": self.precision.text_encoder,
             "device": self.device.type, "parts": {part: fingerprint(self.folder.files(part)) for part in parts}, **libraries(),
         }  # fmt: skip
         keys = {one: key_of([shaped, one.caption, *([one.control.fingerprint()] if one.control else [])]) for one in said}
         missing = self._missing(keys)
         if missing:
-            self._encode_captions(missing, keys)
+            (self._keep_tokens if self.tokens else self._encode_captions)(missing, keys)
         return keys
+
+    def _keep_tokens(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
+        family = self.folder.family
+        pipe = self.folder.pipeline(torch.float32, vae=None, **dict.fromkeys((self.folder.denoiser_part, *family.text_encoders)))
+        for one in missing:
+            self.store.put(keys[one], {what: tensor[0] for what, tensor in tokens_of(pipe, [one.caption], family).items()})
 
     def _encode_captions(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
         family = self.folder.family

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -176,6 +177,18 @@ class PipelineFolder:
                     made.append(kind(settings.from_pretrained(self.path / part)))
         return made
 
+    def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
+        import transformers
+
+        self._fetch(*self.family.text_encoders)
+        made = {}
+        for part in self.family.text_encoders:
+            with self._explained(part):
+                kind: Any = getattr(transformers, str(self.index[part][1]))
+                made[part] = kind.from_pretrained(str(self.path / part), dtype=dtype, use_safetensors=True).eval().requires_grad_(False)
+        return made
+
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
         """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
 
@@ -229,9 +242,10 @@ class PipelineFolder:
         made.set_progress_bar_config(disable=True)
         return made
 
-    def pipeline_for_sampling(self, denoiser: Any, vae: Any) -> Any:
-        """The pipeline around a denoiser, without its text encoders."""
-        return self.pipeline(torch.float32, **dict.fromkeys(self.family.encoders), vae=vae, **{self.denoiser_part: denoiser})
+    def pipeline_for_sampling(self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The pipeline around a denoiser, without its text encoders but for those that are given."""
+        parts = {**dict.fromkeys(self.family.encoders), **encoders}
+        return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder, widen_buffers
+from .text_encoders import PREFIX, part_of, put_encoders
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -41,10 +42,18 @@ def save_lora(model: Any, folder: Path, precision: Precision, pipeline: Pipeline
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora or is_lokr(folder):
         return
-    tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
     settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}  # else its tensors load in the base's dtype
-    part = pipeline.denoiser_part
-    pipeline_class(pipeline).save_lora_weights(folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": settings})
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        part, own = part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)
+        parts.setdefault(part, {})[own] = tensor
+    given: dict[str, Any] = {}
+    for part, tensors in parts.items():
+        # of an encoder without `text_model`, whose flat names diffusers makes of the file's, the ends of names fit too
+        names = sorted({name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors})
+        own_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
+        given |= {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": own_settings}
+    pipeline_class(pipeline).save_lora_weights(folder, **given)
 
 
 def is_lokr(adapter: Path) -> bool:
@@ -70,10 +79,11 @@ def load_result(
     Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError for the adapter of another model
     """
     model: nn.Module
+    encoders = pipeline.text_encoders(to_torch(precision.text_encoder)) if config.adapter.text_encoders else {}
     if (folder / "adapter_config.json").is_file():
         denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part, config.model.offload))
         if pipeline.family.loads_lora and not is_lokr(folder):
-            put_adapter(denoiser, folder, pipeline)
+            put_adapter(denoiser, folder, pipeline, encoders)
             model = NamedAsPeft(denoiser)
         else:
             model = load_adapter(denoiser, folder)
@@ -81,6 +91,8 @@ def load_result(
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
+    if encoders:
+        put_encoders(denoiser, pipeline, encoders)
     model.to(loaded_on(device, part, config.model.offload))
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
     return as_set(model, config.model.offload, device).eval()
@@ -113,25 +125,33 @@ def _shape_of(
     return ask(model=model, base_module=base_module, base_weight_param_name=base_weight_param_name)
 
 
-def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
+def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]) -> None:
     """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file lacks uninitialised, and ignores tensors
     that no part of the model takes. Raises RunError SV001.
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
+
+    encoders  part -> text encoder, of a run that trained them; not yet in the denoiser
     """
-    refuse_adapter_of_another_model(denoiser, folder)
-    pipe = pipeline.pipeline_for_sampling(denoiser, None)
+    if not encoders:
+        refuse_adapter_of_another_model(denoiser, folder)
+    pipe = pipeline.pipeline_for_sampling(denoiser, None, encoders)
     if hasattr(pipe, "_calculate_module_shape"):
         kind = type(pipe)
         pipe.__class__ = type(kind.__name__, (kind,), {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)})
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
-    saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
-    loaded = {_in_a_file(name): p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    saved = load_file(folder / LORA_FILE)
+    loaded = {f"{pipeline.denoiser_part}.{_in_a_file(name)}": p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    for part, encoder in encoders.items():
+        found = ((".".join(part_of(f"{PREFIX}{part}.{_in_a_file(n)}", pipeline.family)), p) for n, p in encoder.named_parameters())
+        loaded |= {name: p for name, p in found if ".lora_" in name}
     _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
-    peft = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
+    stored = load_file(folder / "adapter_model.safetensors")
+    peft = {".".join(part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t for name, t in stored.items()}
     _compare(saved, peft, f"{folder}: the PEFT file")
     for name, parameter in loaded.items():
         parameter.data = saved[name].to(parameter.device)
+        parameter.requires_grad = True
 
 
 def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str = "adapter") -> None:
@@ -238,6 +258,10 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _in_comfyui(module: str, family: Family) -> str:
+    if module.startswith(PREFIX):
+        part, own = part_of(module, family)
+        which = family.text_encoders.index(part) + 1 if len(family.text_encoders) > 1 else ""
+        return f"lora_te{which}_{own.replace('.', '_')}"
     if family.denoiser == "unet":
         return f"lora_unet_{module.replace('.', '_')}"
     module = f"{family.in_comfyui}.{module}"

@@ -139,8 +139,11 @@ def one_by_one(
         for i, (prompt, text, negative) in enumerate(prompts):
             if i and world.any(time.monotonic() - begun > seconds):
                 break
+            words = [{name: tensor[None].to(device) for name, tensor in one.items()} for one in (text, negative)]
+            if "ids" in text:
+                words = [inner_model(model)(None, None, one) for one in words]
             # the pipeline takes its latents' dtype from the text's
-            given, none = ({name: tensor[None].to(device, dtype) for name, tensor in words.items()} for words in (text, negative))
+            given, none = ({name: tensor.to(dtype) for name, tensor in one.items()} for one in words)
             own = prompt.drawing(how)
             generator = generator_of("sample", own.seed, 0 if "seed" in prompt.own else i)
             before = None

@@ -36,7 +36,17 @@ from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
 from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .class_pictures import ToDraw, refuse_other, write_missing
-from .denoiser import ForwardCost, built, embeddings_of_time, frozen_denoiser, put_under, quantised_layers, refuse_encoders
+from .denoiser import (
+    ForwardCost,
+    base_outline,
+    built,
+    embeddings_of_time,
+    frozen_base,
+    put_under,
+    quantised_layers,
+    refuse_encoders,
+    with_encoder_outlines,
+)
 from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
@@ -46,6 +56,7 @@ from .pixels import BadPicture, Size, as_webp, buckets
 from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, one_by_one, refuse_prompts, sample, texts_of
+from .text_encoders import refuse_text_encoders
 
 EMPTY = ""
 EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
@@ -95,8 +106,9 @@ class DiffusionTask:
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
         check_base(self.folder.published, precision, self.base_name)
+        refuse_text_encoders(config, self.folder, precision)
         if config.adapter.start_from is not None:
-            refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
+            refuse_adapter_of_another_model(base_outline(self.folder, config), Path(config.adapter.start_from), "adapter.start_from")
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
             refuse_encoders(config.adapter.targets, self.folder)
         if config.adapter.kind == "lokr" and precision.packed:
@@ -232,7 +244,7 @@ class DiffusionTask:
         """With the base model and the run's settings of samples, under the run's precision; it is freed before the pictures are encoded."""
         config, how = self.config, self.drawing()
         side = config.images.resolution
-        model = frozen_denoiser(self.folder, self.precision, loaded_on(device, None, config.model.offload))
+        model = frozen_base(self.folder, config, self.precision, loaded_on(device, None, config.model.offload))
         put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
         model = as_set(model, config.model.offload, device)
         get = self.encoder.store.get
@@ -255,7 +267,10 @@ class DiffusionTask:
         return list(dict.fromkeys([*found, *texts_of(self.prompts, self.encoder)]))
 
     def new_encoder(self, device: torch.device) -> Encoder:
-        return Encoder(self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length)
+        return Encoder(
+            self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length,
+            tokens=self.config.adapter.text_encoders,
+        )  # fmt: skip
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         self.take_base(folder)
@@ -271,7 +286,7 @@ class DiffusionTask:
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part, self.config.model.offload))
+            loaded = frozen_base(self.folder, self.config, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
         manifest.notes += check_base(self.folder.published, precision, self.base_name)
         self.watch_time(model)
@@ -328,6 +343,7 @@ class DiffusionTask:
         elif precision.packed and self.config.adapter.kind != "none":
             pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
         with torch.device("meta"):
+            with_encoder_outlines(denoiser, self.folder, self.config)
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
             as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -359,6 +375,12 @@ class DiffusionTask:
         latents, noise = (torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2))
         shapes = self.folder.family.text_shapes(config, length)
         words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
+        if self.config.adapter.text_encoders:
+            encoders = len(self.folder.family.text_encoders)
+            words = {
+                "ids": torch.zeros(rows, encoders, length, dtype=torch.long, device=device),
+                "captioned": torch.ones(rows, dtype=torch.bool, device=device),
+            }
         lengths = (length,) * rows if self.folder.family.own_lengths else ()
         control = torch.empty_like(latents) if self.folder.family.pairs else None
         return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words, lengths=lengths, control=control)
@@ -424,9 +446,9 @@ class DiffusionTask:
     def forward_cost(self, latent_size: tuple[int, int] | None = None) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32. `latent_size`: as of `empty_batch`."""
         if latent_size not in self._costs:
-            denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"), latent_size)
+            denoiser, batch = base_outline(self.folder, self.config), self.empty_batch(1, torch.device("meta"), latent_size)
             self.folder.family.prepare(denoiser)
-            batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
+            batch = replace(batch, text={name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()})
             self._costs[latent_size] = ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
         return self._costs[latent_size]
 

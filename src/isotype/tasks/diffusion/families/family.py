@@ -184,6 +184,7 @@ class Family:
     guidance         the pipeline's argument for the guidance scale
     pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets beside the noisy ones
     sees_control     the text encoder gets that picture too (`encode_instructions`)
+    text_encoders    those that `adapter.text_encoders` trains; of `last_unused` the last layer's result is not taken
     """
 
     pipeline: ClassVar[str]
@@ -205,6 +206,8 @@ class Family:
     guidance: ClassVar[str] = "guidance_scale"
     pairs: ClassVar[bool] = False
     sees_control: ClassVar[bool] = False
+    text_encoders: ClassVar[tuple[str, ...]] = ()
+    last_unused: ClassVar[tuple[str, ...]] = ()
 
     def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
@@ -241,6 +244,10 @@ class Family:
 
     def encode_instructions(self, pipe: Any, captions: list[str], pictures: list[Any]) -> Mapping[str, Sequence[Tensor]]:
         """`encode_text` of captions with the pictures before their edits (PIL), of a family with `sees_control`."""
+        raise NotImplementedError
+
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
+        """`encode_text` of tokens, with gradient, of a family with `text_encoders`; encoders: by those names, P of them."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:

@@ -20,6 +20,8 @@ class SDXL(Family):
     downscale = 4
     max_text_length = None
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    text_encoders = ("text_encoder", "text_encoder_2")
+    last_unused = ("text_encoder",)
     adapted = ("Transformer2DModel",)
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
@@ -36,10 +38,14 @@ class SDXL(Family):
             text_NSD, pooled_ND = text_NSD * captioned[:, None, None], pooled_ND * captioned[:, None]
         return {"text": text_NSD, "pooled": pooled_ND}
 
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
+        made = [encoder(ids_NPS[:, i], output_hidden_states=True) for i, encoder in enumerate(encoders.values())]
+        return {"text": torch.cat([one.hidden_states[-2] for one in made], -1), "pooled": made[-1].text_embeds}
+
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         made: Tensor = model(
-            noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False,
-            added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked)},
+            noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False,
+            added_cond_kwargs={"text_embeds": text.get("pooled"), "time_ids": sizes(noisy_NCHW, asked)},
         )[0]  # fmt: skip
         return made
 
@@ -68,6 +74,7 @@ class StableDiffusion(Family):
     downscale = 8
     max_text_length = None
     encoders = ("text_encoder", "tokenizer")
+    text_encoders = ("text_encoder",)
     not_needed = ("safety_checker", "feature_extractor", "image_encoder")
     adapted = ("Transformer2DModel",)
 
@@ -81,8 +88,11 @@ class StableDiffusion(Family):
         text_NSD, _ = pipe.encode_prompt(captions, pipe._execution_device, 1, do_classifier_free_guidance=False)
         return {"text": text_NSD}
 
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
+        return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
+
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False)[0]
+        made: Tensor = model(noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False)[0]
         return made
 
     def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""Text encoders that are trained with the denoiser (`adapter.text_encoders`): a part of it, named `text_encoders.PART`.
+
+So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward: where the denoiser is given token ids in
+place of embeddings, it encodes them first. Captions are kept as their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...errors import UsageError
+from ...instance_method import InstanceMethod
+from ...precision.precision import Precision
+from .families import Family
+from .pipeline import PipelineFolder
+
+PREFIX = "text_encoders."
+ADAPTED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+
+
+class TextEncoders(nn.Module):
+    """The encoders of a pipeline by their parts' names.
+
+    zeros  the embeddings of an empty caption are zeros (`force_zeros_for_empty_prompt`)
+    """
+
+    def __init__(self, encoders: Mapping[str, nn.Module], family: Family, *, zeros: bool) -> None:
+        super().__init__()
+        self.family, self.zeros = family, zeros
+        for part, encoder in encoders.items():
+            self.add_module(part, encoder)
+
+    def forward(self, ids: Tensor, captioned: Tensor) -> dict[str, Tensor]:
+        """ids int64[N P S] of P encoders, captioned bool[N] -> what `Family.encode_text` gives, F[N ...] each, in `compute`."""
+        text = self.family.text_of(dict(self.named_children()), ids)
+        if not self.zeros:
+            return text
+        return {name: made * captioned.view(-1, *[1] * (made.ndim - 1)) for name, made in text.items()}
+
+
+def put_encoders(denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]) -> None:
+    """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before `apply_precision`."""
+    zeros = bool(folder.index.get("force_zeros_for_empty_prompt", True)) if len(encoders) > 1 else False
+    denoiser.add_module(PREFIX[:-1], TextEncoders(encoders, folder.family, zeros=zeros))
+    InstanceMethod(_forward, denoiser).put()
+
+
+def _forward(
+    denoiser: Any, sample: Tensor | None, timestep: Tensor | None, encoder_hidden_states: Any, *,
+    added_cond_kwargs: dict[str, Tensor] | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """The denoiser's forward, which also takes tokens (`ids`, `captioned`) as its text; without `sample` it returns the text encoded."""
+    if isinstance(encoder_hidden_states, dict):
+        text = denoiser.text_encoders(**encoder_hidden_states)
+        if sample is None:
+            return text
+        encoder_hidden_states = text["text"]
+        if added_cond_kwargs is not None:
+            added_cond_kwargs = {**added_cond_kwargs, "text_embeds": text["pooled"]}
+    return type(denoiser).forward(
+        denoiser, sample, timestep, encoder_hidden_states, added_cond_kwargs=added_cond_kwargs, **kwargs
+    )  # fmt: skip
+
+
+def targets_in(denoiser: nn.Module, family: Family) -> list[str]:
+    """Attention and MLP of every layer of the encoders, but for a last one whose result the family does not take."""
+    found = []
+    for part in family.text_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
+        names = [name for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules() if name.endswith(ADAPTED)]
+        last = max(int(name.split(".layers.")[1].split(".")[0]) for name in names) if part in family.last_unused else -1
+        found += [f"{PREFIX}{part}.{name}" for name in names if f".layers.{last}." not in name]
+    return found
+
+
+def part_of(name: str, family: Family) -> tuple[str, str]:
+    """The pipeline's part of an adapter's module or tensor, and its name there as published files have it (`text_model.encoder...`)."""
+    if not name.startswith(PREFIX):
+        return family.denoiser, name
+    part, _, own = name.removeprefix(PREFIX).partition(".")
+    return part, own if own.startswith("text_model.") else f"text_model.{own}"
+
+
+def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
+    """`ids` int64[N P S] as the pipeline's own tokenizers give them, `captioned` bool[N]. pipe: with its tokenizers."""
+    each = []
+    for part in family.text_encoders:
+        tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
+        length = tokenizer.model_max_length
+        each.append(tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids)
+    return {"ids": torch.stack(each, 1), "captioned": torch.tensor([caption != "" for caption in captions])}
+
+
+def refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
+    """Raises  UsageError where `adapter.text_encoders`, or the adapter to go on from, does not fit the pipeline or another key"""
+    adapter, family = config.adapter, folder.family
+    if adapter.start_from is not None:
+        _refuse_start(Path(adapter.start_from), wanted=adapter.text_encoders)
+    if not adapter.text_encoders:
+        if adapter.text_encoder_rate is not None:
+            raise UsageError("adapter.text_encoder_rate: has no effect without adapter.text_encoders", fix="adapter.text_encoders: true")
+        return
+    why, fix = None, "adapter.text_encoders: false"
+    if not family.text_encoders:
+        why = f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
+    elif adapter.kind != "lora":
+        why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
+    elif config.model.offload != "none":
+        why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
+    elif precision.text_encoder != precision.compute:
+        why = f"encoders that are trained work in precision.compute ({precision.compute}), not in {precision.text_encoder}"
+        fix = f"precision.text_encoder: {precision.compute}"
+    for part in family.text_encoders:
+        if why is None and "CLIPTextModel" not in (kind := str(folder.index.get(part, [None, None])[1])):
+            why = f"{part} is a {kind}, and only CLIP's encoders are trained"
+        elif why is None and folder.config(part).get("use_attention_mask"):
+            why = f"{part} takes a mask (use_attention_mask), which is not offered"
+    if why is not None:
+        raise UsageError(f"adapter.text_encoders: {why}", fix=fix)
+
+
+def _refuse_start(folder: Path, *, wanted: bool) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as opened:
+            has = any(f".{PREFIX}" in name for name in opened.keys())  # noqa: SIM118  # not a mapping
+    except (OSError, SafetensorError):
+        return  # `refuse_adapter_of_another_model` says what is wrong with it
+    if has != wanted:
+        what = "has matrices of text encoders" if has else "has none of text encoders"
+        raise UsageError(f"adapter.start_from: {folder} {what}", fix=f"adapter.text_encoders: {str(has).lower()}")
