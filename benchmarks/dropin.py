@@ -182,7 +182,8 @@ def line_table(measured: list[dict[str, Any]]) -> str:
         was, got, ratio = one["unmodified"], one["attached"], one["attached/unmodified"]
         peak = got["peak_mib"] / one["unwatched"]["peak_mib"]
         lines.append(
-            f"| {one['trainer']}, {one['layers']} layers | {was['seconds']:.0f} : {got['seconds']:.0f} | {ratio['seconds']:.2f} "
+            f"| {one['trainer']}, {one['layers']} layers "
+            f"| {was['cpu_seconds']:.0f} : {got['cpu_seconds']:.0f} | {ratio['cpu_seconds']:.2f} "
             f"| {was['peak_mib']:,.0f} : {got['peak_mib']:,.0f} | {ratio['peak_mib']:.2f} "
             f"| {was['grown_mib']:,.0f} : {got['grown_mib']:,.0f} | {ratio['grown_mib']:.2f} | {peak:.2f} |"
         )

@@ -16,17 +16,25 @@ DEVICE = os.environ.get("ISOTYPE_GPU_TESTS_ON", "cuda")
 T = TypeVar("T", bound=Callable[..., object])
 
 
+_MARKS = (
+    pytest.mark.full, pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU"),
+)  # fmt: skip
+# the same test on the CPU and on a GPU
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=_MARKS, id="gpu")])
+
+
 def on_a_gpu(test: T) -> T:
-    missing = DEVICE == "cuda" and not torch.cuda.is_available()
-    return pytest.mark.full(pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test)))
+    for mark in _MARKS:
+        test = mark(test)
+    return test
 
 
 @contextmanager
-def kernels() -> Iterator[None]:
+def kernels(device: str = DEVICE) -> Iterator[None]:
     """Within this block ops run their Triton kernels: on the GPU, or in the interpreter."""
     from isotype.ops.backend import using
 
-    if DEVICE == "cuda":
+    if device == "cuda":
         with using("triton"):
             yield
         return

@@ -149,42 +149,28 @@ def element(form: str, t: dict[str, torch.Tensor], o: int, i: int) -> float:
     return fp4(t["weight"][o, i // 2]) * float(t["weight_scale"][o, i // 16]) * float(t["weight_scale_2"])
 
 
-def write(model, tokenizer, folder: Path, form: str, *, seed: int = 0, head: bool = False, shards: int = 1) -> dict[str, dict]:
-    """Saves `model` with every linear layer but the head packed. Gives the packed tensors of each layer.
-
-    head  packs the head as well
-    """
-    torch.manual_seed(seed)
-    plain, layers = {name: t.clone() for name, t in model.state_dict().items()}, {}
+def write(model, tokenizer, folder: Path, form: str) -> None:
+    """Saves `model` with every linear layer but the head packed."""
+    torch.manual_seed(0)
+    tensors = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (head or module is not model.get_output_embeddings()):
-            del plain[f"{name}.weight"]
-            layers[name] = packed(form, module.out_features, module.in_features)
-    tensors = {name: t.to(torch.bfloat16) for name, t in plain.items()}
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    tensors |= {f"{name}.{part}": t for name, parts in layers.items() for part, t in parts.items()}
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            del tensors[f"{name}.weight"]
+            parts = packed(form, module.out_features, module.in_features)
+            tensors |= {f"{name}.{part}": t for part, t in parts.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    names = sorted(tensors)
-    files = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)] if shards > 1 else ["model.safetensors"]
-    for n, file in enumerate(files):
-        save_file({name: tensors[name].contiguous() for name in names[n::shards]}, folder / file, metadata={"format": "pt"})
-    if shards > 1:
-        weight_map = {name: files[n % shards] for n, name in enumerate(names)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS[form][1]}))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
-    return layers
+    tokenizer.save_pretrained(str(folder))
 
 
-def write_experts(model, folder: Path, form: str, *, seed: int = 0, layers: bool = False) -> None:
+def write_experts(model, folder: Path, form: str, *, layers: bool = False) -> None:
     """Saves a mixture with packed experts: stacked, in mxfp4 (gpt-oss), or a linear layer each in the layout `form`.
 
     layers  packs every linear layer but the head as well (DeepSeek)
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tensors, stacked = {}, form == "mxfp4"
     head = model.get_output_embeddings()
     linear = {n for n, m in model.named_modules() if layers and isinstance(m, torch.nn.Linear) and m is not head}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from isotype.config.schema import RunConfig as RunConfig
     from isotype.doctor.trace import trace as trace
+    from isotype.dtypes import expect as expect
     from isotype.entry.train import Run as Run
     from isotype.entry.train import train as train
     from isotype.finding import Finding as Finding
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from isotype.optimize import optimize as optimize
     from isotype.optimize import restore as restore
     from isotype.precision import Precision as Precision
-    from isotype.testing.expect import expect as expect
     from isotype.training.callbacks import Callback as Callback
 
 _LAZY = {
@@ -32,7 +32,7 @@ _LAZY = {
     "Run": "isotype.entry.train",
     "RunConfig": "isotype.config.schema",
     "Callback": "isotype.training.callbacks",
-    "expect": "isotype.testing.expect",
+    "expect": "isotype.dtypes",
     "trace": "isotype.doctor.trace",
     "optimize": "isotype.optimize",
     "restore": "isotype.optimize",

@@ -9,8 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .errors import DtypeError, ShapeError
+
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 # name -> (torch attribute or None, bits, exponent bits, mantissa bits)
 _TABLE: dict[str, tuple[str | None, float, int, int]] = {
@@ -186,3 +189,22 @@ class TensorSpec:
             if expected != size:
                 return f"dimension {dim} is {size}, expected {expected}"
         return None
+
+
+def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
+    """Returns `x` unchanged when it keeps `spec`.
+
+    spec    `bf16[T D]`, `fp32|bf16[*n 64]`, `F[...]`, `int[T]`; see `isotype.dtypes.TensorSpec`
+    Raises  DtypeError DT001, ShapeError SH001
+    """
+    bound: dict[str, Any] = {}
+    declared = TensorSpec.parse(spec)
+    observed = name(x.dtype)
+    got = f"{observed}[{' '.join(map(str, x.shape))}]"
+    wrong_dtype = declared.dtype_fault(observed, bound)
+    if wrong_dtype is not None:
+        raise DtypeError(f"{name_of} is {got}, declared {spec}: dtype {observed} where {wrong_dtype} was declared", code="DT001")
+    wrong_shape = declared.shape_fault(tuple(x.shape), bound)
+    if wrong_shape is not None:
+        raise ShapeError(f"{name_of} is {got}, declared {spec}: {wrong_shape}", code="SH001")
+    return x

@@ -6,15 +6,15 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from tests.commands import ask
 
-from isotype.cli.app import build_app
 from isotype.config.schema import DataSection
 from isotype.data.cache import read_entry
 from isotype.data.cache_folder import entries
@@ -42,12 +42,10 @@ def said(loaded: LoadedData) -> str:
 
 
 def without_cache(facts: dict[str, Any]) -> str:
-    text = json.dumps(facts)
     for side in ("train", "eval"):
         for file in facts[side]["files"]:
             file.pop("cache", None)
     facts["notes"] = [note for note in facts["notes"] if "training tokens" not in note and "evaluation tokens" not in note]
-    assert text
     return json.dumps(facts)
 
 
@@ -171,17 +169,15 @@ def test_the_folder_is_held_to_its_bound_and_the_oldest_go_first(load: Any, monk
 def test_the_command_shows_and_clears(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load()
     Path("kept/model.safetensors").write_bytes(b"somebody's weights")
+    cache = partial(ask, "doctor", "cache")
 
-    def ask(*arguments: str) -> Any:
-        return CliRunner().invoke(build_app(), ["doctor", "cache", *arguments], catch_exceptions=False)
-
-    shown = json.loads(ask("kept", "--json").stdout)
+    shown = json.loads(cache("kept", "--json"))
     assert [(e["source"], e["rows"]) for e in shown["entries"]] == [("chats.jsonl", 60)]
-    assert "chats.jsonl" in ask("kept").stdout
-    assert json.loads(ask("kept", "--clear", "--older", "1", "--json").stdout)["removed"] == 0
-    assert "removed 1 entry" in ask("kept", "--clear").stdout
+    assert "chats.jsonl" in cache("kept")
+    assert json.loads(cache("kept", "--clear", "--older", "1", "--json"))["removed"] == 0
+    assert "removed 1 entry" in cache("kept", "--clear")
     assert [path.name for path in Path("kept").iterdir()] == ["model.safetensors"]
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "nowhere"))
-    assert "0 entries" in ask().stdout
+    assert "0 entries" in cache()
     with pytest.raises(UsageError, match="no such folder"):
-        ask("missing")
+        cache("missing")

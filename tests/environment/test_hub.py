@@ -46,19 +46,12 @@ def endpoint(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def refusing():
-    """An address at which nothing listens: bound, so that nobody else does."""
+def refusing(request):
+    """An address at which nothing listens: bound, so that nobody else does. With the parameter "silent" it takes connections."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{held.getsockname()[1]}"
-
-
-@pytest.fixture
-def silent():
-    """An address that takes connections and never answers."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen(50)
+        if getattr(request, "param", "") == "silent":
+            held.listen(50)
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
@@ -76,10 +69,9 @@ LOADS = {
 
 
 @pytest.mark.parametrize("what", LOADS)
-@pytest.mark.parametrize("how", ["refusing", "silent"])
-def test_a_hub_that_is_away_is_found_once_and_in_seconds(endpoint, request, capfd, what, how):
-    url = request.getfixturevalue(how)
-    waited = endpoint(url)
+@pytest.mark.parametrize("refusing", ["refusing", "silent"], indirect=True)
+def test_a_hub_that_is_away_is_found_once_and_in_seconds(endpoint, refusing, capfd, what):
+    waited = endpoint(refusing)
     quiet_libraries()
     for name in ("org/name", "org/other"):
         with pytest.raises(
@@ -89,7 +81,7 @@ def test_a_hub_that_is_away_is_found_once_and_in_seconds(endpoint, request, capf
     assert waited == [hub_of_isotype.PAUSE]
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith(f"isotype: {url.removeprefix('http://')} does not answer (")
+    assert said[0].startswith(f"isotype: {refusing.removeprefix('http://')} does not answer (")
 
 
 def cached(base: Path, *, without: str = "") -> None:

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from isotype.environment.out_of_memory import out_of_memory
+from isotype.environment.hardware import out_of_memory
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc")])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from tests.commands import ask, invoke
+from tests.models import save_with_tokenizer
 from tests.results import metrics, read
 from transformers import AutoModelForCausalLM
 
@@ -130,28 +131,13 @@ def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(default_run, conf
     assert "train.learning_rate" in ask("ls", "--diff", tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("preset", ["fp32", pytest.param("bf16-lora", marks=pytest.mark.full), "nf4-lora"])
-def test_a_merged_model_is_the_adapters(configured, tmp_path, preset, workshop):
-    model = {}
-    if preset == "nf4-lora":  # blocks of 64 want weights of real sizes
-        from tests.models import tiny
-
-        wide = tmp_path / "wide"
-        config = json.loads((workshop.base / "config.json").read_text())
-        tiny(hidden_size=64, intermediate_size=128, vocab_size=config["vocab_size"]).save_pretrained(wide)
-        model = {"name": str(wide), "tokenizer": str(workshop.base)}
-    adapter = {"modules_to_save": ["lm_head"]} if preset == "fp32" else {}
-    assert train(configured(precision={"preset": preset}, train={"learning_rate": 2e-2}, model=model, adapter=adapter)) == 0
-    run = load_run(tmp_path / "run")
-    merged = merge(run, tmp_path / "merged", dtype="fp32")
+def test_an_adapter_on_a_4_bit_base_is_merged_in_fp32(configured, tmp_path, workshop):
+    base = save_with_tokenizer("llama", workshop.base, tmp_path / "wide", hidden_size=64, intermediate_size=128)
+    assert train(configured(precision={"preset": "nf4-lora"}, train={"learning_rate": 2e-2}, model={"name": str(base)})) == 0
+    merged = merge(load_run(tmp_path / "run"), tmp_path / "merged", dtype="fp32")
     assert merged.weights == 14
     assert merged.noise < 1e-5
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    assert plain.dtype == torch.float32
-    if preset == "fp32":
-        ids = torch.arange(3, 20)[None]
-        with torch.no_grad():
-            assert torch.allclose(plain(input_ids=ids).logits, run.model(input_ids=ids).logits, atol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.float32
 
 
 def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):

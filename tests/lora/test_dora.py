@@ -13,7 +13,7 @@ from isotype.lora import fuse_lora, unfuse_lora
 from isotype.lora.dora import row_lengths
 from isotype.lora.linear import Projection
 from isotype.optimize import optimize, restore
-from tests.models import quantised, tiny
+from tests.models import assert_same_step, lora, quantised, step, tiny
 
 IDS = torch.arange(40).view(2, 20) * 7 % 90 + 3
 
@@ -67,26 +67,16 @@ def test_a_whole_model_learns_as_with_pefts_code_and_is_restored(base):
     if base == "nf4":
         pytest.importorskip("bitsandbytes")
         model = quantised(model, compute=torch.float32)
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM"))
+    model = lora(model, use_dora=True)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p, std=0.05)
-
-    def trained() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        model.zero_grad()
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad]
-
-    loss, want = trained()
+    want = step(model, input_ids=IDS, labels=IDS)
     manifest = optimize(model)
     assert {e.op for e in manifest.replaced if e.part == "lora"} == {"lora_dora"}
-    fused, got = trained()
-    torch.testing.assert_close(fused, loss)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    assert_same_step(step(model, input_ids=IDS, labels=IDS), want, rtol=1e-3, atol=1e-5)
     restore(model)
-    assert torch.equal(trained()[0], loss)
+    assert torch.equal(step(model, input_ids=IDS, labels=IDS)[0], want[0])
 
 
 def test_with_dropout_pefts_code_runs_and_the_manifest_says_why():

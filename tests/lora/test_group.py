@@ -11,7 +11,7 @@ from torch import nn
 
 from isotype.lora import fuse_lora
 
-from .layers import FEATURES, Checkpointed, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
+from .layers import FEATURES, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
 
 
 class Attention(nn.Module):
@@ -72,13 +72,6 @@ def test_members_that_run_pefts_code_leave_the_group(state):
     fuse_lora(fused)
     assert_same(results(fused, inputs()), results(model, inputs()))
     assert fused_nodes(fused(inputs())) == {"LoraLinear": 2}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_of_a_group_under_checkpointing_are_pefts(reentrant):
-    model = adapted(Attention())
-    fused = fused_copy(model)
-    assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
 
 
 def test_compiled_in_one_graph():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
+from isotype.lora.linear import LORA_LINEAR
+from isotype.testing import ampcheck
 
 T, K, OUT, R = 20, 24, 16, 3
 
@@ -18,12 +23,29 @@ def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 
-def plain(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias) + scale * (x @ a.t()) @ b.t()
+def plain(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, weight) + 0.7 * F.linear(F.linear(x, a), b)
 
 
-def gradients(loss: Tensor, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), **options)))
+@pytest.mark.parametrize("branch_fp32", [False, True])
+def test_ampcheck_finds_nothing_under_any_dtype_combination(branch_fp32):
+    x, *params = (t.detach() for name, t in tensors(torch.float32).items() if name != "bias")
+    report = ampcheck(partial(lora_linear, scale=0.7, branch_fp32=branch_fp32), (x,), params=params, reference=plain)
+    assert report.tried >= 50
+    assert len(report.refused) == 6
+    assert all("autocast off" in where and "DT001" in why for where, why in report.refused)
+
+
+def test_it_keeps_its_contract():
+    # a contract has no words for "X is W where autocast is off": that refusal is all that is found
+    arguments = {name: t.detach() for name, t in tensors(torch.float32).items() if name != "bias"}
+    report = ampcheck(partial(lora_linear, scale=0.7), arguments, reference=plain, contract=LORA_LINEAR, raises=False)
+    assert {finding.code for finding in report.findings} == {"AC001"}
+    assert all("DT001" in finding.message and finding.observed.endswith("autocast off") for finding in report.findings)
+
+
+def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
 
 def test_gradients_agree_with_finite_differences():
@@ -39,12 +61,9 @@ def test_dropout_gradients_follow_the_mask(branch_fp32):
         return lora_linear(**inputs, scale=0.7, dropout=0.4, branch_fp32=branch_fp32)
 
     torch.manual_seed(4)
-    mask = torch.nn.functional.dropout(torch.ones(T, K, dtype=leaves["x"].dtype), 0.4)
-    mask = (mask != 0).double() / 0.6
+    mask = (F.dropout(torch.ones(T, K, dtype=leaves["x"].dtype), 0.4) != 0).double() / 0.6
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
-    expected_y = (
-        torch.nn.functional.linear(wide["x"], wide["weight"], wide["bias"]) + 0.7 * ((wide["x"] * mask) @ wide["a"].t()) @ wide["b"].t()
-    )
+    expected_y = F.linear(wide["x"], wide["weight"], wide["bias"]) + 0.7 * ((wide["x"] * mask) @ wide["a"].t()) @ wide["b"].t()
     got_y = op(**leaves)
     tolerance = {"rtol": 2e-2, "atol": 2e-1} if branch_fp32 else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(got_y.double(), expected_y, **tolerance)

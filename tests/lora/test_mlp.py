@@ -12,7 +12,7 @@ from torch import nn
 from isotype.lora import fuse_lora
 from isotype.optimize import gated as placing
 
-from .layers import FEATURES, Checkpointed, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
+from .layers import FEATURES, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
 
 INNER = 80
 ACTIVATIONS = {
@@ -153,12 +153,6 @@ def test_a_state_that_is_not_plain_is_pefts(state):
     assert not ran(fused)
     if state == "a hook on a layer":
         assert optimized(model)[1] == ("silu_mul", "not with its LoRA layers in one function: a hook on a layer")
-
-
-def test_gradients_of_an_mlp_under_checkpointing_are_pefts():
-    model = adapted(Mlp())
-    fused, _ = optimized(model)
-    assert_same(results(Checkpointed(fused, True), inputs()), results(Checkpointed(model, True), inputs()), relative=4e-6)
 
 
 def test_compiled_in_one_graph():

@@ -48,18 +48,18 @@ def published(tmp_path_factory, workshop):
     model = tiny(hidden_size=64, intermediate_size=80, vocab_size=len(tokenizer), **ids)
     folder = tmp_path_factory.mktemp("published")
 
-    def make(form: str, name: str = "", **options):
-        made = folder / (name or form)
-        if not made.exists():
-            write(options.pop("model", model), tokenizer, made, form, **options)
-        return made
+    def make(form: str):
+        if not (folder / form).exists():
+            write(model, tokenizer, folder / form, form)
+        return folder / form
 
     return make
 
 
-def load(folder, **options):
-    base = PRESETS["bf16-lora"].but(base=FORMATS[options.pop("form")][0])
-    return load_base(Source(str(folder)), base, attention="auto", device=torch.device("cpu"), trainable=False, **options), base
+def load(folder):
+    """(the model, its precision) of a folder that is named by its format."""
+    base = BF16.but(base=FORMATS[folder.name][0])
+    return load_base(Source(str(folder)), base, attention="auto", device=torch.device("cpu"), trainable=False), base
 
 
 def dense(model, dtype):
@@ -106,7 +106,7 @@ def off(got, exact):
 @pytest.mark.parametrize("form", marked(ONE_OF_EACH))
 def test_logits_and_gradients_are_as_near_as_those_of_the_dense_weights(published, form):
     ids = torch.arange(3, 51).view(2, 24)
-    model, precision = load(published(form), form=form)
+    model, precision = load(published(form))
     plain, exact = dense(model, torch.bfloat16), dense(model, torch.float64)
     assert sum(type(m) is PackedLinear for m in model.modules()) == 14
     logits, grads = step(adapted(model, precision), ids)
@@ -147,7 +147,7 @@ def test_a_published_checkpoint_is_trained_resumed_and_merged(form, trained, tmp
 
 @pytest.mark.parametrize("form", marked(LANDED))
 def test_a_merged_weight_is_the_sum_in_fp32(form, published):
-    model, _ = load(published(form), form=form)
+    model, _ = load(published(form))
     exact = adapted(dense(model, torch.float64), None).double()
     state, _, count = merged_state(adapted(model, None), torch.float32)
     assert count == 14
@@ -207,7 +207,7 @@ def test_a_base_is_quantised_when_it_is_loaded(word, configured, workshop, tmp_p
 def test_held_bytes_are_the_files(published):
     for form in FORMATS:
         folder = published(form)
-        model, _ = load(folder, form=form)
+        model, _ = load(folder)
         held = 0
         for p in model.parameters():
             state = getattr(p, "quant_state", None)
@@ -221,7 +221,7 @@ def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, t
     import peft
 
     trained("fp8-ct-channel")
-    base = dense(load(published("fp8-ct-channel"), form="fp8-ct-channel")[0], torch.float32)
+    base = dense(load(published("fp8-ct-channel"))[0], torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     assert len([n for n, p in loaded.named_parameters() if "lora_B" in n and p.abs().max() > 0]) == 14
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.schema import AdapterSection, TrainSection
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter, save_adapter
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
+from tests.commands import ask
 from tests.models import quantised, tiny
 from tests.results import same_tensors
 from tests.training.interrupted import cut_back
@@ -123,8 +122,7 @@ def test_a_run_with_all_of_them_resumes_checks_what_it_saved_and_merges(configur
     cut_back(again, 6)
     assert train(configured("again", **settings), resume=again) == 0
     same_tensors(tmp_path / "run", again)
-    merged = CliRunner().invoke(build_app(), ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")])
-    assert merged.exit_code == 0, merged.output
+    ask("merge", tmp_path / "run", "--out", tmp_path / "merged")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -143,8 +141,7 @@ def test_trained_tokens_are_saved_and_merged_and_other_rows_stay(configured, wor
         "precision": {"preset": "bf16-lora"},
     }
     assert train(configured("run", **settings)) == 0
-    merged = CliRunner().invoke(build_app(), ["merge", str(tmp_path / "run"), "--dtype", "fp32", "--out", str(tmp_path / "merged")])
-    assert merged.exit_code == 0, merged.output
+    ask("merge", tmp_path / "run", "--dtype", "fp32", "--out", tmp_path / "merged")
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).float()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     changed = (before.get_input_embeddings().weight != after.get_input_embeddings().weight).any(1).nonzero().flatten().tolist()

@@ -11,12 +11,9 @@ pytest.importorskip("bitsandbytes")
 
 from bitsandbytes.functional import quantize_4bit
 
-from isotype.ops.backend import using
 from isotype.ops.nf4 import triton, widen_4bit
 from isotype.testing import compile_matrix
-from isotype.testing.interpreter import interpreted
-from tests.gpu import DEVICE, on_a_gpu
-from tests.gpu import kernels as running
+from tests.gpu import everywhere, kernels
 
 
 def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8, device="cpu"):
@@ -25,6 +22,7 @@ def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8,
     return quantize_4bit(weight, blocksize=blocksize, compress_statistics=double, quant_type=kind, quant_storage=storage)
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -36,29 +34,18 @@ def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8,
     ],
     ids=str,
 )
-def test_the_kernel_gives_bitsandbytes_values(options, dtype):
+def test_the_kernel_gives_bitsandbytes_values(options, dtype, device):
     # the last program's block is not full, nor the last block of scales. Whole scales a row: where two rows share one (blocksize 256,
     # 640 columns) bitsandbytes 0.50.2 is wrong on a CPU, by as much as the values themselves
-    weight, state = packed((67, 768), **options)
-    want = widen_4bit(weight, state, dtype)
-    with interpreted(), using("triton"):
+    want = widen_4bit(*packed((67, 768), **options), dtype)
+    weight, state = packed((67, 768), **options, device=device)
+    with kernels(device):
         got = widen_4bit(weight, state, dtype)
     assert got.dtype == dtype
     assert got.shape == (67, 768)
-    # the interpreter and bitsandbytes round each fp32 operation alike
-    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(torch.float32).eps if dtype == torch.float32 else 0, atol=0)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("double", [False, True])
-def test_on_a_gpu_the_values_are_bitsandbytes(dtype, double):
-    weight, state = packed((1024, 512), double=double, device=DEVICE)
-    want = widen_4bit(*packed((1024, 512), double=double), dtype)
-    with running():
-        got = widen_4bit(weight, state, dtype)
-    # a fused multiply-add may round a scale to the other side
-    torch.testing.assert_close(got.cpu(), want, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    # the interpreter and bitsandbytes round each fp32 operation alike; a GPU's fused multiply-add may round a scale to the other side
+    exact = device == "cpu" and dtype != torch.float32
+    torch.testing.assert_close(got.cpu(), want, rtol=0 if exact else 2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.full

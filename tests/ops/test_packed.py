@@ -13,7 +13,7 @@ from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
 from isotype.ops.packed.repack import in_rows
 from isotype.precision.packing import UnreadPacking, packing
-from tests.gpu import DEVICE, kernels, on_a_gpu
+from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
 
 needs_compiler = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="needs a C++ compiler")
@@ -93,25 +93,15 @@ def test_a_number_of_every_bit_pattern_is_read():
     assert torch.equal(made, torch.stack((numbers[bits.int() & 15], numbers[bits.int() >> 4]), 1).flatten())
 
 
+@everywhere
 @pytest.mark.parametrize("form", [pytest.param(f, marks=[] if f in ("fp8-block", "mxfp4-ct") else pytest.mark.full) for f in ORDERED])
-def test_the_kernel_of_a_gpu_gives_the_same_in_the_interpreter(form):
+def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(form, device):
     pytest.importorskip("triton")
-    from isotype.testing.interpreter import interpreted
-
     weight, how = read(form, packed(form, OUT, IN))
     with using("eager"):
         want = widen(weight, how, torch.bfloat16)
-    with interpreted(), using("triton"):
-        assert torch.equal(widen(weight, how, torch.bfloat16), want)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("form", ORDERED)
-def test_on_a_gpu_the_values_are_those_of_a_cpu(form):
-    weight, how = read(form, packed(form, OUT, IN))
-    want = widen(weight, how, torch.bfloat16)
-    with kernels():
-        assert torch.equal(widen(weight.to(DEVICE), how.moved(torch.device(DEVICE)), torch.bfloat16).cpu(), want)
+    with kernels(device):
+        assert torch.equal(widen(weight.to(device), how.moved(torch.device(device)), torch.bfloat16).cpu(), want)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import logging
 
+from isotype.instance_method import settings_of
 from isotype.optimize import layers, optimize
 from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
@@ -53,4 +54,4 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(family):
     found = placed(manifest)
     assert found, str(manifest)
     assert all(op is None and reason.startswith(LEFT[family]) for op, reason in found), found
-    assert not any(isinstance(layers.settings_of(m), layers.LayerSettings) for m in mine.modules())
+    assert not any(isinstance(settings_of(m), layers.LayerSettings) for m in mine.modules())

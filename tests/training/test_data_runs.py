@@ -95,6 +95,3 @@ def test_a_run_lists_the_rows_that_it_left_out(configured: Any, workshop: Any, t
     assert [row["reason"] for row in rows][1] == "the answer is empty"
     facts = json.loads((tmp_path / "run/data.json").read_text())
     assert not stream or facts["stream"]["left_out"] == 3
-
-
-# --- A run with compiled layers: what runs compiled, what it says of that, and a resumed run that equals an undisturbed one.

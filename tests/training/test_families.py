@@ -9,20 +9,16 @@ from tests.results import same_result, trained_tensors
 from tests.training.interrupted import interrupted_after
 from transformers import AutoModelForCausalLM
 
-from isotype.config.schema import AdapterSection, ModelSection, RunConfig
-from isotype.data.prompts import prompts_from
+from isotype.config.schema import AdapterSection, RunConfig
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.model.adapter import attach_adapter, save_adapter
-from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.observe import Observer
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import NextToken
-from isotype.tasks.language.sample import sample
 
 SETTINGS = {"steps": 4, "batch_size": 2, "eval_every": 4, "gradient_checkpointing": "layers"}
 
@@ -127,22 +123,6 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     model = lora(tiny(), modules_to_save=["lm_head"])
     save_adapter(model, tmp_path, PRESETS["bf16-lora"].but(save="bf16"))
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
-
-
-# --- Real trained weights: what a 260,000-parameter story model says, and that it goes on saying it through a LoRA wrapper.
-
-
-BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
-
-
-@pytest.mark.full
-def test_stories260k_generates_a_story(shared):
-    folder = str(shared / "data/stories260k")
-    tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")
-    model = attach_adapter(load_base(Source(folder), precision, attention="sdpa", device=cpu, trainable=False), AdapterSection(r=4), seed=0)
-    apply_precision(model, precision, device_type="cpu")
-    story = sample(model, tokenizer, prompts_from(["Once upon a time"], tokenizer), max_new_tokens=40, device=cpu)[0]
-    assert story.answer.startswith(BEGINNING)
 
 
 def test_adapter_settings_reach_peft():

@@ -46,9 +46,6 @@ def test_under_nohup_the_run_continues_after_sighup(hang_up):
         assert not interrupt.asked
 
 
-# an interrupted run, which gets a second Ctrl-C as it ends
-
-
 # --- What reads the output of a run goes away, as `| head` does: the run goes on.
 
 

@@ -1,11 +1,9 @@
 """Which kind of sharing a run takes, and why; a plan for many GPUs; planned bytes against those that processes send."""
 
 import json
-import subprocess
 
 import pytest
-from tests.distributed.processes import environment
-from tests.warm import interpreter
+from tests.commands import ask
 
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
@@ -68,16 +66,11 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
 
 def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     configured("run", train={"batch_size": 8, "accumulate": 4})
-    command = [interpreter(), "-m", "isotype", "plan", str(tmp_path / "run.yaml"), "--gpus", "16", "--device", "h100", "--json"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)["processes"]
+    made = json.loads(ask("plan", tmp_path / "run.yaml", "--gpus", 16, "--device", "h100", "--json"))["processes"]
     assert (made["processes"], made["machines"], made["micro_batches"], made["rows"]) == (16, 2, 1, 2)
     assert list(made["kinds"]) == ["replicate", "shard", "hybrid"]
     held = {kind: sum(one["memory"][part] for part in ("frozen", "trained", "optimizer")) for kind, one in made["kinds"].items()}
     assert held["replicate"] > held["hybrid"] > held["shard"]
     assert made["auto"]["kind"] == "replicate"
-    twelve = [*command[:5], "--gpus", "12", "--device", "h100"]
-    refused = subprocess.run(twelve, env=environment(), capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "machines of 8 are planned for" in refused.stderr
+    with pytest.raises(UsageError, match="machines of 8 are planned for"):
+        ask("plan", tmp_path / "run.yaml", "--gpus", 12, "--device", "h100")

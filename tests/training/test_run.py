@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.results import losses, metrics, read, same_result
-from tests.training.interrupted import killed_at_step_4
 from tests.training.toy_task import ToyTask
 from transformers import AutoModelForCausalLM
 
@@ -77,27 +76,6 @@ def test_full_fine_tuning_saves_an_ordinary_model(configured, tmp_path, capsys, 
     records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
     assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {text}
     assert f"precision {text}  (" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"precision": {"preset": "fp32"}, "adapter": {"dropout": 0.1}},
-        pytest.param({"precision": {"preset": "bf16-pure"}, "adapter": {"kind": "none"}}, marks=pytest.mark.full),
-        pytest.param({"precision": {"preset": "fp16-mixed"}, "adapter": {"kind": "none"}}, marks=pytest.mark.full),
-        {"precision": {"preset": "bf16-lora"}, "train": {"optimizer": "adamw8bit"}, "adapter": {"r": 64}},
-    ],
-    ids=["fp32-dropout", "bf16-pure", "fp16-mixed", "adamw8bit"],
-)
-def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
-    """The disturbed run is stopped by the count of its checkpoints, not by the clock, so that it is disturbed for certain."""
-    assert train(configured("whole", **settings)) == 0
-    loaded = configured("disturbed", **settings)
-    killed_at_step_4(tmp_path / "disturbed.yaml")
-    assert train(loaded, resume=tmp_path / "disturbed") == 0
-    same_result(tmp_path / "whole", tmp_path / "disturbed")
-    assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
-    assert not (tmp_path / "whole/resumes.json").exists()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):

@@ -24,16 +24,16 @@ TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels o
 _COMMANDS = {
     "quickstart": ("quickstart.quickstart", TRAIN),
     "init": ("init.init", TRAIN),
-    "import": ("import_config.import_config", TRAIN),
+    "import": ("init.import_config", TRAIN),
     "plan": ("train.plan", TRAIN),
     "train": ("train.train", TRAIN),
     "chat": ("chat.chat", RUNS),
-    "sample": ("sample.sample", RUNS),
+    "sample": ("chat.sample", RUNS),
     "eval": ("eval.evaluate", RUNS),
     "report": ("report.report", RUNS),
-    "watch": ("watch.watch", RUNS),
+    "watch": ("report.watch", RUNS),
     "merge": ("merge.merge", RUNS),
-    "export": ("export.export", RUNS),
+    "export": ("merge.export", RUNS),
     "ls": ("ls.ls", RUNS),
 }
 # what people type by habit -> what to type

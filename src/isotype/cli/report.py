@@ -1,8 +1,9 @@
-"""`isotype report RUN`: writes the report of a run again, also of a run that failed."""
+"""`isotype report RUN` writes the report of a run again, also of one that failed; `isotype watch RUN` shows it in a browser as it grows."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -33,3 +34,27 @@ def report(
         return
     print(f"report    {written.page}")
     print(f"picture   {written.picture or f'not written: {written.why_no_picture}'}")
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Serve at this port; 0 takes a free one.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help='Print `{"url": URL}`.')] = False,
+) -> None:
+    """Show a run in a browser while it goes on: curves, observed precision, samples, the last lines of its log, and a button to stop it.
+
+    Prints an address of this machine with a token. Only the run's files are read, so it may be the run of another terminal or a finished
+    one. The button saves and stops the run, as Ctrl-C in its terminal does. Ctrl-C here ends the page, and not the run.
+
+    Examples:
+
+        isotype watch runs/qwen
+
+        isotype watch runs/qwen --port 8000      # on a remote machine: ssh -L 8000:127.0.0.1:8000 HOST, then open the address here
+    """
+    from ..report.live import WatchServer
+
+    with WatchServer(run, port) as server:
+        print(json.dumps({"url": server.url}) if json_output else f"watch     {server.url}", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()

@@ -22,7 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
-from ..environment.out_of_memory import out_of_memory
+from ..environment.hardware import out_of_memory
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..ops.packed.state import widen

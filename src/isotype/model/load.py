@@ -24,8 +24,8 @@ from .. import json_objects
 from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
+from ..environment.hardware import out_of_memory
 from ..environment.hub import is_away, not_in_cache, say
-from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
 from ..precision.packing import ON_LOAD
 from ..precision.parts import Part, loaded_on

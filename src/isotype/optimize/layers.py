@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import put, settings_of
+from ..instance_method import put
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
@@ -145,8 +145,3 @@ def place(path: str, module: nn.Module) -> Placement:
     if found.mlp.before is None:
         return placement(PART, path, module, "halves", "norms stand after attention and MLP: none reads a sum")
     return placement(PART, path, module, "add_rms_norm")
-
-
-def has_halves(module: nn.Module) -> bool:
-    """Whether the layer runs as the form now."""
-    return isinstance(settings_of(module), LayerSettings)

@@ -20,7 +20,7 @@ from ..finding import Finding
 FAMILIES = {
     "PR": "isotype.precision.rules",
     "CF": "isotype.doctor.check.rules",
-    "EX": "isotype.doctor.explain.sheets",
+    "EX": "isotype.doctor.explain.explain",
 }
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
 from ..distributed.world import World, join
-from ..environment.hardware import measured_matmul_peak
-from ..environment.out_of_memory import out_of_memory
+from ..environment.hardware import measured_matmul_peak, out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..observe import Observer
 from ..runs.checkpoint.atomic_folder import refused, writable_again

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import isotype
 from isotype.doctor.check.rules import RULES
-from isotype.doctor.explain import sheets
+from isotype.doctor.explain.explain import codes
 from isotype.pages import page
 
 PREFIXES = {"doctor/check": "CF", "doctor/explain": "EX", "doctor/trace": "TR", "doctor/kernels": "KN", "testing": "AC"}
@@ -26,7 +26,7 @@ def test_rules_are_asked_in_the_order_of_their_codes():
 
 
 def test_pages_have_their_sections():
-    for code in [*RULES, *(code for code in sheets.codes() if code != "EX000")]:
+    for code in [*RULES, *(code for code in codes() if code != "EX000")]:
         text = page(code) or ""
         missing = [part for part in ("**Why it matters.**", "**Example.**", "**What to do.**") if part not in text]
         assert not missing, f"{code}: {missing}"

@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
-from isotype.cli.export import export
+from isotype.cli.merge import export
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with
 from isotype.tasks.choose import train

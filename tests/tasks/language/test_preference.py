@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from isotype.tasks.language.preference.objective import Answers, Preference, jud
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
 from tests.results import metrics, same_result
-from tests.training.interrupted import killed_at_step_4
+from tests.training.interrupted import cut_back
 
 
 def taste(count: int, seed: int = 0) -> list[dict]:
@@ -90,8 +91,8 @@ def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
     rows = labelled(taste(30)) if objective == "kto" else None
     every_second = {"save_every": 2, "sample_every": 0, "samples": []}
     assert train(paired(objective, rows=rows, folder="whole", run=every_second)) == 0
-    paired(objective, rows=rows, folder="cut", run=every_second)
-    killed_at_step_4(tmp_path / "cut.yaml")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    cut_back(tmp_path / "cut", 6)
     assert resumed(tmp_path / "cut") == 0
     same_result(tmp_path / "whole", tmp_path / "cut")
     if objective == "reward":

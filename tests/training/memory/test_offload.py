@@ -46,7 +46,7 @@ class Copy:
         self.stream, self.to, self.done = stream, to, False
         # what it holds now; the tensor's own storage says when its memory is given back
         self.source = source.detach().clone()
-        self.freed = weakref.finalize(source.untyped_storage(), self.source_freed)
+        weakref.finalize(source.untyped_storage(), self.source_freed)
 
     def source_freed(self) -> None:
         if not self.done:
@@ -58,20 +58,28 @@ class Copy:
             first = self.stream.queue.pop(0)
             first.done = True
             first.to.data.copy_(first.source)
+            first.to = first.source = None
 
 
 class Late:
-    """A copy stream that begins nothing until it has to."""
+    """A copy stream that begins nothing until it has to. `moved`: bytes; `here`, `most`: bytes of targets now, and at most."""
 
     def __init__(self) -> None:
         self.queue: list[Copy] = []
-        self.too_early = self.begun = 0
+        self.too_early = self.begun = self.moved = self.here = self.most = 0
 
     def __call__(self, to: Tensor, source: Tensor) -> Copy:
-        to.fill_(float("nan"))
+        to.view(torch.uint8).fill_(255)  # in bf16 and fp32 not a number
+        self.moved += to.nbytes
+        self.here += to.nbytes
+        self.most = max(self.most, self.here)
+        weakref.finalize(to.untyped_storage(), self.target_freed, to.nbytes)
         self.queue.append(Copy(self, to, source))
         self.begun += 1
         return self.queue[-1]
+
+    def target_freed(self, size: int) -> None:
+        self.here -= size
 
 
 def gradients_with(memory, count=6):

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models import lora, tiny
-from typer.testing import CliRunner
+from tests.commands import ask
+from tests.models import assert_same_step, lora, step, tiny
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.ops import cpp as ops_cpp
@@ -36,14 +35,6 @@ def test_layers_are_chosen_as_written(text, expected):
     assert chosen(train.checkpointed_layers, 5) == expected
 
 
-def step(model, ids):
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-
 @pytest.fixture(scope="module")
 def ids():
     return torch.randint(3, 96, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -61,10 +52,12 @@ def test_results_are_bit_for_bit_those_without_it_also_with_dropout(what, preset
     for counted, each in enumerate((model, recomputing)):
         for layer in checkpointable(each):
             layer.input_layernorm.register_forward_pre_hook(lambda *_, at=counted: calls.__setitem__(at, calls[at] + 1))
-    expected, got = step(model, ids), step(recomputing, ids)
+    found = []
+    for each in (model, recomputing):
+        torch.manual_seed(3)
+        found.append(step(each, input_ids=ids, labels=ids, use_cache=False))
     assert calls == [4, 4 + len(what.layers)], "each chosen layer runs twice, the others once"
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert_same_step(*found, rtol=0, atol=0)
 
 
 def test_generation_in_training_mode_keeps_its_cache(ids):
@@ -125,8 +118,7 @@ def little_memory(monkeypatch):
 
 def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, little_memory, capsys):
     loaded = configured(train={"batch_size": 16})
-    planned = CliRunner().invoke(build_app(), ["plan", str(tmp_path / "run.yaml"), "--json"])
-    assert json.loads(planned.stdout)["checkpointing"]["train.gradient_checkpointing"] == "layers"
+    assert json.loads(ask("plan", tmp_path / "run.yaml", "--json"))["checkpointing"]["train.gradient_checkpointing"] == "layers"
     assert train(loaded, skips={"PF011": "a machine that only pretends"}) == 0
     resolved = (tmp_path / "run" / "resolved.yaml").read_text()
     assert "gradient_checkpointing: layers" in resolved
@@ -160,25 +152,20 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(t
 BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def model_of(family, dtype=torch.float32, **options):
-    model = lora(tiny(family, **options)).train()
+def optimized_in_bf16(**options):
+    model = lora(tiny(**options)).train().bfloat16()
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
-    if dtype != torch.float32:
-        model.to(dtype)
     model.base_model.model.get_input_embeddings().weight.requires_grad_()
     optimize(model)
     return model
 
 
-def gradients(model, length=40, kind="none", **options):
-    model.zero_grad()
+def gradients(model, kind="none", **options):
     apply_checkpointing(model, Checkpointing(kind, (0, 1) if kind != "none" else (), 2, **options))
-    ids = torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    ids = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    return step(model, input_ids=ids, labels=ids)
 
 
 @pytest.fixture
@@ -192,11 +179,10 @@ def counted(monkeypatch):
 @pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("kind", "keep"), [("layers", False), ("layers", True), ("layers+offload", True)])
 def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
-    model = model_of("llama", torch.bfloat16, **BF16)
+    model = optimized_in_bf16(**BF16)
     want = gradients(model)
     counted.clear()
     got = gradients(model, kind=kind, keep_attention=keep)
     # two layers; without keeping, each once more in backward
     assert len(counted) == (2 if keep else 4)
-    assert torch.equal(got[0], want[0])
-    assert all(torch.equal(got[1][n], g) for n, g in want[1].items())
+    assert_same_step(got, want, rtol=0, atol=0)

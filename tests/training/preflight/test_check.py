@@ -1,14 +1,14 @@
 """The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a record."""
 
 import json
+import re
 
 import pytest
+from tests.commands import ask, invoke
 from tests.models import FAMILIES, SIZES
 from tests.results import same_result
-from typer.testing import CliRunner
 
 from isotype import pages
-from isotype.cli.app import build_app
 from isotype.errors import PreflightError, UsageError
 from isotype.tasks.choose import train
 from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
@@ -83,16 +83,18 @@ def test_every_code_is_a_check_with_a_page():
 
 
 def test_a_refused_run_is_exit_3_leaves_its_record_and_can_be_given_again(configured, tmp_path):
-    loaded = configured(**TINY_RATE)
-    with pytest.raises(PreflightError, match=r"PF003(.|\n)*--skip PF003") as refused:
-        train(loaded)
-    assert refused.value.exit_status == 3
+    configured(**TINY_RATE)
+    refused = invoke("train", tmp_path / "run.yaml", "--json")
+    assert isinstance(refused.exception, PreflightError)
+    assert re.search(r"PF003(.|\n)*--skip PF003", str(refused.exception))
+    assert refused.exception.exit_status == 3
+    assert json.loads(refused.stdout)["preflight"]["findings"][0]["code"] == "PF003"
     record = json.loads((tmp_path / "run/preflight.json").read_text())
     assert record["refused"] is True
     assert record["findings"][0]["code"] == "PF003"
     assert set(record["seconds"]) == {"static"}
     assert not (tmp_path / "run/resolved.yaml").exists()
-    assert train(loaded, skips={"PF003": "a test"}) == 0
+    ask("train", tmp_path / "run.yaml", "--skip", "PF003=a test")
     record = json.loads((tmp_path / "run/preflight.json").read_text())
     assert record["skipped"] == [{"code": "PF003", "check": CODES["PF003"], "reason": "a test"}]
     assert "PF003" not in record["checks"]
@@ -106,16 +108,6 @@ def test_a_resumed_run_repeats_the_static_checks_and_keeps_its_skips(configured,
     record = json.loads((tmp_path / "run/preflight.json").read_text())
     assert set(record["seconds"]) == {"static", "data", "memory", "real"}
     assert [set(again["seconds"]) for again in record["resumed"]] == [{"static"}]
-
-
-def test_on_the_command_line(configured, tmp_path):
-    configured(**TINY_RATE)
-    runner = CliRunner()
-    result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--json"])
-    assert isinstance(result.exception, PreflightError)
-    assert json.loads(result.stdout)["preflight"]["findings"][0]["code"] == "PF003"
-    result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--skip", "PF003=a test"])
-    assert result.exit_code == 0, result.output
 
 
 # --- `--skip` wants a known code and a reason.

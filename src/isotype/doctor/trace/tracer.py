@@ -23,14 +23,12 @@ from ...observe.origin import OBSERVERS, Site, here, statement
 from ...observe.tape import Calls, Modules, Running, Tape, observing
 from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
-from .frozen import Cuts, Widened
-from .log_probs import LogProbs
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
-from .parameters import Parameters
+from .parameters import Cuts, Parameters, Widened
 from .process import Autocast, Compiled, DefaultDtype
 from .promotions import EngineCasts, Promotions
-from .ranges import Overflows, Positions
+from .ranges import LogProbs, Overflows, Positions
 from .updates import Sums, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})

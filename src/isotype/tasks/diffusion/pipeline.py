@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
 from ...config.sources import unknown_key
+from ...environment.hardware import out_of_memory
 from ...environment.hub import is_away, say
-from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.world import ALONE
-from ...environment.out_of_memory import out_of_memory
+from ...environment.hardware import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
