@@ -169,7 +169,7 @@ def line_table(measured: list[dict[str, Any]]) -> str:
     """Markdown: a row a trainer and size, a whole `train()` each way, preflight and record included."""
     titles = [
         "trainer",
-        "seconds",
+        "CPU seconds",
         "ratio",
         "peak of the process, MiB",
         "ratio",

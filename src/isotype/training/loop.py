@@ -370,6 +370,7 @@ class Loop:
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
+            "share_changed": None if self.stepper.changed is None else float(self.stepper.changed),
             "stream": self.stream.state(),
             **random_json,
             "optimizer": plain,
@@ -462,6 +463,8 @@ class Loop:
             if self.task.eval_rows:
                 self.progress.evaluate_on(self._evaluation_rows)
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
+            if (changed := state.get("share_changed")) is not None:
+                self.stepper.changed = torch.tensor(float(changed), device=self.device)
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:

@@ -96,7 +96,7 @@ class Stepper:
         self.judge_difference: Callable[[int], None] = lambda step: None
         self._differed = False
         self._sampled = sampled_elements(accumulator.parameters)
-        self._changed: Tensor | None = None  # the share that the last watched update changed, until the next step reads it with its loss
+        self.changed: Tensor | None = None  # the share that the last watched update changed, until the next step reads it with its loss
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
         """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights. What a task
@@ -153,7 +153,7 @@ class Stepper:
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)  # of B's matrices, with adapter.plus
             before = self._look() if watch_changes else []
             self.optimizer.step()
-            self._changed = share_changed(before, self._look()) if watch_changes else None
+            self.changed = share_changed(before, self._look()) if watch_changes else None
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
@@ -179,8 +179,8 @@ class Stepper:
         # the one wait for the device in a step; gradients that no process has are zeros here
         measured = () if self.measured is None else self.measured.unbind()
         carried = [] if self.carried is None else self.carried.flags
-        last = [] if self._changed is None else [self._changed]
-        self._changed = None
+        last = [] if self.changed is None else [self.changed]
+        self.changed = None
         own, norm, *measures = read_on_host(loss, gradient_norm(self.accumulator.gradients()), *measured, *carried, *last)
         changed = measures.pop() if last else None
         self._differed, measures = any(measures[len(measured) :]), measures[: len(measured)]

@@ -101,8 +101,11 @@ def test_a_person_with_class_pictures(place):
     assert (facts["regularisation_pictures"], facts["train_pictures"]) == (20, 40)
 
 
+INK = "train model.name=sdxl images.train=pictures images.resolution=1024 run.folder=runs/ink"
+
+
 def test_a_style_that_comfyui_loads_whole(place):
-    plan, train, merge = commands("plan model.name=sdxl", "train model.name=sdxl", "merge runs/ink")
+    plan, train, merge = commands("plan model.name=sdxl", INK, "merge runs/ink")
     assert "this process, without a model" in ask(*plan, *TINY)
     told(train)
     told(merge)
