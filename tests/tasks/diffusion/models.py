@@ -36,6 +36,7 @@ from transformers import (
 from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
+from isotype.tasks.diffusion.result import save_lora
 from isotype.training.setup import settle
 
 SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
@@ -173,3 +174,19 @@ def refused(loaded) -> str:
     except UsageError as error:
         return error.message
     pytest.fail("it was not refused")
+
+
+def with_adapter(loaded, folder: Path, *, rows: int):
+    """The task of a configuration, its model in training with random numbers in its adapter, which is saved in `folder`, and a batch."""
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    precision = basis.resolved.precision
+    task.encode(basis.device)
+    model, _ = task.build_model(precision, basis.device, folder)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    model.train()
+    save_lora(model, folder, precision, task.folder)
+    return task, model, task.collate(task.feed().take(rows))

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from isotype.errors import UsageError
 from isotype.precision.apply import denoiser_blocks
-from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.choose import plan, train
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import FAMILIES, REFUSED
 from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.result import load_result, save_lora
-from isotype.training.setup import settle
+from isotype.tasks.diffusion.result import load_result
+from tests.tasks.diffusion.models import with_adapter
 
 
 def flow(batch: Batch):
@@ -200,18 +200,7 @@ def in_training(drawn, studio, tmp_path, family, preset):
     images, samples = data_of(family, studio)
     images = {"limit": 6, "caption_dropout": 0.5, **images}
     loaded = drawn(model=getattr(studio, family), images=images, run={"samples": samples}, precision={"preset": preset})
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    precision = basis.resolved.precision
-    task.encode(basis.device)
-    model, _ = task.build_model(precision, basis.device, tmp_path)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    model.train()
-    save_lora(model, tmp_path, precision, task.folder)
-    return loaded, task, model, task.collate(task.feed().take(3))
+    return loaded, *with_adapter(loaded, tmp_path, rows=3)
 
 
 def in_diffusers(task, tmp_path, dtype):

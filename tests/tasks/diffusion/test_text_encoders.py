@@ -11,12 +11,10 @@ from isotype.config.load import load
 from isotype.config.schema import TrainSection
 from isotype.inference.diffusion import draw_with, evaluate_with, export_comfyui, merge_denoiser
 from isotype.precision import PRESETS
-from isotype.tasks.choose import task_of, train
-from isotype.tasks.diffusion.result import save_lora
+from isotype.tasks.choose import train
 from isotype.training.callbacks import Callback
 from isotype.training.optimizer import build_optimizer
-from isotype.training.setup import settle
-from tests.tasks.diffusion.models import refused
+from tests.tasks.diffusion.models import refused, with_adapter
 from tests.tasks.diffusion.test_comfyui import NAMES, peft_deltas, read_as_comfyui_does
 from tests.tasks.diffusion.test_families import relative
 from tests.tasks.diffusion.test_loss import squared_error
@@ -29,18 +27,7 @@ ON = {"kind": "lora", "r": 4, "alpha": 8.0, "text_encoders": True}
 def in_training(drawn, studio, tmp_path, family):
     """The task, the model with random numbers in its adapter, which is saved in tmp_path, and a batch with a dropped caption."""
     loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON)
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    precision = basis.resolved.precision
-    task.encode(basis.device)
-    model, _ = task.build_model(precision, basis.device, tmp_path)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    model.train()
-    save_lora(model, tmp_path, precision, task.folder)
-    return task, model, task.collate(task.feed().take(4))
+    return with_adapter(loaded, tmp_path, rows=4)
 
 
 def plain_loss(pipe, batch):

@@ -76,11 +76,9 @@ def load_published(folder: PipelineFolder, found: Quantisation, precision: Preci
 def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> dict[str, nn.Linear]:
     """Each packed layer by its name; where the packing is read here, layers that wait for their tensors take their places."""
     where = f"model.name: {folder.path / folder.denoiser_part}"
-    parts = parts_of_files(map(str, folder.denoiser_files()))
-    if found.packing is None:
-        names = [name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)]
-    else:
-        names = list(packed_owners(parts))
+    parts = parts_of_files(folder.denoiser_files())
+    owners = packed_owners(parts) if found.packing is not None else {}
+    names = list(owners) or [name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)]
     layers = dict[str, nn.Linear]()
     modules = dict(denoiser.named_modules())
     for name in names:
@@ -89,7 +87,7 @@ def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> d
             raise UsageError(f"{where}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}", fix=_AGAIN)
         layers[name] = layer
         if found.packing is not None:
-            wait_at(denoiser, name, layer, packed_owners(parts)[name], found.packing, f"{where}: {name}")
+            wait_at(denoiser, name, layer, owners[name], found.packing, f"{where}: {name}")
     if not layers:
         raise UsageError(f"{where}: config.json says that it is quantised ({found}), and its files have no packed tensor", fix=_AGAIN)
     return layers

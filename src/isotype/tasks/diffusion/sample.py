@@ -107,30 +107,13 @@ def sample(
     *,
     seconds: float = math.inf,
     world: World = ALONE,
-) -> list[Sample]:
-    """A picture a prompt. Its noise depends on the seed and the prompt's position only.
+) -> Iterator[Sample]:
+    """A picture a prompt, each as it is drawn. Its noise depends on the seed and the prompt's position only.
 
     prompts  each with its embeddings and those of what it is guided away from
     seconds  no further picture is begun after so long; the first is always drawn
     world    the processes that share the model and call this together: all draw the same pictures
     """
-    samples = list(one_by_one(model, folder, precision, prompts, how, device, seconds=seconds, world=world))
-    release(device)
-    return samples
-
-
-def one_by_one(
-    model: nn.Module,
-    folder: PipelineFolder,
-    precision: Precision,
-    prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
-    how: Drawing,
-    device: torch.device,
-    *,
-    seconds: float = math.inf,
-    world: World = ALONE,
-) -> Iterator[Sample]:
-    """The pictures of `sample`, each as it is drawn."""
     dtype = to_torch(precision.latents)
     with random_state_restored(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
@@ -155,6 +138,8 @@ def one_by_one(
             )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
             yield Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float()))
+        del pipe, vae
+    release(device)
 
 
 def texts_of(prompts: Sequence[Prompt], encoder: Encoder) -> list[Said]:

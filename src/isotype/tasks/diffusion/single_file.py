@@ -89,13 +89,13 @@ def repository_of(file: Path) -> str:
     """The hub's repository whose settings the file has, by the names of its tensors. Raises UsageError for an unknown family."""
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
 
-    shapes = _shapes(file)
+    headers = _headers(file)
     try:
-        kind = infer_diffusers_model_type({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        kind = infer_diffusers_model_type({name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()})
     except Exception as error:  # it looks into tensors, which this file may not have
         raise _unknown(file) from error
     known: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
-    if "pretrained_model_name_or_path" not in known or (kind == "v1" and not any(".input_blocks." in name for name in shapes)):
+    if "pretrained_model_name_or_path" not in known or (kind == "v1" and not any(".input_blocks." in name for name in headers)):
         raise _unknown(file)
     return str(known["pretrained_model_name_or_path"])
 
@@ -107,21 +107,21 @@ def _unknown(file: Path) -> UsageError:
     )
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
+def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """name -> dtype as the file names it, and shape. Raises UsageError."""
     if file.suffix != ".safetensors":
         raise UsageError(f"model.name: {file}: not a .safetensors file: a pickle can run code", fix="the same checkpoint as .safetensors")
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
+            each = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+            return {name: (header.get_dtype(), header.get_shape()) for name, header in each.items()}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"model.name: {file}: {str(error).splitlines()[0]}") from None
 
 
 def _dtype(file: Path) -> torch.dtype:
     """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers of 8 bits)."""
-    _shapes(file)
-    with safe_open(file, framework="pt") as opened:
-        found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # not a mapping
+    found = {word for word, _ in _headers(file).values()}
     if narrow := sorted(word for word in found if word.startswith("F8") or word in ("U8", "I8")):
         raise UsageError(
             f"model.name: {file}: {narrow[0]} weights in a single file are not read",

@@ -55,7 +55,7 @@ from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
 from .published import outline_published
 from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, one_by_one, refuse_prompts, sample, texts_of
+from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
 from .text_encoders import refuse_text_encoders
 
 EMPTY = ""
@@ -253,7 +253,7 @@ class DiffusionTask:
         def draw(some: Sequence[ToDraw]) -> Iterator[bytes]:
             own = [{"seed": how.seed + one.number, "size": one.size or side} for one in some]
             asked = [(Prompt(one.caption, own=its), get(self.text[Said(one.caption)]), negative) for one, its in zip(some, own)]
-            return (made.png for made in one_by_one(model, self.folder, self.precision, asked, how, device))
+            return (made.png for made in sample(model, self.folder, self.precision, asked, how, device))
 
         write_missing(todo, self._drawn_with(), draw)
 
@@ -507,7 +507,7 @@ class DiffusionTask:
         get = self.encoder.store.get
         words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
         asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
-        return sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world)
+        return list(sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world))
 
     # the result
 
