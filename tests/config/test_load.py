@@ -264,6 +264,7 @@ def test_another_tools_word_for_a_value_is_known(write, word, ours):
         ("--lora_r", "adapter.r=VALUE"),
         ("--lora-alpha", "adapter.alpha=VALUE"),
         ("--4bit", "precision.preset=nf4-lora"),
+        ("--dry-run", "isotype plan"),
         ("--output_dir", "run.folder=VALUE"),
         ("--deepspeed", "parallel.kind: shard"),
     ],

@@ -112,6 +112,8 @@ _NAMES = {
     "adapter.dora": "use_dora",
     "adapter.plus": "loraplus_lr_ratio",
     "adapter.start": "init_lora_weights",
+    "adapter.text_encoders": "train_text_encoder",
+    "adapter.text_encoder_rate": "text_encoder_lr",
     "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
     "model.attention": "attn_implementation flash_attention flash_attn",
     "model.rope_parameters": "rope_scaling rope_theta",
@@ -130,7 +132,9 @@ _NAMES = {
 MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 
-_AS_OPTIONS = {"4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.preset=nf4-lora", "qlora": "--preset qlora"}
+_AS_OPTIONS = {
+    "4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.preset=nf4-lora", "qlora": "--preset qlora", "dry_run": "isotype plan",
+}  # fmt: skip
 
 
 def setting_for_option(option: str) -> str | None:
