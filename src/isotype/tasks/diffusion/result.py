@@ -24,7 +24,7 @@ from ...precision.precision import Precision
 from ...training.memory.blocks import as_set
 from .denoiser import frozen_denoiser, put_under
 from .families import Family
-from .pipeline import PipelineFolder, widen_buffers
+from .pipeline import PipelineFolder
 from .text_encoders import PREFIX, part_of, put_encoders
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -89,7 +89,7 @@ def load_result(
             model = load_adapter(denoiser, folder)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
+        pipeline.widen_buffers(denoiser)
         model = denoiser
     if encoders:
         put_encoders(denoiser, pipeline, encoders)
