@@ -129,7 +129,11 @@ def test_names_are_those_that_diffusers_reads(settings, count):
         ("a.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.uint8)}, "U8 weights in a single file are not read"),
-        ("a.safetensors", {"double_blocks.0.weight": torch.zeros(2)}, "diffusers does not read it as the transformer of a StableDiffusion3Pipeline"),
+        (
+            "a.safetensors",
+            {"double_blocks.0.weight": torch.zeros(2)},
+            "does not read it as the transformer of a StableDiffusion3Pipeline",
+        ),
     ],
 )
 def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, name, tensors, said):
