@@ -212,7 +212,6 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "latin": ("x.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', {}, "x.jsonl:2: byte 27 (0xe9) is not UTF-8"),
     "utf16": ("x.txt", "words".encode("utf-16"), {}, "x.txt:1: byte 0: the file is UTF-16; save it as UTF-8"),
     "not object": ("x.jsonl", "[1]\n", {}, "x.jsonl:1: a row must be an object with keys, got a list"),
-    "embedding rows": ("x.jsonl", [{"anchor": "a", "positive": "b"}], {}, "x.jsonl:1: anchor and positive are rows of an embedding model"),
     "unknown keys": ("x.jsonl", [{"a": "a", "b": "b"}], {}, "x.jsonl:1: no known format in the keys (a, b): use messages, or prompt"),
     "typo": ("x.jsonl", [{"mesages": []}], {}, "x.jsonl:1: mesages: unknown key, did you mean messages?"),
     "half a pair": ("x.jsonl", [{"prompt": "a"}], {}, "x.jsonl:1: the row has prompt but no completion"),

@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import UsageError
 from ..json_objects import ObjectDecoder, RepeatedKey
-from .progress import Meter
 from .read import Record, decoded_line, ending, first_line, raw_lines, text_lines
 
 MOST = 4 << 30  # bytes of an array's file
@@ -25,22 +24,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
 
 
-def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
     first = first_line(path) if ending(path) == ".json" else ""
     if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
-        yield from _lines(path, name, skip, meter)
+        yield from _lines(path, name, skip)
         return
     before = 0  # the line of the row before
-    for i, record in enumerate(_array(path, name, meter) if first[:1] == "[" else _objects(path, name, meter)):
+    for i, record in enumerate(_array(path, name) if first[:1] == "[" else _objects(path, name)):
         if i >= skip:
             yield replace(record, row=i + 1) if record.line == before else record
         before = record.line
 
 
-def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
+def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
     decoder = ObjectDecoder()
-    for number, offset, raw in raw_lines(path, name, meter):
+    for number, offset, raw in raw_lines(path, name):
         line, wrong = decoded_line(raw, file=name, line=number, offset=offset)
         if not line.strip():
             continue
@@ -88,12 +87,12 @@ def _nearly_json(line: str, at: int) -> str:
 class _Text:
     """A file's text. `at` is where parsing stands in it. Raises UsageError for a file that is too large."""
 
-    def __init__(self, path: Path, name: str, meter: Meter | None) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         if (size := path.stat().st_size) > MOST:
             fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
             raise UsageError(f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a whole", fix=fix)
         self.name, self.at = name, 0
-        self.text = "".join(line for _, line in text_lines(path, name, meter))
+        self.text = "".join(line for _, line in text_lines(path, name))
         self.decoder = ObjectDecoder()
         self._mark, self._line = 0, 1  # a place, and its line
 
@@ -123,8 +122,8 @@ class _Text:
         return _checked(self.name, line, value, source, self.decoder.repeated)
 
 
-def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
-    text = _Text(path, name, meter)
+def _array(path: Path, name: str) -> Iterator[Record]:
+    text = _Text(path, name)
     text.next_character()
     text.at += 1  # past the opening bracket
     if text.next_character() == "]":
@@ -148,9 +147,9 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
             raise UsageError(f"{name}:{line}: broken JSON: a comma before the closing bracket", fix="remove the comma")
 
 
-def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
+def _objects(path: Path, name: str) -> Iterator[Record]:
     """Objects one after another, each over several lines."""
-    text = _Text(path, name, meter)
+    text = _Text(path, name)
     while text.next_character():
         yield text.record()
 
