@@ -85,9 +85,6 @@ ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
     [
         ("x.jsonl", "".join(json.dumps(row) + ",\n" for row in ROWS), "a row has no comma behind it where each line is a row"),
         ("x.jsonl", "".join(f"{row}\n" for row in ROWS), "Python's own notation is no JSON: json.dumps writes it"),
-        ("x.jsonl", "// rows\n" + lines(*ROWS), "broken JSON at column 1: Expecting value; JSON has no comments: remove the line"),
-        ("x.json", "[ // rows\n" + json.dumps(ROWS)[1:], "broken JSON at column 3: Expecting value; JSON has no comments: remove it"),
-        ("x.json", json.dumps(ROWS)[:-1] + ",\n]", "broken JSON: a comma before the closing bracket\nremove the comma"),
         ("x.jsonl", json.dumps(ROWS[0]) + json.dumps(ROWS[1]), "Extra data; each line holds one object"),
         ("x.jsonl", json.dumps(ROWS), "got a list; a file that is one array is named .json"),
         ("x.jsonl", "[\n" + json.dumps(ROWS)[1:], "or objects over several lines, are read from a file named .json"),
@@ -95,7 +92,7 @@ ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
         ("x.csv", "How much?,One\nHow many?,Two\n", "write prompt and completion above the first row if it has none"),
         ("x.csv", "prompt,completion\nq,\u201ca\u201d\n".encode("cp1252"), "iconv -f CP1252 -t UTF-8"),
     ],
-    ids=["commas", "Python", "comment", "comment in array", "last comma", "two in a line", "array", "array on lines", "object on lines",
+    ids=["commas", "Python", "two in a line", "array", "array on lines", "object on lines",
          "no header", "CP1252"],
 )  # fmt: skip
 def test_what_is_nearly_json_or_a_table_is_told_what_to_change(

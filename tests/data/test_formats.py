@@ -102,7 +102,6 @@ def test_columns_rename_and_hide() -> None:
         ({"prompt": [ASK], "completion": "b"}, "x.jsonl:3: prompt and completion must both be text, or both lists"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "x.jsonl:3: messages[0].content[0] must"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}, "x.jsonl:3: messages[0].tool_calls[0]"),
-        ({"messages": [{"role": "assistant", "content": None, "refusal": "No."}]}, "x.jsonl:3: messages[0] has a refusal and no content"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "x.jsonl:3: messages[0]: tool_calls belong to an assistant"),
         ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "x.jsonl:3: messages: the key 'content' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": '[{"type": "a", "type": "b"}]'}, "x.jsonl:3: tools: the key 'type' is given twice"),

@@ -108,7 +108,6 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
             rows = counted(file["rows"], "row") if "rows" in file else "a stream"
-            rows += " of more (limit)" if "more" in file else ""
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]

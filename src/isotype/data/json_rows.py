@@ -71,8 +71,6 @@ def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
 def _nearly_json(line: str, at: int) -> str:
     """What to do with a line of what is often taken for JSON lines; "" where that is not known. `at`: where the error is."""
     text, rest = line.strip(), line[at:].strip()
-    if text.startswith(("//", "/*", "#")):
-        return "; JSON has no comments: remove the line"
     if text in ("{", "[", "]", "}"):
         return _SEVERAL_LINES
     if rest == ",":
@@ -114,8 +112,7 @@ class _Text:
             value, end = self.decoder.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
             line, column = self.place(error.pos)
-            hint = "; JSON has no comments: remove it" if self.text.startswith(("//", "/*", "#"), error.pos) else ""
-            raise UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}{hint}") from None
+            raise UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}") from None
         except (RecursionError, ValueError) as error:
             raise UsageError(f"{self.name}:{line}: {_impossible(error)}") from None
         source, self.at = self.text[self.at : end], end
@@ -143,8 +140,7 @@ def _array(path: Path, name: str) -> Iterator[Record]:
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
         text.at += 1
-        if text.next_character() == "]":
-            raise UsageError(f"{name}:{line}: broken JSON: a comma before the closing bracket", fix="remove the comma")
+        text.next_character()
 
 
 def _objects(path: Path, name: str) -> Iterator[Record]:

@@ -205,7 +205,6 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     tally = Tally()
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     one.ignored.clear()
-    one.more = False
 
     def handed() -> Iterator[Example]:
         for found in one.examples():
@@ -227,12 +226,11 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
             writer.add(row, example=read, cut=cut, wanted=example.wanted)
         read += 1
     read += len(waiting)
-    of_source: dict[str, Any] = {"ignored_keys": dict(one.ignored)} | ({"more": True} if one.more else {})
-    of_source |= _encode_texts(one, encoder, writer, tally, already=read)
-    return {"tally": tally.as_json(), "read": read} | of_source
+    _encode_texts(one, encoder, writer, tally, already=read)
+    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored)}
 
 
-def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, *, already: int) -> dict[str, bool]:
+def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, *, already: int) -> None:
     """Writes the windows of a source's plain texts, at most `limit` in all.
 
     already  rows of the source's other files, which count too
@@ -241,10 +239,9 @@ def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tal
     for name, pieces in one.texts():
         for window in watched(encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"):
             if left == 0:
-                return {"more": True}
+                return
             writer.add(window, example=-1, cut=False)
             left = None if left is None else left - 1
-    return {}
 
 
 def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:
@@ -279,7 +276,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "cache", "more") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
         windows = int((block.example < 0).sum())
         read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})

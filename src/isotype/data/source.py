@@ -24,7 +24,6 @@ class Source:
     only      the one format of which the objective learns
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
-    more      whether `limit` left rows unread, known after reading
     """
 
     spec: SourceSpec
@@ -33,7 +32,6 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    more: bool = False
 
     @property
     def name(self) -> str:

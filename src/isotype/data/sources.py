@@ -152,15 +152,13 @@ class FileSource(Source):
         tables = [(file, form) for file, (form, _) in zip(self.files, self.forms) if not file.is_text]
         for file, form in tables:
             # of several files, those before the first that is wanted are read through: how many rows they have is not known
-            records = file.records(skip=skip if alone else 0)
-            for found in self.checked(records, form):
+            for found in self.checked(file.records(skip=skip if alone else 0), form):
                 if skip and not alone:
                     skip -= 1
                 else:
                     yield found
                 left = None if left is None else left - 1
                 if left == 0:
-                    self.more = file is not tables[-1][0] or _goes_on(records)
                     return
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
@@ -188,18 +186,9 @@ class StdlibSource(Source):
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         from .stdlib import stdlib_pairs
 
-        self.more = self.spec.limit is not None and self.spec.limit < len(stdlib_pairs())
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
-
-
-def _goes_on(records: Iterator[Record]) -> bool:
-    """Whether there is another row; one that breaks the file off is one."""
-    try:
-        return next(records, None) is not None
-    except UsageError:
-        return True
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -276,11 +265,7 @@ def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Pat
         raise UsageError(f"{broken}: a link to {broken.readlink()}, which does not exist", fix="restore that file, or remove the link")
     files = [path for path in found if path.is_file()]
     once = list({path.resolve(): path for path in reversed(files)}.values())[::-1]
-    again = len(files) - len(once)
-    notes = [f"{name}: links lead to {counted(again, 'file')} a second time; each is read once"] if again else []
-    if runs:
-        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
-    return once, notes
+    return once, [f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})"] if runs else []
 
 
 def _some(paths: set[Path], below: Path, most: int = 3) -> list[str]:
@@ -324,15 +309,13 @@ class HubSource(Source):
         try:
             for value in rows:
                 if limit is not None and number >= limit:
-                    self.more = True
                     return
                 number += 1
                 yield Record(self.name, number, without_nulls_inside(value), "row")
         except UsageError:
             raise
         except (OSError, ValueError, OverflowError, datasets.exceptions.DatasetsError) as error:
-            fix = "leave out the column that holds it, or give the Parquet files" if isinstance(error, OverflowError) else None
-            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}", fix=fix) from error
+            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}") from error
 
 
 def _load(source: HubSource) -> Any:
