@@ -55,8 +55,6 @@ ROW = lines({"prompt": "q", "completion": "a"})
             "PAR1\x15\x04".encode("latin-1") + bytes(40),
             "x.jsonl: the file is Parquet, and no text\nmv {x.jsonl} {x.jsonl.parquet}",
         ),
-        ("x.jsonl", ROW.encode("utf-16-le"), "UTF-16 without its mark\niconv -f UTF-16LE -t UTF-8 {x.jsonl} > utf8.jsonl"),
-        ("x.jsonl", ROW.encode("utf-16-be"), "UTF-16 without its mark\niconv -f UTF-16BE -t UTF-8 {x.jsonl} > utf8.jsonl"),
         ("x.jsonl", ROW.encode() + b'{"prompt": "\0q"}\n', "is zero, which is no text: cat {x.jsonl} | tr -d '\\000' > no_zeros.jsonl"),
         (
             "x.jsonl.gz",
@@ -65,7 +63,7 @@ ROW = lines({"prompt": "q", "completion": "a"})
         ),
         ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
     ],
-    ids=["gzip", "zip", "parquet", "utf-16le", "utf-16be", "zero byte", "cut gzip", "no gzip"],
+    ids=["gzip", "zip", "parquet", "zero byte", "cut gzip", "no gzip"],
 )
 def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(
     tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str

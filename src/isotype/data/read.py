@@ -122,12 +122,9 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
             if raw.startswith(mark):
                 raise UsageError(f"{file}: the file is {kind}, and no text", fix=_unpacked(file, named))
         raw = raw.removeprefix(b"\xef\xbb\xbf")
-    if (at := raw.find(b"\0")) >= 0:  # every second byte of English in UTF-16; in JSON it is no character
+    if (at := raw.find(b"\0")) >= 0:
         line += raw.count(b"\n", 0, at)
-        place = f"{file}:{line}: byte {offset + at} is zero"
-        if offset == 0 and (utf16 := _utf16(raw)):
-            raise UsageError(f"{place}: UTF-16 without its mark", fix=_converted(file, utf16))
-        raise UsageError(f"{place}, which is no text", fix=_without_zeros(file))
+        raise UsageError(f"{file}:{line}: byte {offset + at} is zero, which is no text", fix=_without_zeros(file))
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,15 +139,6 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
 def _converted(file: str, encoding: str) -> str:
     """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
-
-
-def _utf16(raw: bytes) -> str | None:
-    """The encoding of bytes of which most in even, or in odd, places are zero, as in UTF-16 of a Latin script."""
-    for first, encoding in ((1, "UTF-16LE"), (0, "UTF-16BE")):
-        places = raw[first:512:2]
-        if 2 * places.count(0) > len(places) > 0:
-            return encoding
-    return None
 
 
 def _unpacked(file: str, named: str) -> str:
@@ -188,7 +176,7 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
     try:
         return decoded(raw, file=file, line=line, offset=offset), None
     except UsageError as error:
-        whole = offset == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or (b"\0" in raw and _utf16(raw) is not None))
+        whole = offset == 0 and raw.startswith((b"\xff\xfe", b"\xfe\xff"))
         if whole or not error.message.startswith(f"{file}:{line}: "):
             raise
         return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"

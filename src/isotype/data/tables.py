@@ -6,7 +6,6 @@ Parquet fills missing keys with nulls at every depth. They are removed, so that 
 from __future__ import annotations
 
 import csv
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -17,8 +16,6 @@ from ..errors import UsageError
 from .read import NoRows, Record, column_name, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
-_SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
-_NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
@@ -40,13 +37,10 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     csv.field_size_limit(_FIELD)
     source = lines()
     first = next(source, "")
-    begins = 1
-    if told := _SEP_LINE.fullmatch(first):
-        first = next(source, "")
-        begins = 2
-    delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
+    delimiter = "\t" if ending(path) == ".tsv" else _delimiter(first)
     rows = csv.reader(chain([first] if first else [], source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
+    begins = 1
     while True:
         cells: list[str] = []
         try:
@@ -67,7 +61,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
                 skip -= 1
             else:
                 # spreadsheets end rows in empty columns
-                row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
+                row = {column: cell for column, cell in zip(header, cells) if column or cell}
                 yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:
