@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
-"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded."""
+WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf")
+"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files mix blocks of several sizes."""
 ON_LOAD = ("fp8", "int8")
 """Those that a base that is not quantised may become when it is loaded, with a scale a channel."""
-READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt and mxfp4"
+READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4 and GGUF files"
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,10 @@ def _mxfp4(found: Mapping[str, Any]) -> Packing:
     return Packing("mxfp4", "mxfp4", _group_words(32), ((1, 32),), 4)
 
 
+def _gguf(found: Mapping[str, Any]) -> Packing:
+    return Packing("gguf", "gguf", f"blocks {', '.join(found['kinds'])}")
+
+
 def _modelopt(found: Mapping[str, Any]) -> Packing:
     algorithm = str(found.get("quant_algo") or (found.get("quantization") or {}).get("quant_algo"))
     if algorithm == "FP8":
@@ -166,5 +170,5 @@ def _block(given: Any) -> tuple[int, int]:
 
 _READERS = {
     "fp8": _fp8, "fbgemm_fp8": _fbgemm, "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4, "modelopt": _modelopt,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": _compressed, "gguf": _gguf,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ...precision.packing import Packing
 from .formats import Layout
+from .ggml import BLOCKS, not_finite
 from .state import PackedState
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -21,7 +22,7 @@ OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "inpu
 """Tensors beside a packed weight that do not belong to it: for activations and caches of a server."""
 PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx",
+    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS,
 ))  # fmt: skip
 """Names that only packed weights have."""
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "SCB", "scales")
@@ -55,6 +56,10 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         return _by_columns(where, parts, packing, shape)
     if "weight_packed" in parts:
         return _packed_rows(where, parts, packing, shape)
+    if kind := next((name for name in parts if name in BLOCKS), None):
+        numbers, size, _ = BLOCKS[kind]
+        _expect(where, parts, kind, (shape[0], shape[1] // numbers * size))
+        return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN)
     if weight.dtype == torch.uint8 and "weight_scale_2" in parts:
@@ -158,9 +163,9 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
     own = {name: tensor.detach() for name, tensor in tensors.items() if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)}
     for name in (*_SCALES, layout.main[0]):
         tensor = tensors.get(name)
-        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8):
+        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml"):
             continue
-        bad = _not_finite(tensor)
+        bad = not_finite(name, tensor) if layout.format == "ggml" else _not_finite(tensor)
         if bool(bad.any()):
             raise UsageError(f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())} such)", fix=AGAIN)
     for name in ("g_idx", "weight_g_idx"):
