@@ -26,7 +26,7 @@ from ..errors import UsageError
 from ..lora.quantised import PackedLinear
 from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
-from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
+from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
 from ..ops.packed.repack import in_rows
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade
@@ -91,7 +91,7 @@ class _Waiting(nn.Module):
         self.register_parameter("bias", like.bias)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
+        return {TORCHAO.get(name, name): p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
 
 
 class _Reader(HfQuantizer):

@@ -20,9 +20,11 @@ from .state import PackedState
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_format")
 """Tensors beside a packed weight that do not belong to it: for activations and caches of a server."""
+TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
+"""The parts of torchao's tensors in its safetensors files, by the names that others have for them."""
 PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS,
+    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO,
 ))  # fmt: skip
 """Names that only packed weights have."""
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "SCB", "scales")
@@ -51,6 +53,7 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
     shape  [O K] as the model's code has it
     Raises  UsageError naming the tensor that is missing or has another shape
     """
+    parts = {TORCHAO.get(name, name): part for name, part in parts.items()}
     weight = parts.get("weight")
     if "qweight" in parts:
         return _by_columns(where, parts, packing, shape)
@@ -180,7 +183,8 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
                 if scale.numel() in (1, rows) and layout.block == (1, layout.shape[1]):
                     own["weight_scale"] = scale.reshape(-1, 1).expand(rows, 1).contiguous()
         if "weight_zero_point" in own:
-            own["weight_zero_point"] = own["weight_zero_point"].reshape(-1, 1).expand_as(own["weight_scale"]).contiguous()
+            zero = own["weight_zero_point"]
+            own["weight_zero_point"] = zero.reshape(*zero.shape[:1], -1).expand_as(own["weight_scale"]).contiguous()
     if layout.format == "packed_rows":
         own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
     return PackedState(layout, word, own)
