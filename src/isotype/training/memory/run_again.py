@@ -76,7 +76,7 @@ class _Call:
         self.function, self.places = function, list[weakref.ref[_Place]]()
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, Tensor)}
         self.rest, self.positions = [None if i in tensors else value for i, value in enumerate(args)], tuple(tensors)
-        self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values()).grad_fn
+        self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values())
         self.devices = list(dict.fromkeys(t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")))
         self.autocast = [_autocast(kind) for kind in dict.fromkeys(("cpu", *(device.type for device in self.devices)))]
         self.random: list[Tensor] | None = _random_states(self.devices)
@@ -100,7 +100,7 @@ class _Call:
 
     def run_again(self) -> None:
         args = list(self.rest)
-        for i, tensor in zip(self.positions, self.inputs.saved_tensors):
+        for i, tensor in zip(self.positions, self.inputs.grad_fn.saved_tensors):
             args[i] = tensor
         count, filled = len(self.places), 0
 
