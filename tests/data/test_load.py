@@ -56,7 +56,7 @@ def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: Si
     assert facts["train"]["supervised_tokens"] == sum(sum(label != IGNORED for label in row.labels) for row in loaded.train)
     assert sum(bar["rows"] for bar in facts["train"]["lengths"]["histogram"]) == 36
     assert facts["tokens"]["end_of_turn"] == {"<|im_end|>": 40}
-    assert facts["template"] == {"source": "tokenizer", "has_generation_block": False, "kwargs": {}}
+    assert facts["template"] == {"source": "tokenizer", "has_generation_block": False, "kwargs": {}, "thoughts": "template"}
     assert facts["notes"] == []
     assert loaded.chat_template == families.of("chatml").chat_template
     json.dumps(facts)

@@ -98,6 +98,9 @@ class DataSection(Section):
     """Replaces the tokenizer's own chat template: a Jinja file, or one of chatml, llama3, gemma, mistral, zephyr."""
     template_kwargs: dict[str, Any] = {}
     """Settings of the chat template (`{enable_thinking: false}`), in training, evaluation, samples and in the template of the result."""
+    thoughts: Literal["template", "last", "all", "none"] = "template"
+    """Thoughts of answers (`<think>...</think>`, `reasoning_content`, `thinking`): `template` leaves them to the chat template,
+    `last` keeps and learns those behind the last question, `all` those of every answer, `none` removes them."""
     limit: PositiveInt | None = None
     """Use only this many rows, from the beginning: for a trial run."""
     shuffle: bool = True

@@ -24,6 +24,7 @@ from ..errors import UsageError
 from .conversations import is_learnt
 from .formats import Example, Message
 from .read import existing_file, read_text
+from .thoughts import CONTENT, END, KEYS, hidden, probes, shown, with_thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,6 @@ DEFAULT_TEMPLATE = """\
 _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
-KEYS = ("reasoning_content", "thinking")  # keys of a turn in which data write thoughts
-_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +157,7 @@ class ChatTemplate:
     text: str
     source: str  # "tokenizer", "default", or the file
     given: Mapping[str, Any] = field(default_factory=dict)  # `data.template_kwargs`, which the text begins with
+    thoughts: str = "template"
 
     def reads(self, key: str) -> bool:
         """Whether the template's text has this key of a turn."""
@@ -173,6 +173,11 @@ class ChatTemplate:
         asked = [{"role": "user", "content": _SENTINEL}]
         return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
 
+    @cached_property
+    def writes_thoughts(self) -> frozenset[tuple[str, bool]]:
+        """Of the places that thoughts have in data, those from which the template writes them."""
+        return frozenset(at for at, turns in probes(_SENTINEL) if self._writes(in_parts(turns) if self.in_parts else turns))
+
     def _writes(self, messages: Sequence[Message]) -> bool:
         try:
             return _SENTINEL in str(self.tokenizer.apply_chat_template(list(messages), chat_template=self.text, tokenize=False))
@@ -181,6 +186,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
         """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
+        if hides := self.thoughts == "all" and END in self.text and (CONTENT, True) not in self.writes_thoughts:
+            messages = hidden(messages)
         try:
             text: str = self.tokenizer.apply_chat_template(
                 in_parts(messages) if self.in_parts else list(messages),
@@ -190,7 +197,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
             )
             text.encode()
-            return text
+            return shown(text) if hides else text
         except UnicodeEncodeError:
             raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text") from None
         except RecursionError:
@@ -200,6 +207,12 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             said = (str(error).splitlines() or [repr(error)])[0].strip("'")
             raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
+
+    def thoughtful(self, messages: Sequence[Message], place: str) -> Sequence[Message]:
+        """The turns with the thoughts that `data.thoughts` keeps."""
+        if self.thoughts == "template":
+            return messages
+        return with_thoughts(messages, self.thoughts, writes=self.writes_thoughts, tags=END in self.text, place=place)
 
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
@@ -260,12 +273,15 @@ class ChatTemplate:
         return Span(start, len(ending) if closed else end, closed)
 
 
-def chat_template(tokenizer: Any, file: str | None, given: Mapping[str, Any] | None = None) -> ChatTemplate:
+def chat_template(
+    tokenizer: Any, file: str | None, given: Mapping[str, Any] | None = None, *, thoughts: str = "template"
+) -> ChatTemplate:  # fmt: skip
     """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default.
 
-    given  `data.template_kwargs`: defaults that the template's text begins with, so that a saved tokenizer has them too
+    given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved tokenizer has them too
+    thoughts  `data.thoughts`
     """
-    found = _chosen(tokenizer, file)
+    found = replace(_chosen(tokenizer, file), thoughts=thoughts)
     return _with_defaults(found, given) if given else found
 
 
@@ -316,12 +332,6 @@ def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
         )
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")
-
-
-def learns_empty_thoughts(text: str, learnt: Sequence[Span]) -> bool:
-    """Whether what is learnt has the end of empty thoughts, whose beginning may be in the prompt."""
-    ends = [found.end() for found in _EMPTY_THOUGHTS.finditer(text)]
-    return any(span.start <= end - len("</think>") and end <= span.end for span in learnt for end in ends)
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:

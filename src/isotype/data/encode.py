@@ -18,11 +18,12 @@ from typing import Any
 
 from ..errors import UsageError
 from .bad_rows import EMPTY, BadRow, BadRows, RowError
-from .chat import ChatTemplate, Span, learns_empty_thoughts
+from .chat import ChatTemplate, Span
 from .conversations import IN_TEXT
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
+from .thoughts import DOUBLED, learns_empty
 
 BATCH = 256  # texts handed to the tokenizer at once
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
@@ -169,6 +170,7 @@ class Encoder:
         messages = as_messages(example) if self.template is not None else None
         if messages is not None:
             assert self.template is not None
+            messages = tuple(self.template.thoughtful(messages, example.place))
             chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
             if example.pictures and self.pictures is None:
                 raise RowError(f"{example.place}: the row has pictures, and {self.no_pictures}")
@@ -178,13 +180,17 @@ class Encoder:
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
                 left_out = self.template.left_out(messages, example.tools, text, example.place)
+                if self.template.thoughts in ("last", "all") and (left_out.reasoning or DOUBLED.search(text)):
+                    raise RowError(
+                        f"{example.place}: the chat template does not write thoughts as data.thoughts: {self.template.thoughts} keeps them"
+                    )
                 tally.turns_unseen.update(left_out.roles)
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools
                 tally.reasoning_unseen += left_out.reasoning
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             if tally is not None:
-                tally.empty_thoughts += learns_empty_thoughts(text, spans)
+                tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
             found = Rendered(example.place, text, spans, literal=False)
             return found if not example.pictures else self.with_pictures(found, example.pictures, example.folder)
         if example.messages is not None:

@@ -99,7 +99,8 @@ def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     template = encoder.template
     if template is None:
         return None
-    return {"source": template.source, "has_generation_block": template.has_generation_block, "kwargs": dict(template.given)}
+    of_template = {"source": template.source, "has_generation_block": template.has_generation_block}
+    return of_template | {"kwargs": dict(template.given), "thoughts": template.thoughts}
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:

@@ -135,9 +135,10 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source], pi
     wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template
     if data.chat_template is not None and not wanted:
         raise UsageError("data.chat_template has no effect: no row is a chat")
-    if data.template_kwargs and not wanted:
-        raise UsageError("data.template_kwargs has no effect: no row is rendered by a chat template", fix="leave it out")
-    template = chat_template(tokenizer, data.chat_template, data.template_kwargs) if wanted else None
+    for key in () if wanted else ("template_kwargs", "thoughts"):
+        if getattr(data, key) != DataSection.model_fields[key].default:
+            raise UsageError(f"data.{key} has no effect: no row is rendered by a chat template", fix="leave it out")
+    template = chat_template(tokenizer, data.chat_template, data.template_kwargs, thoughts=data.thoughts) if wanted else None
     return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template, pictures=pictures)
 
 
@@ -163,7 +164,7 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
     return entry_key(
         {
             "content": one.identity(), "formats": one.forms and [form for form, _ in one.forms], "columns": dict(spec.columns or {}),
-            "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and template.text,
+            "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and (template.text, template.thoughts),
             "max_length": encoder.max_length, "loss_on": encoder.loss_on, "needs_answer": one.needs_answer,
             "pictures": encoder.pictures and encoder.pictures.settings(),
         }

@@ -1,4 +1,4 @@
-"""Settings of a chat template, with one that treats thoughts as Qwen3's does."""
+"""Settings of a chat template, and which thoughts of a conversation are learnt, with a template that treats thoughts as Qwen3's does."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ QWEN3 = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
+# writes contents as they are, and the key of thoughts nowhere
+PLAIN = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+PLAIN += "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+# leaves thoughts out everywhere, as DeepSeek-R1's does
+NEVER = PLAIN.replace("m.content +", "m.content.split('</think>')[-1].lstrip() +")
 
 
 def turns(*answers: dict[str, str]) -> dict[str, Any]:
@@ -44,9 +49,10 @@ def turns(*answers: dict[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+IN_CONTENT = turns({"content": "<think>\nhm\n</think>\n\none"}, {"content": "<think>\nso\n</think>\n\ntwo"})
 BESIDE = turns({"content": "one", "reasoning_content": "hm"}, {"content": "two", "reasoning_content": "so"})
 PLAIN_ANSWERS = turns({"content": "one"}, {"content": "two"})
-NOTHING = "<think>\n\n</think>\n\n"
+HM, SO, NOTHING = ("<think>\n" + thought + "\n</think>\n\n" for thought in ("hm", "so", ""))
 
 
 @pytest.fixture
@@ -63,9 +69,40 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
     return load
 
 
+@pytest.mark.parametrize("rows", [IN_CONTENT, BESIDE], ids=["in the content", "in a key"])
+@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
+@pytest.mark.parametrize(
+    ("thoughts", "first", "second"), [("last", "", SO), ("all", HM, SO), ("none", "", "")], ids=["last", "all", "none"]
+)  # fmt: skip
+def test_which_thoughts_are_learnt(load: Any, template: str, rows: dict[str, Any], thoughts: str, first: str, second: str) -> None:
+    loaded, learnt = load(template, rows, thoughts=thoughts)
+    if not second and template is QWEN3:
+        second = NOTHING  # the template's own
+    assert learnt == f"{first}one<|im_end|>{second}two<|im_end|>"
+    assert loaded.facts["template"]["thoughts"] == thoughts
+    assert not [note for note in loaded.facts["notes"] if "reasoning" in note]
+
+
+@pytest.mark.parametrize("thoughts", ["last", "all", "none"])
+@pytest.mark.parametrize("template", [QWEN3, PLAIN], ids=["Qwen3's", "a plain one"])
+def test_rows_without_thoughts_stay_as_they_are(load: Any, template: str, thoughts: str) -> None:
+    usual, chosen = (load(template, PLAIN_ANSWERS, **section)[0] for section in ({}, {"thoughts": thoughts}))
+    assert list(usual.train) == list(chosen.train)
+
+
 def test_thoughts_are_learnt_where_the_prompt_ends_in_empty_ones(load: Any) -> None:
     _, learnt = load(QWEN3, BESIDE, template_kwargs={"enable_thinking": False})
     assert learnt == "one<|im_end|>so\n</think>\n\ntwo<|im_end|>"  # the tag and its line end are those of the prompt
+
+
+def test_thoughts_that_no_setting_can_keep_or_remove_are_bad_rows(load: Any) -> None:
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template does not write thoughts as data.thoughts: last keeps them"):
+        load(NEVER, IN_CONTENT, thoughts="last")
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: messages\[1\].content has <think> or </think> without the other one"):
+        load(PLAIN, turns({"content": "hm</think>one"}), thoughts="none")
+    loaded, learnt = load(PLAIN, turns({"content": "<think>hm</think>"}), turns({"content": "one"}), thoughts="none")
+    assert learnt == "one<|im_end|>"
+    assert loaded.facts["train"]["dropped"][0]["why"] == "the answer is empty"
 
 
 def test_a_setting_reaches_rows_prompts_and_the_template_of_the_result(load: Any, families: SimpleNamespace) -> None:
@@ -100,5 +137,6 @@ def test_settings_without_effect_are_refused(load: Any) -> None:
     for name in ("messages", "eos_token", "add_generation_prompt"):
         with pytest.raises(UsageError, match=f"data.template_kwargs.{name}: "):
             load(QWEN3, PLAIN_ANSWERS, template_kwargs={name: "a"})
-    with pytest.raises(UsageError, match=r"data.template_kwargs has no effect"):
-        load(QWEN3, {"text": "some text"}, template_kwargs={"enable_thinking": False})
+    for section in ({"thoughts": "none"}, {"template_kwargs": {"enable_thinking": False}}):
+        with pytest.raises(UsageError, match=f"data.{next(iter(section))} has no effect"):
+            load(QWEN3, {"text": "some text"}, **section)
