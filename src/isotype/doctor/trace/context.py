@@ -135,7 +135,6 @@ class Context(Protocol):
     updates: Any
     autocast: Any
     parameters: Any
-    sums: Any
     defaults: Any
 
     @property
