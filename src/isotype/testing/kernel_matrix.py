@@ -44,7 +44,7 @@ def compile_matrix(
     if is_kernel(function):
         from ..doctor.kernels import check
 
-        findings = check(function, targets=targets, binary=binary)
+        findings = check(function, targets=targets, binary=binary).findings
     else:
         findings = []
         for arguments in several(inputs):

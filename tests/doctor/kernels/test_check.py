@@ -68,7 +68,7 @@ def loud(findings: list[Finding]) -> list[Finding]:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_fault_is_found_named_and_explained(case: Case) -> None:
     values = case.constexprs
-    found = loud(check(getattr(kernels, case.name), case.signatures, values))
+    found = loud(check(getattr(kernels, case.name), case.signatures, values).findings)
     assert [f.code for f in found] == [case.code], [f.render() for f in found]
     finding = found[0]
     assert finding.severity == case.severity
@@ -88,12 +88,12 @@ def test_the_repaired_form_is_quiet(case: Case) -> None:
     for name in ("BLOCK", "D"):
         if any(s.get(name) == "constexpr" for s in signatures.values()):
             values[name] = 64 if name == "BLOCK" else 32
-    found = loud(check(getattr(kernels, f"{case.name}_fixed"), signatures, values))
+    found = loud(check(getattr(kernels, f"{case.name}_fixed"), signatures, values).findings)
     assert not found, [f.render() for f in found]
 
 
 def test_a_block_through_one_pointer_is_no_matter_of_dtypes() -> None:
-    assert {f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64})} == {"KN009"}
+    assert {f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64}).findings} == {"KN009"}
 
 
 BINARY = [  # kernel, code, signature, constexprs, target, and constexprs and a target for which it is quiet
@@ -107,10 +107,10 @@ BINARY = [  # kernel, code, signature, constexprs, target, and constexprs and a 
 @pytest.mark.parametrize(("name", "code", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
 def test_machine_code(name, code, types, values, target, fine, there, capfd) -> None:
     kernel = getattr(kernels, name)
-    (found,) = check(kernel, [types], values, [target], binary=True)
+    (found,) = check(kernel, [types], values, [target], binary=True).findings
     assert found.code == code, found.render()
     assert found.severity > Severity.NOTE
     assert found.cause
     assert target in found.render()
-    assert not check(kernel, [types], fine, [there], binary=True)
+    assert not check(kernel, [types], fine, [there], binary=True).findings
     assert capfd.readouterr().out == ""

@@ -575,25 +575,6 @@ def a_copy_evaluated_in_bf16(broken):
     model(x_of(torch.float32)).sum().backward()
 
 
-def saved_in_bf16_in_place(broken):
-    """No forward lies between the cast down and the cast back, and the weights are trained."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(6):
-        loss = model(x_of(torch.float32)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if broken:
-            for p in model.parameters():
-                p.data = p.data.bfloat16()
-            for p in model.parameters():
-                p.data = p.data.float()
-        else:
-            {name: value.bfloat16() for name, value in model.state_dict().items()}
-
-
 def compensated_summation(broken):
     """Kahan: what an addition to a bf16 weight loses stays in the tensor that was added."""
     torch.manual_seed(0)

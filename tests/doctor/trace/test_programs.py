@@ -51,7 +51,6 @@ FAULTS = {
     "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
     "timestep_in_the_models_dtype": ("TR015", ("999", "bf16", ".to()"), ("fp32",)),
-    "saved_in_bf16_in_place": ("TR011", ("bf16", "weight", "p.data.bfloat16()"), ("state_dict",)),
     "compensated_summation": ("TR012", ("weight", "bf16", "rounding"), ("Kahan",)),
     "activations_rounded_without_a_gradient": ("TR025", ("1 frozen layer: 1.base", "no_grad"), ("dequantize=True", "isotype train")),
     "activations_rounded_by_a_flat_operator": ("TR025", ("1.base", "derivative is zero"), ("weight-only",)),

@@ -81,8 +81,8 @@ def check(
     targets: Sequence[str | int] = (DEFAULT,),
     *,
     binary: bool = False,
-) -> list[Finding]:
-    """Compiles `kernel` for its dtype matrix and says what fails, worst first in `findings`' severities.
+) -> Report:
+    """Compiles `kernel` for its dtype matrix and says what fails.
 
     kernel      a `@triton.jit` function, autotuned or with heuristics or not
     signatures  label -> {parameter: "*bf16", "i32", "fp32"}, or a list of them; inferred from the source when left out
@@ -91,18 +91,6 @@ def check(
     binary      also to machine code: registers, spills and shared memory (seconds a target)
     Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing or unknown
     """
-    return check_kernel(kernel, signatures, constexprs, targets, binary=binary).findings
-
-
-def check_kernel(
-    kernel: Any,
-    signatures: Signatures | None = None,
-    constexprs: Mapping[str, Any] | None = None,
-    targets: Sequence[str | int] = (DEFAULT,),
-    *,
-    binary: bool = False,
-) -> Report:
-    """`check` with counts."""
     from .infer import inferred_combinations
     from .signature import unwrap
 

@@ -193,9 +193,6 @@ class Watcher:
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """A tensor was cast: by the program, by autocast, or by autograd (`origin.kind`)."""
 
-    def data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """The program is about to run `tensor.data = value`."""
-
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
@@ -207,7 +204,7 @@ class Watcher:
         return []
 
 
-EVENTS = ("root_called", "forward_begins", "entered", "left", "promoted", "cast", "data_set", "stepping", "stepped")
+EVENTS = ("root_called", "forward_begins", "entered", "left", "promoted", "cast", "stepping", "stepped")
 
 
 class Subscriptions:
@@ -218,7 +215,7 @@ class Subscriptions:
             return [getattr(watcher, event) for watcher in watchers if getattr(type(watcher), event) is not getattr(Watcher, event)]
 
         self.root_called, self.forward_begins, self.entered, self.left, *others = map(wanted, EVENTS)
-        self.promoted, self.cast, self.data_set, self.stepping, self.stepped = others
+        self.promoted, self.cast, self.stepping, self.stepped = others
         self._ops: dict[str, list[tuple[Before, After | None]]] = {}
         for watcher in watchers:
             for name, given in watcher.before_ops().items():
