@@ -266,7 +266,6 @@ def kernels(
     ] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
-    notes: Annotated[bool, typer.Option("--notes", help="Also print notes in full.")] = False,
 ) -> None:
     """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 
@@ -295,12 +294,12 @@ def kernels(
     subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
     shown = report.findings
     if not json_output:
-        hidden = [] if notes else [f for f in shown if f.severity == Severity.NOTE]
+        hidden = [f for f in shown if f.severity == Severity.NOTE]
         shown = [f for f in shown if f not in hidden]
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
-            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--notes)"
+            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
     status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

@@ -243,7 +243,6 @@ CASES: dict[str, Case] = {
     "AX012": Case("CF076", ax(adapter="lora", fp8=True, bf16=True), ax(adapter="lora", fp8=True, bf16=True, torch_compile=True)),
     "AX012 gather": Case("CF076", ax(adapter="lora", fp8=True, torch_compile=True, fp8_enable_fsdp_float8_all_gather=True), ax(adapter="lora", fp8=True, torch_compile=True, fp8_enable_fsdp_float8_all_gather=True, fsdp_version=2)),
     "AX015": Case("CF077", ax(rl="dpo", adapter="qlora", load_in_4bit=True, bf16=True, fsdp_version=2), ax(rl="dpo", adapter="qlora", load_in_4bit=True, bf16=True)),
-    "AX016": Case("CF078", y("a.yaml", base_model="Qwen/qwen2_moe", micro_batch_size=1, sequence_len=8, adapter="qlora", load_in_4bit=True, bf16=True, bnb_config_kwargs={"bnb_4bit_quant_storage": "bfloat16"}), y("a.yaml", base_model="Qwen/qwen2_moe", micro_batch_size=1, sequence_len=8, adapter="qlora", load_in_4bit=True, bf16=True), note=True),
     # LLaMA-Factory
     "LF001": Case("CF080", lf(pure_bf16=True, finetuning_type="full", deepspeed="examples/deepspeed/ds_z3_config.json"), lf(bf16=True, finetuning_type="full", deepspeed="examples/deepspeed/ds_z3_config.json")),
     "LF002": Case("CF007", lf(pure_bf16=True, finetuning_type="full"), lf(fp16=True, finetuning_type="full"), device="t4"),

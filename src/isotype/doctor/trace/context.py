@@ -216,23 +216,12 @@ class Subscriptions:
 
         self.root_called, self.forward_begins, self.entered, self.left, *others = map(wanted, EVENTS)
         self.promoted, self.cast, self.stepping, self.stepped = others
-        self._ops: dict[str, list[tuple[Before, After | None]]] = {}
+        self._ops: dict[str, tuple[Before, After | None]] = {}
         for watcher in watchers:
             for name, given in watcher.before_ops().items():
-                self._ops.setdefault(name, []).append(given if isinstance(given, tuple) else (given, None))
+                assert name not in self._ops, f"two watchers before {name}"
+                self._ops[name] = given if isinstance(given, tuple) else (given, None)
 
     def of_op(self, name: str) -> tuple[Before | None, After | None]:
         """What is called before an op of this name, and after it; None for most ops."""
-        wanted = self._ops.get(name, [])
-        if len(wanted) < 2:
-            return wanted[0] if wanted else (None, None)
-
-        def before(op: Operator, args: tuple, kwargs: dict | None) -> list[tuple[After, Any]] | None:
-            told = [(after, one(op, args, kwargs)) for one, after in wanted]
-            return [(after, token) for after, token in told if after is not None and token is not None] or None
-
-        def after_all(told: list[tuple[After, Any]]) -> None:
-            for after, token in told:
-                after(token)
-
-        return before, after_all
+        return self._ops.get(name, (None, None))
