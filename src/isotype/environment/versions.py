@@ -170,14 +170,6 @@ KNOWN_FAULTS = (
         fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
         applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
     ),
-    KnownFault(
-        package="transformers",
-        versions=">=5.0",
-        severity=Severity.NOTE,
-        message="Trainer(bf16=True) trains the weights in the checkpoint's own dtype, often pure bf16",
-        cause="from_pretrained keeps the checkpoint's dtype since 5.0; at learning rate 2e-5 about 5% of bf16 weights ever change",
-        fix="isotype train is not concerned; with HF Trainer load with dtype=torch.float32",
-    ),
 )
 
 

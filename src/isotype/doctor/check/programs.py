@@ -101,7 +101,6 @@ def from_python(text: str, shown: str) -> list[Document]:
                 into.attributes.setdefault("unknown", set()).add(prefix + key)
 
     code = Document("code", shown)
-    accelerators: list[python_calls.Call] = []
     lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
     calls = python_calls.read(text)
     quantisations = {repr({k: v for k, (v, _) in call.arguments.items()}) for call in calls if call.name == "BitsAndBytesConfig"}
@@ -134,7 +133,6 @@ def from_python(text: str, shown: str) -> list[Document]:
             copy(call, made)
             made.add("called", call.name, call.line)
         elif call.name == "Accelerator":
-            accelerators.append(call)
             copy(call, document("accelerate"))
         elif call.name in ("FullyShardedDataParallelPlugin", "FSDPStrategy"):
             made = document("fsdp")
@@ -162,10 +160,6 @@ def from_python(text: str, shown: str) -> list[Document]:
     for made, name in ambiguous:
         made.settings.pop(name, None)
         made.attributes.setdefault("unknown", set()).add(name)
-    modes = {repr(c.arguments["mixed_precision"][0]): c for c in accelerators if "mixed_precision" in c.arguments}
-    if len(modes) > 1:
-        for index, call in enumerate(modes.values()):
-            code.add(f"accelerators.{index}", call.arguments["mixed_precision"][0], call.line, written="Accelerator(mixed_precision=)")
     if code.settings:
         documents.append(code)
     return documents
