@@ -49,20 +49,6 @@ def alibi_slopes(broken):
     model(x_of(), bias=bias if broken else bias.to(bf16))
 
 
-def prefix_mask_from_ones(broken):
-    model = Attention().to(bf16)
-    mask = torch.ones(6, 6, dtype=None if broken else bf16)
-    model(x_of(), bias=(1.0 - mask.tril()) * -1e4)
-
-
-def scale_from_numpy(broken):
-    import numpy as np
-
-    model = Attention().to(bf16)
-    scale = torch.from_numpy(np.full((1,), 0.25, dtype=np.float32)) if broken else 0.25
-    model(x_of(), scale=scale)
-
-
 class XPos(nn.Module):
     def __init__(self, d: int, keep: bool) -> None:
         super().__init__()
@@ -130,37 +116,6 @@ def image_features_into_embeddings(broken):
     model = Multimodal().to(bf16)
     model.post_norm.float()
     model(torch.tensor([[1, 7, 7, 2]]), torch.randn(2, 4, dtype=bf16))
-
-
-def sampling_outside_autocast(broken):
-    class Policy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8)
-
-        def forward(self, x):
-            return self.head(self.norm(x.to(self.norm.weight.dtype)))
-
-        def generate(self, x):
-            return self(x).argmax(-1)
-
-    model = Policy().to(bf16)
-    model.norm.float()
-    with torch.autocast("cpu", bf16):
-        model(x_of()).float().sum().backward()
-    if broken:
-        model.generate(x_of())
-    else:
-        with torch.autocast("cpu", bf16):
-            model.generate(x_of())
-
-
-def addmm_out_buffer(broken):
-    w = nn.Parameter(torch.randn(16, 16))
-    with torch.autocast("cpu", bf16), torch.no_grad():
-        h = x_of(bf16)[0] @ w
-        out = torch.zeros(6, 16, dtype=torch.float32 if broken else bf16)
-        out.addmm_(h, w if broken else w.to(bf16))
 
 
 def fused_adamw_gradient_dtype(broken):
@@ -258,24 +213,6 @@ def fill_value_of_another_dtype(broken):
     scores.masked_fill(scores > 0, torch.finfo(torch.float32 if broken else scores.dtype).min)
 
 
-def prefix_cache_concatenated(broken):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-            self.register_buffer("cache_k", torch.zeros(1, 1, 4, 16), persistent=False)
-            self.register_buffer("cache_v", torch.zeros(1, 1, 4, 16), persistent=False)
-
-        def forward(self, x):
-            q, k, v = (t[:, None] for t in self.qkv(x).chunk(3, -1))
-            ck, cv = (self.cache_k, self.cache_v) if broken else (self.cache_k.to(k.dtype), self.cache_v.to(v.dtype))
-            return F.scaled_dot_product_attention(q, torch.cat([ck, k], 2), torch.cat([cv, v], 2))
-
-    layer = Layer()
-    layer.qkv.to(bf16)
-    layer(x_of())
-
-
 def validation_leaves_fp16_for_the_scaler(broken):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -316,17 +253,6 @@ def feed_forward_overflows_fp16(broken):
     model = nn.Sequential(first, FeedForward()).to(dtype)
     with torch.no_grad():
         model(x_of(dtype).abs())
-
-
-def averaged_model_in_bf16(broken):
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model = nn.Linear(16, 16)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9995)).to(bf16 if broken else torch.float32)
-    for _ in range(12):
-        with torch.no_grad():
-            model.weight.mul_(1.01)
-        average.update_parameters(copy.deepcopy(model).to(average.module.weight.dtype))
 
 
 def loader_returns_early_in_bf16(broken):
@@ -520,22 +446,6 @@ def validation_casts_the_live_model(broken):
     train()
 
 
-def residual_promoted_under_autocast(broken):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-        def forward(self, x, table):
-            h = self.up(x)
-            h = h * (table if broken else table.to(h.dtype))
-            return self.down(h)
-
-    model = Net().to(bf16)
-    with torch.autocast("cpu", bf16):
-        model(x_of(), torch.rand(6, 32))
-
-
 def double_from_numpy(broken):
     import numpy as np
 
@@ -557,83 +467,12 @@ def scale_in_python_is_fine(broken):
     model(x_of(), scale=1 / math.sqrt(8))
 
 
-# ---- silent: what is small is lost a little at a time
-def gradients_accumulated_in_bf16(broken):
-    model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    torch.manual_seed(0)
-    for _ in range(128):
-        x = torch.randn(2, 16).abs().to(model.weight.dtype)
-        (model(x).float().square().mean() / 128).backward()
-    optimizer.step()
-
-
-def metric_summed_in_bf16(broken):
-    model, total = nn.Linear(16, 1).to(bf16), torch.zeros((), dtype=bf16 if broken else torch.float32)
-    with torch.no_grad():
-        for n in range(80):
-            total += 0.3 + 0.01 * model(x_of(n=2)).float().abs().mean().to(total.dtype) + n / 10_000
-    return total / 80
-
-
-def residual_stream_in_place(broken):
-    """Right in both forms: many additions in one forward are no accumulator."""
-
-    class Stack(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(24))
-
-        def forward(self, x):
-            x = x.clone()
-            for layer in self.layers:
-                x += layer(x)
-            return x
-
-    model = Stack().to(bf16)
-    with torch.no_grad():
-        for _ in range(3):
-            model(x_of())
-
-
-def build_in_bf16():
-    torch.set_default_dtype(bf16)
-    return nn.Linear(16, 16)
-
-
-def builder_never_restores(broken):
-    model = build_in_bf16() if broken else nn.Linear(16, 16).to(bf16)
-    with torch.no_grad():
-        model(torch.ones(2, 16, dtype=bf16))
-        return torch.linspace(0, 1, 5) * 3
-
-
 def timestep_in_the_models_dtype(broken):
     t = torch.tensor([999.0, 501.0, 337.0])
     t = t.to(bf16) if broken else t
     angle = t[:, None].float() * torch.exp(-torch.arange(8) / 2)
     with torch.no_grad():
         nn.Linear(16, 16).to(bf16)(torch.cat([angle.sin(), angle.cos()], -1).to(bf16))
-
-
-def log_probs_gathered_in_bf16(broken):
-    """A preference loss of its own: each token's log-probability is rounded to bf16 before the sum."""
-    torch.manual_seed(0)
-    head = nn.Linear(32, 500, bias=False).to(bf16)
-    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
-    labels = torch.arange(400).view(2, 200, 1)
-    logits = logits if broken else logits.float()
-    (-logits.log_softmax(-1).gather(-1, labels).squeeze(-1).sum(-1)).diff().sigmoid().log().sum().backward()
-
-
-def logits_gathered_in_bf16(broken):
-    """Right: what is gathered is a logit, and the logsumexp beside it is in fp32; a softmax in bf16 elsewhere has the same shape."""
-    torch.manual_seed(0)
-    head = nn.Linear(32, 500, bias=False).to(bf16)
-    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
-    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    picked = logits.gather(-1, torch.arange(400).view(2, 200, 1)).squeeze(-1).float()
-    ((picked - logits.float().logsumexp(-1)).sum() + entropy.float().sum()).backward()
 
 
 def a_copy_evaluated_in_bf16(broken):
@@ -644,25 +483,6 @@ def a_copy_evaluated_in_bf16(broken):
         copied(x_of())
     copied.to(torch.float32)
     model(x_of(torch.float32)).sum().backward()
-
-
-def saved_in_bf16_in_place(broken):
-    """No forward lies between the cast down and the cast back, and the weights are trained."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(6):
-        loss = model(x_of(torch.float32)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if broken:
-            for p in model.parameters():
-                p.data = p.data.bfloat16()
-            for p in model.parameters():
-                p.data = p.data.float()
-        else:
-            {name: value.bfloat16() for name, value in model.state_dict().items()}
 
 
 def compensated_summation(broken):
@@ -740,21 +560,3 @@ def activations_rounded_without_a_gradient(broken):
 
 def activations_rounded_by_a_flat_operator(broken):
     adapters_on("round" if broken else "straight through")
-
-
-def quantised_model_in_bf16(broken):
-    class Quantised(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = type("Config", (), {"quantization_config": {"quant_method": "compressed-tensors"}})()
-            self.layers = nn.Sequential(Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, 16)))
-
-        def forward(self, x):
-            return self.layers(x)
-
-    model = Quantised().to(bf16)
-    for layer in model.layers:
-        if not broken:
-            layer.base.weight = nn.Parameter(layer.base.weight.to(torch.float8_e4m3fn), requires_grad=False)
-            layer.base.forward = lambda x, base=layer.base: F.linear(x, base.weight.to(x.dtype), base.bias)
-    model(x_of()).float().pow(2).mean().backward()
