@@ -127,7 +127,7 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
     said = record["not watched"]
     assert any("other steps than these: " + ", ".join(map(str, record["observed_at"])) in what for what in said)
     assert any(what.startswith("evaluations, but for one batch") for what in said)
-    page = write_report(tmp_path / "run").page.read_text()
+    page = write_report(tmp_path / "run").read_text()
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
 
 

@@ -289,7 +289,7 @@ def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
     assert (read(tmp_path / "run", "result")["status"], read(tmp_path / "run", "result")["points"]) == ("done", 160)
     assert read(tmp_path / "run", "precision")["violations"] == []
     assert read(tmp_path / "run", "plan")["task"] == "toy"
-    assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
+    assert "sin(1.0)" in write_report(tmp_path / "run").read_text()
 
 
 # --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.

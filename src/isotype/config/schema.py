@@ -458,7 +458,7 @@ class RunSection(Section):
     observe_every: PositiveInt = 100
     """Steps between observations of every dtype (step 1 is always observed)."""
     report: bool = True
-    """Write report.html and report.png."""
+    """Write report.html."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
     push_to_hub: str | None = None

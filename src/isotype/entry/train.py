@@ -210,7 +210,7 @@ def _set_keys(section: Section) -> dict[str, Any]:
 
 
 class Run:
-    """A finished or unfinished run. Each access reads the files again. A notebook displays it as the picture of its report.
+    """A finished or unfinished run. Each access reads the files again.
 
     Raises  UsageError when the folder holds nothing of a run
     """
@@ -301,16 +301,10 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """report.html, made anew; report.png lies beside it."""
+        """report.html, made anew."""
         from ..report import write_report
 
-        return write_report(self.folder).page
-
-    def _repr_png_(self) -> bytes | None:
-        from ..report import write_report
-
-        drawn = write_report(self.folder).picture
-        return drawn.read_bytes() if drawn is not None else None
+        return write_report(self.folder)
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # set by `train.deterministic`

@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from ..wording import counted
 from .plots import Guide, Plot, Point, Series, thinned
 from .words import plain
 
@@ -32,33 +31,7 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
         *(p for s in plot.series for p in frame.series(s)),
         *(frame.guide(g) for g in shown),
     ]
-    return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.described())
-
-
-def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 460, height: int = 190) -> Markup:
-    """Rows by length: a bar for each (longest, rows), its edge named where there is room, and what both axes count."""
-    if not any(rows for _, rows in bars):
-        return Markup("")
-    top, bottom, step, most = 34, height - 40, width / len(bars), max(rows for _, rows in bars)
-    every = math.ceil(len(bars) / 8)
-    parts = []
-    for i, (edge, rows) in enumerate(bars):
-        size = (bottom - top) * rows / most
-        x, w = (i + 0.1) * step, step * 0.8
-        below = f"{bars[i - 1][0] + 1:,} to" if i else "up to"
-        hint = f"<title>{counted(rows, 'row')} of {below} {edge:,} tokens</title>"
-        bar = f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{size:.1f}" rx="2"/>' if rows else ""
-        hit = f'<rect class="hit" x="{i * step:.1f}" y="0" width="{step:.1f}" height="{height}"/>'
-        parts.append(f'<g class="column">{hint}{hit}{bar}</g>')
-        middle = x + w / 2
-        if rows and (len(bars) <= 8 or rows == most):
-            parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{rows:,}</text>')
-        if i % every == every - 1 or len(bars) <= 8:
-            parts.append(f'<text class="tick" x="{middle:.1f}" y="{bottom + 15}" text-anchor="middle">≤{edge:,}</text>')
-    parts.append('<text class="tick" x="0" y="11">rows</text>')
-    parts.append(f'<text class="tick" x="{width / 2:.1f}" y="{height - 6}" text-anchor="middle">tokens in a row</text>')
-    parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"/>')
-    return _svg(parts, width, height, f"{label}: " + ", ".join(f"{rows:,} up to {edge:,} tokens" for edge, rows in bars if rows))
+    return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.title)
 
 
 class _Frame:

@@ -11,21 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.keys import default, keys
-from ..config.load import recipe
 from ..config.sources import short_names
-from ..config.yaml_text import write_value
-from ..precision.precision import PRESETS
 from ..wording import counted
-from .chart import length_chart, line_chart
-from .plots import MANY, length_bars, loss_plot, plots, smoothed
+from .chart import line_chart
+from .plots import MANY, loss_plot, plots, smoothed
 from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller, spread
 from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
 _MOODS = {"done": "good", "running": "busy", "failed": "bad", "interrupted": "warn", "stopped": "warn"}
 _WORDS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
-MOST_EVENTS = 50
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class Tile:
 def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
-    small = plots(record)
     shown = samples(record)
     pictures = any(one["picture"] for sample in shown for one in sample["answers"])
     return {
@@ -50,8 +44,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "subtitle": subtitle(record),
         "tiles": tiles(record),
         "loss": (loss, line_chart(loss, width=960, height=300)) if loss else None,
-        "figures": [(plot, line_chart(plot)) for plot in small if plot.constant is None],
-        "constants": [(plot.title, plot.constant, plot.note) for plot in small if plot.constant is not None],
+        "figures": [(plot, line_chart(plot)) for plot in plots(record)],
         "precision": precision(record),
         "preflight": preflight(record),
         "samples": shown,
@@ -63,13 +56,10 @@ def page(record: RunRecord) -> dict[str, Any]:
         "data": data(record),
         "examples": examples(record),
         "use": use(record),
-        "differences": differences(record) if record.settings else None,
-        "preset": record.setting("precision", "preset"),
-        "environment": environment(record),
+        "environment": json.dumps(record.environment, indent=1) if record.environment else "",
         "settings": record.settings_text,
         "changes": record.changes,
         "damaged": record.damaged,
-        "events": [row for row in record.metrics if row.get("event") not in (None, "evaluation")][:MOST_EVENTS],
     }
 
 
@@ -194,37 +184,11 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
     return {"steps": steps, "rows": rows}
 
 
-def environment(record: RunRecord) -> list[tuple[str, str]]:
-    """The facts that answer most questions about a run, with the list of all installed packages last."""
-    said = {key: value for key, value in record.environment.items() if key != "distributions"}
-    distributions = record.environment.get("distributions")
-    return flat(said) + (flat({"distributions": distributions}) if distributions else [])
-
-
-def flat(value: dict[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
-    """Nested facts as rows of a table."""
-    rows: list[tuple[str, str]] = []
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(item, dict) and item and depth < 4:
-            rows += flat(item, f"{name}.", depth + 1)
-        elif isinstance(item, list):
-            for i, one in enumerate(item):
-                if isinstance(one, dict) and depth < 4:
-                    rows += flat(one, f"{name}[{i}].", depth + 1)
-            plainly = [one for one in item if not isinstance(one, dict) or depth >= 4]
-            if plainly or not item:
-                rows.append((name, ", ".join(str(one) for one in plainly) or "none"))
-        else:
-            rows.append((name, "none" if item is None or item == {} else str(item)))
-    return rows
-
-
 def data(record: RunRecord) -> dict[str, Any]:
-    """Counts, files, lengths and notes of both sides."""
+    """Counts, files and notes of both sides."""
     sides: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
-        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": [], "lengths": ""})
+        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": []})
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
@@ -249,7 +213,6 @@ def data(record: RunRecord) -> dict[str, Any]:
                 "title": title + (" (held out)" if side.get("held_out") else ""),
                 "facts": [(name, f"{value:,}") for name, value in facts if isinstance(value, int)],
                 "files": _sources(side, record.data.get("mix") if key == "train" else None),
-                "lengths": length_chart(length_bars(side), label=f"Rows of {title.lower()} data by length"),
             }
         )
     return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
@@ -304,58 +267,6 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
             facts = {key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")}
             found.append(facts | {"parts": parts, "pictures": shown})
     return found
-
-
-# what every run has to say about itself: its subject, not a difference
-_ALWAYS = {"model.name", "model.config", "model.tokenizer", "data.train", "data.eval", "run.folder", "precision.preset"}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One key; `usual` is the value of the preset, or the default where the preset has none."""
-
-    key: str
-    value: str
-    usual: str
-    source: str
-
-
-def differences(record: RunRecord) -> list[Difference]:
-    """In the order of the schema. Keys this version does not know are left out, as are those a run must give."""
-    preset = record.setting("precision", "preset")
-    known = isinstance(preset, str) and preset in PRESETS
-    usual = recipe(preset).settings if known else {}
-    roles = dict(PRESETS[preset].items()) if known else {}
-    found = []
-    for key in keys():
-        section, _, name = key.partition(".")
-        if key in _ALWAYS or name not in _section(record, section):
-            continue
-        value = record.setting(section, name)
-        expected = usual.get(key, default(key))
-        if section == "precision":
-            if value is None:  # a role that was not given is the preset's
-                continue
-            expected = roles.get(name)
-        if value != expected:
-            found.append(Difference(key, write_value(value), write_value(expected), _source(record, section, name)))
-    return found
-
-
-def _section(record: RunRecord, section: str) -> dict[str, Any]:
-    part = record.settings.get(section)
-    return part if isinstance(part, dict) else {}
-
-
-def _source(record: RunRecord, section: str, name: str) -> str:
-    """The comment behind the key in resolved.yaml, which says where the value came from."""
-    inside = False
-    for line in record.settings_text.splitlines():
-        if not line.startswith((" ", "#")):
-            inside = line.startswith(f"{section}:")
-        elif inside and line.startswith(f"  {name}:"):
-            return line.rpartition("  # ")[2] if "  # " in line else ""
-    return ""
 
 
 _TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -228,7 +228,7 @@ class _Run:
             from ..report import write_report
 
             try:
-                result["report"] = str(write_report(folder.path).page)
+                result["report"] = str(write_report(folder.path))
             except Exception as error:  # any error here is only printed: the run is done and verified, and a report can be made again
                 console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
         say_result(result, console)
@@ -265,7 +265,7 @@ class _Run:
         from ..report import write_report
 
         try:
-            self.console.say(f"report    {write_report(self.folder.path).page}")
+            self.console.say(f"report    {write_report(self.folder.path)}")
         except Exception as error:
             self.console.say(f"report    not written: {error}")
 

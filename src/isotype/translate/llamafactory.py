@@ -138,7 +138,7 @@ _NO_EFFECT = {
     "rows are tokenised once and cached by their content: data.cache": "overwrite_cache preprocessing_num_workers tokenized_path",
     "bitsandbytes' nf4": "quantization_method",
     "nf4 with double quantisation": "double_quantization",
-    "report.html and report.png are always written": "plot_loss",
+    "report.html is always written": "plot_loss",
 }
 _NOT_OFFERED = {
     "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": "rope_scaling",

@@ -168,7 +168,7 @@ def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     pictures = [[(tmp_path / "whole" / one["file"]).read_bytes() for one in moment] for moment in (first, last)]
     assert pictures[0][0] == pictures[0][1], "before the first step the average is what is trained"
     assert len({pictures[0][0], *pictures[1]}) == 3
-    page = write_report(tmp_path / "whole").page.read_text()
+    page = write_report(tmp_path / "whole").read_text()
     assert "<figcaption>step 4, average</figcaption>" in page
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
@@ -200,7 +200,7 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert "attention   sdpa in fp32\n" in made.as_text()
     assert train(loaded) == 0
     assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)
-    page = write_report(tmp_path / "run").page.read_text()
+    page = write_report(tmp_path / "run").read_text()
     assert "data:image/webp;base64," in page
     assert "load_lora_weights" in page
     taken, pictures = draw_with(tmp_path / "run", ["a green square on white"])
