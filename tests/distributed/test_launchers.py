@@ -47,17 +47,6 @@ def test_torchrun_or_a_process_group_that_exists_is_one_run_of_two_processes(giv
 
 
 @pytest.mark.full
-def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
-    configured("run")
-    given = {"command": ["train", str(tmp_path / "run.yaml")], "fault": [1, 4, "die"]}
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", given=given))
-    assert status == 0, said
-    assert "MP001 step 4: rank 1 on " in said
-    assert "resume    from step 2" in said
-    assert said.count("step 6/6  loss") == 1
-
-
-@pytest.mark.full
 def test_two_torchruns_are_two_machines(given):
     statuses, said = on_two_machines(1, given=given)
     assert statuses == [0, 0], said

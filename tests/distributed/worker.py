@@ -1,7 +1,6 @@
 """One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
-command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
 offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
@@ -108,13 +107,8 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     if given.get("offload"):
         with_offload(given["offload"])
-    if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if given.get("fault"):
         with_fault(*given["fault"])
-    if given.get("command"):
-        from isotype.cli.app import main as command
-
-        sys.argv = ["isotype", *given["command"]]
-        command()
     torch.set_num_threads(1)
     resume = Path(given["resume"]) if given.get("resume") else None
     loaded = load(resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None)

@@ -64,7 +64,7 @@ def test_everything_is_on_the_page(whole_run: Path) -> None:
     )
     assert [word for word in words.split("|") if word not in page.text] == []
     assert page.text.index("because 0") < page.text.index("because 100") < page.text.index("because 50"), "first and last, then between"
-    assert 'PeftModel.from_pretrained(base, "' in page.text
+    assert f"isotype merge {whole_run}" in page.text
 
 
 def test_it_needs_no_network_and_allows_no_script(whole_run: Path) -> None:

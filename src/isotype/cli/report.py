@@ -15,7 +15,7 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", help="Write here instead of RUN/report.html.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"report": PATH}`.')] = False,
 ) -> None:
-    """Write report.html of a run: curves, precision declared and observed, preflight, data, samples, how to load the result.
+    """Write report.html of a run: curves, precision declared and observed, preflight, data, samples.
 
     The page is one file, no network, no script. It is made from the files in the run folder, so a run that failed or is still going has it
     too.

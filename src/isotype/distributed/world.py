@@ -366,8 +366,7 @@ def join(device: str, *, timeout: float) -> World:
     on_gpu = _take_gpu(device, mine)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    # torchrun keeps its store from one attempt to the next, with what the ended processes reported
-    run, ours = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_RUNS)}", None
+    run, ours = next(_RUNS), None
     try:
         meeting = _store(mine, wait)
         store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)

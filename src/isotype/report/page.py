@@ -55,7 +55,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "diffusion": record.plan.get("task") == "diffusion",
         "data": data(record),
         "examples": examples(record),
-        "use": use(record),
+        "commands": commands(record),
         "environment": json.dumps(record.environment, indent=1) if record.environment else "",
         "settings": record.settings_text,
         "changes": record.changes,
@@ -269,68 +269,15 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
     return found
 
 
-_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-
-
-def use(record: RunRecord) -> dict[str, Any]:
-    """`code` is empty while nothing is saved."""
+def commands(record: RunRecord) -> list[str]:
+    """What Isotype does with the run as it is now."""
     run = record.folder.resolve()
-    adapter, model = run / "adapter", run / "model"
-    compute = dict_of(dict_of(record.precision.get("declared")).get("compute")).get("value")
-    dtype = _TORCH.get(str(compute).split(",")[0], "torch.float32")
-    code, commands = "", []
     folder = shlex.quote(str(run))
-    if record.plan.get("task") == "diffusion":
-        return _of_diffusion(record, adapter, model, dtype)
-    scored = record.setting("train", "objective") == "reward"
-    kind, labels = ("AutoModelForSequenceClassification", ", num_labels=1") if scored else ("AutoModelForCausalLM", "")
-    if adapter.is_dir():
-        base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
-        base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
-        code = (
-            "import torch\nfrom peft import PeftModel\nfrom transformers import "
-            f"{kind}, AutoTokenizer\n\nbase = {kind}.from_pretrained({_quoted(base)}{labels}, dtype={dtype})\n"
-            f"model = PeftModel.from_pretrained(base, {_quoted(adapter)})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(adapter)})\n"
-        )
-        commands = [] if scored else [f"isotype merge {folder}"]
-    elif model.is_dir():
-        code = (
-            f"import torch\nfrom transformers import {kind}, AutoTokenizer\n\n"
-            f"model = {kind}.from_pretrained({_quoted(model)}, dtype={dtype})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})\n"
-        )
-    if not scored and (code or (run / "checkpoints").is_dir()):
-        asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
-        commands = [*asked, *commands]
-    if record.status not in ("done", "running"):
-        commands.append(f"isotype train --resume {folder}")
-    return {"code": code, "commands": commands}
-
-
-def _of_diffusion(record: RunRecord, adapter: Path, model: Path, dtype: str) -> dict[str, Any]:
-    """Code for diffusers. It loads the adapter itself; a denoiser whose every weight was trained replaces the pipeline's."""
-    base = str(record.setting("model", "name") or "PIPELINE")
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    code, commands = "", []
-    if adapter.is_dir():
-        code = (
-            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, dtype={dtype})\npipe.load_lora_weights({_quoted(adapter)})\n"
-        )
-    elif model.is_dir():
-        code = (
-            "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
-            f"trained = AutoModel.from_pretrained({_quoted(model)}, dtype={dtype})\n"
-            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, transformer=trained, dtype={dtype})\n"
-        )
-    folder = shlex.quote(str(record.folder.resolve()))
-    if code or (record.folder / "checkpoints").is_dir():
-        commands.append(f"isotype sample {folder} 'Your prompt'")
-    if record.status not in ("done", "running"):
-        commands.append(f"isotype train --resume {folder}")
-    return {"code": code, "commands": commands}
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(str(value))
+    adapter, saved = (run / "adapter").is_dir(), any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
+    found = []
+    if saved and record.plan.get("task") == "diffusion":
+        found = [f"isotype sample {folder} 'Your prompt'"]
+    elif saved and record.setting("train", "objective") != "reward":
+        found = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
+        found += [f"isotype merge {folder}"] if adapter else []
+    return found + ([f"isotype train --resume {folder}"] if record.status not in ("done", "running") else [])

@@ -41,7 +41,6 @@ from ..runs.checkpoint.snapshot import (
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
-from ..runs.record import PRECISION_FILE as PRECISION
 from ..runs.record import Metrics, PrecisionRecord
 from .callbacks import Callback, Moment, call_back
 from .checkpoint import Progress, gathered_random_state, restore_random_state_of_rank
@@ -244,9 +243,6 @@ class Loop:
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:
             return
-        if self.metrics.removed:
-            self.console.settle()
-            self.console.say(f"warning   {self.metrics.file} was removed: it has the lines from step {row['step']} on")
         self.metrics.write(**row)
         if self.trackers is not None:
             self.trackers.row(row)
@@ -272,8 +268,7 @@ class Loop:
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        on = self.config.train.stop_on
-        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
+        return self.task.fingerprints()["evaluation"]
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
@@ -283,11 +278,9 @@ class Loop:
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
             )
-        on = self.config.train.stop_on
-        compared = result.loss if on is None else result.parts[on]
-        best = compared < progress.best_loss
+        best = result.loss < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
@@ -300,7 +293,7 @@ class Loop:
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
             + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
-            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
+            + (" (best)" if best and progress.step else "")
             + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)
@@ -473,16 +466,11 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        lost = self.precision_record.restore(self.progress.step)
+        self.precision_record.restore(self.progress.step)
         self._judge_loaded(checkpoint)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
-            if lost and checkpoint.step:
-                said = f"{lost}: what was observed of {_steps(1, checkpoint.step)} is lost"
-                self.console.say(f"warning   {self.folder.path / PRECISION} {said}")
-            if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
-                self.console.say(f"warning   {self.metrics.file} lacks the lines of {_steps(last + 1, checkpoint.step)}")
         return processes
 
     def _judge_loaded(self, checkpoint: Checkpoint) -> None:
@@ -511,7 +499,3 @@ def tensor_of(key: Key) -> str:
     """The name in a checkpoint of what `Continuity` keeps under this key."""
     kind, *rest = key
     return ".".join(({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest))
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {last}" if first == last else f"the steps {first} to {last}"

@@ -202,7 +202,6 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)
     page = write_report(tmp_path / "run").read_text()
     assert "data:image/webp;base64," in page
-    assert "load_lora_weights" in page
     taken, pictures = draw_with(tmp_path / "run", ["a green square on white"])
     assert taken == "adapter"
     assert Image.open(io.BytesIO(pictures[0].png)).size == (32, 32)

@@ -22,7 +22,6 @@ from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from .static import (
-    adapter_of_another_base,
     disk_too_small,
     memory_too_small,
     more_rows_in_a_step_than_there_are,
@@ -42,7 +41,6 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
-        Check(("PF019",), adapter_of_another_base),
     ),
     "memory": (Check(("PF011",), memory_too_small),),
     "real": (
