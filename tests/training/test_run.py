@@ -11,12 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.results import losses, metrics, read, same_result
-from tests.training.toy_task import ToyTask
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
 from isotype.config.write import resolved_yaml
-from isotype.errors import RunError, UsageError
+from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
@@ -204,39 +203,6 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(confi
     assert result_of(run) == result
 
 
-def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.training import loop
-
-    original = loop.Loop._step
-
-    def poisoned(self, step):
-        if step == 4:
-            next(p for p in self.model.parameters() if p.requires_grad).data.fill_(float("nan"))
-        original(self, step)
-
-    monkeypatch.setattr(loop.Loop, "_step", poisoned)
-    with pytest.raises(RunError, match=r"NF001 step 4(.|\n)*step_2"):
-        train(configured())
-    assert result_of(tmp_path / "run")["status"] == "failed"
-
-
-def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.runs.checkpoint import atomic_folder
-
-    original = atomic_folder.seal
-
-    def full(aside):
-        if aside.name == ".step_4.partial":
-            raise OSError(28, "No space left on device")
-        original(aside)
-
-    monkeypatch.setattr(atomic_folder, "seal", full)
-    with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
-        train(configured())
-    monkeypatch.undo()
-    assert train(configured(), resume=tmp_path / "run") == 0
-
-
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
 def test_an_impossible_folder_is_a_usage_error(configured, path):
     with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"):
@@ -257,39 +223,6 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     run = tmp_path / "run"
     assert result_of(run)["base"] == str(run / "base")
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
-
-
-# --- The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code.
-
-
-@pytest.fixture
-def toy(configured):
-    def make(folder: str = "run", **sections):
-        loaded = configured(folder, adapter={"kind": "none"}, **sections)
-        return loaded, ToyTask(loaded.config)
-
-    return make
-
-
-def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
-    loaded, task = toy(train={"steps": 40, "learning_rate": 1e-2, "eval_every": 10})
-    assert run_module.train(loaded, task) == 0
-    said = capsys.readouterr().out
-    assert "pt/s" in said
-    assert "40 points" in said
-    rows = metrics(tmp_path / "run")
-    steps = [row for row in rows if "loss" in row]
-    assert steps[-1]["points"] == 40 * 4
-    assert steps[-1]["learnt"] == 4
-    assert not any(word in row for row in rows for word in ("tokens", "supervised"))
-    evaluations = [row for row in rows if row.get("event") == "evaluation"]
-    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    assert evaluations[-1]["eval_points"] == 8
-    assert evaluations[-1]["eval_loss_last"] == 0.0
-    assert (read(tmp_path / "run", "result")["status"], read(tmp_path / "run", "result")["points"]) == ("done", 160)
-    assert read(tmp_path / "run", "precision")["violations"] == []
-    assert read(tmp_path / "run", "plan")["task"] == "toy"
-    assert "sin(1.0)" in write_report(tmp_path / "run").read_text()
 
 
 # --- `data.eval` as sets by name: a loss for each, and early stopping by all of them.
