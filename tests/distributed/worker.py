@@ -2,7 +2,6 @@
 
 config, resume  as for `isotype train`
 toy             the toy task instead of the language task
-group           the process group is there before the run
 offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
                 tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
@@ -24,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed
 
 from isotype.config.load import load
 from isotype.errors import IsotypeError
@@ -120,8 +118,6 @@ def main() -> int:
         from isotype.tasks.choose import task_of
 
         task = task_of(loaded.config)
-    if given.get("group"):
-        torch.distributed.init_process_group("gloo")  # as Ray Train does before it calls the training function
     try:
         return train(loaded, task, resume=resume)
     except IsotypeError as error:
