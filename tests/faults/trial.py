@@ -102,6 +102,5 @@ def _state(checkpoint: Path) -> dict[str, Any] | None:
     if not (checkpoint / "state.json").is_file():
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    for name in ("trained_seconds", "sampled_seconds"):
-        state.get("progress", {}).pop(name, None)
+    state.get("progress", {}).pop("trained_seconds", None)
     return state

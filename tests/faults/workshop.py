@@ -78,13 +78,7 @@ class Workshop:
             "model": {"name": str(self.base), "device": "cpu"},
             "data": {"train": str(self.data), "eval_split": 0.1, "max_length": 64},
             "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 1e-3, "eval_every": EVERY},
-            "run": {
-                "folder": str(folder),
-                "sample_tokens": 4,
-                "report": False,
-                "samples": ["How much is 1 plus 1?"],
-                "sample_every": EVERY,  # how many fit into their share of the time is for the clock to say
-            },
+            "run": {"folder": str(folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
         for more in (RECIPES[recipe], sections):
             for section, values in more.items():

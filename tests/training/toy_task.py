@@ -132,7 +132,7 @@ class ToyTask:
 
     rehearse_evaluation = evaluate
 
-    def sample(self, model, device, *, shortened=False, seconds=0.0, world=ALONE):
+    def sample(self, model, device, *, shortened=False, world=ALONE):
         with eval_mode(model):
             return [Guess(1.0, float(model(torch.ones(1, 1, device=device))))]
 

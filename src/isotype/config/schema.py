@@ -440,8 +440,7 @@ class RunSection(Section):
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     sample_every: Annotated[int, Field(ge=0)] | None = None
-    """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
-    training (10 seconds are always allowed)."""
+    """Steps between samples, 0 for none; by default a quarter of the run. The first are taken before step 1, the last after the last."""
     samples: list[str | dict[str, Any]] = []
     """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none. Of pictures each may be a
     mapping: `{prompt: a dog, negative: blurry, size: 768, steps: 30, guidance: 5, seed: 7}`."""

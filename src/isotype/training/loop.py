@@ -50,7 +50,7 @@ from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .memory.device import trim_freed_blocks
 from .optimizer import adopt_states, averages_in_place, group_numbers
-from .schedule import Milestones, Pace, learning_rate, sample_seconds
+from .schedule import Milestones, Pace, learning_rate
 from .step import LossScale, Stepper, peak_memory
 from .task import Batch, Feed, Sample, Task, batches_of_rank
 from .trackers import Trackers
@@ -89,7 +89,6 @@ class Loop:
         )
         self.pace = Pace()
         self.batching = Batching.of(self.config.train, rank=self.world.rank, size=self.world.size)
-        self._said_no_samples = False
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
         averages = self.ema.averages if self.ema is not None else None
@@ -203,9 +202,7 @@ class Loop:
             "loss_scale": result.loss_scale,
         }
         self._write(row)
-        left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))
-        eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
-        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan, step), words)
         self._tell("step", row)
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -255,12 +252,10 @@ class Loop:
             with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
                 best, stop = self._evaluate()
         # a sharded model's forward is one of all processes
-        sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
-        if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
+        if sampling and self.task.samples and (self.world.first or self.stepper.sharding is not None):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
                 self._sample()
-            self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
             with self.pace.pause("checkpoint"):
                 self.save(best=best)
@@ -301,37 +296,17 @@ class Loop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 
-    def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
-        """The seconds that samples may still take; unlimited when run.sample_every is set."""
-        if self.config.run.sample_every is not None:
-            return math.inf
-        return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
-
-    def _samples_allowed(self) -> bool:
-        """Whether samples fit into their share of the time. The time of the samples after the last step is reserved."""
-        wanted = 1 if self.progress.step == self.plan.total else 2
-        allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
-        if not allowed and not self._said_no_samples:
-            self._said_no_samples = True
-            self.console.settle()
-            self.console.say(
-                f"step {self.progress.step}: samples left out, they would take more than a tenth of the training "
-                "(run.sample_every: N takes them all the same, 0 switches them off)"
-            )
-        return allowed
-
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as an uninterrupted one
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
-        seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)
         with watched as seen:
-            samples = list(self.task.sample(self.model, self.device, seconds=seconds, world=together))
+            samples = list(self.task.sample(self.model, self.device, world=together))
         if seen is not None:
             self.precision_record.add(seen)
         if self.ema is not None:
             with self.ema.in_place():
-                samples += map(Averaged, self.task.sample(self.model, self.device, seconds=seconds, world=together))
+                samples += map(Averaged, self.task.sample(self.model, self.device, world=together))
         if not self.world.first:
             return
         self.folder.samples.mkdir(exist_ok=True)
