@@ -16,9 +16,9 @@ TORCHRUN = "torch.distributed.run"
 
 @pytest.fixture
 def given(configured, tmp_path):
-    """What the worker is given for a run of the toy task."""
+    """What the worker is given."""
     configured("run", adapter={"kind": "none"})
-    return {"config": str(tmp_path / "run.yaml"), "toy": True}
+    return {"config": str(tmp_path / "run.yaml")}
 
 
 def launched(module, *options, given, program=None):
@@ -65,7 +65,7 @@ def test_accelerate_that_starts_one_process_of_two(given):
 
 
 @pytest.fixture
-def toy(configured, tmp_path):
+def file(configured, tmp_path):
     configured("run", adapter={"kind": "none"})
     return tmp_path / "run.yaml"
 
@@ -73,14 +73,14 @@ def toy(configured, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ([1, 4, "nan"], ("NF001 step 4: the loss is not finite", "(rank 1)")),
+        ([1, 4, "weight"], ("NF001 step 4: the loss is not finite", "(rank 1)")),
         ([0, 4, "full"], ("CK001 could not write ", "No space left on device")),
         ([1, 4, "raise"], ("rank 1: ValueError: a row that nobody expected",)),
     ],
     ids=lambda value: value[-1],
 )
-def test_what_stops_one_process_stops_both_with_one_message(toy, tmp_path, fault, said):
-    status, told = run(2, toy, toy=True, fault=fault)
+def test_what_stops_one_process_stops_both_with_one_message(file, tmp_path, fault, said):
+    status, told = run(2, file, fault=fault)
     assert status == 1, told
     assert all(words in told for words in said), told
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step_2'}" in told
@@ -95,8 +95,8 @@ def test_a_part_of_a_weight_that_is_not_finite_is_named_with_its_process(configu
     assert "NF001 step 3: the loss is not finite, parameter model.norm.weight is not finite (rank 1)" in said
 
 
-def test_an_interrupt_of_one_process_saves_and_ends_both(toy, tmp_path):
-    status, said = run(2, toy, toy=True, fault=[1, 3, "interrupt"])
+def test_an_interrupt_of_one_process_saves_and_ends_both(file, tmp_path):
+    status, said = run(2, file, fault=[1, 3, "interrupt"])
     assert status == 130, said
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["status"], result["steps"]) == ("interrupted", 3)

@@ -1,13 +1,11 @@
 """One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
-toy             the toy task instead of the language task
 offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
                 tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
-                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`) or has a target that is
-                not a number (`nan`, of the toy task), or an element of its part of a weight is none (`weight`). `refuse`, at step 0: its
-                preflight finds too small a disk
+                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`), or an element of its
+                part of a weight is not a number (`weight`). `refuse`, at step 0: its preflight finds too small a disk
 """
 
 import atexit
@@ -27,6 +25,7 @@ import torch
 from isotype.config.load import load
 from isotype.errors import IsotypeError
 from isotype.precision.parts import local_part
+from isotype.tasks.choose import task_of
 from isotype.training import loop as loop_module
 from isotype.training.loop import Loop
 from isotype.training.run import train
@@ -68,10 +67,7 @@ def with_fault(rank: int, step: int, what: str) -> None:
         steps(loop, number)
 
     def batches(task, stream, batching, **options):
-        if at == (rank, step) and what == "nan":
-            take = stream.take
-            stream.take = lambda count: [(x, math.nan) for x, _ in take(count)]
-        elif at == (rank, step) and what != "weight":
+        if at == (rank, step) and what != "weight":
             act(what)
         return takes(task, stream, batching, **options)
 
@@ -110,16 +106,8 @@ def main() -> int:
     torch.set_num_threads(1)
     resume = Path(given["resume"]) if given.get("resume") else None
     loaded = load(resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None)
-    if given.get("toy"):
-        from tests.training.toy_task import ToyTask
-
-        task = ToyTask(loaded.config)
-    else:
-        from isotype.tasks.choose import task_of
-
-        task = task_of(loaded.config)
     try:
-        return train(loaded, task, resume=resume)
+        return train(loaded, task_of(loaded.config), resume=resume)
     except IsotypeError as error:
         if not error.shown_elsewhere:
             print(f"isotype: {error}", file=sys.stderr)
