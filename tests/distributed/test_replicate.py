@@ -12,7 +12,7 @@ import pytest
 
 from isotype.config.load import load
 from isotype.tasks.choose import train
-from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
+from tests.distributed.processes import GUARD, children_of, ended, environment, run, start, succeeds
 from tests.results import close_runs, metrics, same_result
 from tests.warm import interpreter
 
@@ -53,16 +53,14 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
 
 
 def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(file_of, tmp_path):
-    status, said = run(2, file_of("whole"))
-    assert status == 0, said
+    succeeds(2, file_of("whole"))
     whole = tmp_path / "whole"
     status, said = run(2, file_of("killed"), fault=[1, 4, "die"])
     assert status == 1
     assert "MP001 step 4: rank 1 on " in said
     assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
     assert said.count("isotype: ") == 1  # one message
-    status, said = run(2, resume=tmp_path / "killed")
-    assert status == 0, said
+    succeeds(2, resume=tmp_path / "killed")
     same_result(whole, tmp_path / "killed")
     # gone on with by one process: the same rows, told that dropout draws differently
     shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
@@ -189,6 +187,5 @@ def test_a_process_whose_rows_have_no_picture_adds_nothing_to_the_tower(vlm, tmp
         return tmp_path / f"{name}.yaml"
 
     assert train(load(given("one"), [], {})) == 0
-    status, said = run(2, given("two"))
-    assert status == 0, said
+    succeeds(2, given("two"))
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)

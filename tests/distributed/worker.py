@@ -1,14 +1,11 @@
 """One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
-offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
-                tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
                 sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`), or an element of its
                 part of a weight is not a number (`weight`). `refuse`, at step 0: its preflight finds too small a disk
 """
 
-import atexit
 import errno
 import json
 import math
@@ -79,28 +76,8 @@ def with_fault(rank: int, step: int, what: str) -> None:
     Loop._step, Loop._sample, loop_module.batches_of_rank = one_step, sample, batches
 
 
-def with_offload(file: str) -> None:
-    """Moves what recomputed layers keep, however small, and counts what is fetched."""
-    from isotype.training import setup
-    from isotype.training.memory import offload
-
-    setup.check_settings = lambda *_, **__: None
-    offload.SMALLEST = 1
-    fetch, fetched = offload.HostMemory._fetch, 0
-
-    def counted(memory, away):
-        nonlocal fetched
-        fetched += away.here is None
-        fetch(memory, away)
-
-    offload.HostMemory._fetch = counted
-    atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(str(fetched)))
-
-
 def main() -> int:
     given = json.loads(sys.argv[1])
-    if given.get("offload"):
-        with_offload(given["offload"])
     if given.get("fault"):
         with_fault(*given["fault"])
     torch.set_num_threads(1)
