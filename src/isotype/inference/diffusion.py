@@ -47,18 +47,13 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
     run, on_the_way = run_and_result(run)
-    loaded = load(require_run(run) / RESOLVED, resolved=True)
-    config, adapter = loaded.config, on_the_way or run / "adapter"
+    task, device = _task_of(run)
+    config, precision, adapter = task.config, task.precision, on_the_way or run / "adapter"
     if config.adapter.kind == "none":
         raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
     refuse_filled(out)
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    task = DiffusionTask(config)
-    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
-    task.check(precision)
     task.take_base(RunFolder(run).base)
     task.folder.fetch()
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(precision)
@@ -195,18 +190,23 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     return taken, task.evaluate(model, device, dtype=task.precision.loss)
 
 
+def _task_of(folder: Path, change: Callable[[RunConfig], RunConfig] = lambda config: config) -> tuple[DiffusionTask, torch.device]:
+    """The task of a run's folder under its precision, and the device."""
+    loaded = load(require_run(folder) / RESOLVED, resolved=True)
+    config = change(loaded.config)
+    hardware = detect(config.model.device)
+    task = DiffusionTask(config)
+    task.check(resolve_precision(config, loaded.sources, hardware, task.roles).precision)
+    return task, torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+
+
 def _load_run(
     folder: Path, encode: Callable[[DiffusionTask, torch.device], None], change: Callable[[RunConfig], RunConfig] = lambda config: config
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
     folder, on_the_way = run_and_result(folder)
-    loaded = load(require_run(folder) / RESOLVED, resolved=True)
-    config = change(loaded.config)
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    task = DiffusionTask(config)
-    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
-    task.check(precision)
+    task, device = _task_of(folder, change)
+    precision = task.precision
     encode(task, device)
     task.take_base(RunFolder(folder).base)
     result = result_of(folder, on_the_way)

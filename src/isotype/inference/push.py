@@ -3,10 +3,8 @@ upload that fails leaves a finished run, and the command that repeats it."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -73,11 +71,8 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
 
 def _of(before: Path | None) -> str | None:
     """The repository that a run pushed to."""
-    try:
-        said: Any = json.loads((before / RECORD).read_text(encoding="utf-8")) if before else None
-        return str(said["repository"]) if said else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    said = RunFolder(before).read_json(RECORD).get("repository") if before else None
+    return None if said is None else str(said)
 
 
 def _short(error: Exception) -> str:

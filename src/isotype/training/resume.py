@@ -69,11 +69,9 @@ def compare_objectives(loaded: LoadedConfig, now: str | None, folder: RunFolder,
 
     now  the objective's name; None for the task's own loss
     """
-    try:
-        before = folder.read_json("plan.json")[OBJECTIVE]
-    except (OSError, ValueError, LookupError, TypeError):  # a run from before this was recorded
-        return []
-    if before == now:
+    recorded = folder.read_json("plan.json")
+    before = recorded.get(OBJECTIVE)
+    if OBJECTIVE not in recorded or before == now:  # a run from before this was recorded is not compared
         return []
     if (before is None or now is None) and not loaded.consent:
         was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
@@ -93,14 +91,9 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
 
     settings  those that this start changes
     """
-    try:
-        before = folder.read_json("plan.json")[DATA]
-    except (OSError, ValueError, LookupError, TypeError):
+    before, recorded = folder.read_json("plan.json").get(DATA), folder.read_json("data.json")
+    if before is None:
         return []
-    try:
-        recorded = folder.read_json("data.json")
-    except (OSError, ValueError):
-        recorded = {}
     facts, now = task.records().get("data.json", {}), task.fingerprints()
     by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
     found: list[Changed] = []
@@ -122,17 +115,17 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
     return found
 
 
-def _changed_files(old: Any, new: Any, *, evaluation: bool) -> list[str]:
+def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
     """The files of the evaluation, or the others, that data.json names with another checksum than before."""
     before, after = (
         dict(_checksums((facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}) or {}))
-        for facts in (old if isinstance(old, dict) else {}, new)
+        for facts in (old, new)
     )
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
-def _rows(facts: Any) -> Any:
-    train = facts.get("train") if isinstance(facts, dict) else None
+def _rows(facts: dict[str, Any]) -> Any:
+    train = facts.get("train")
     return train.get("rows") if isinstance(train, dict) else None
 
 
@@ -153,26 +146,17 @@ def given_files(loaded: LoadedConfig) -> dict[str, str]:
     return own | {"config.yaml": _checksum(loaded.text.encode())}
 
 
-def recorded(folder: RunFolder) -> dict[str, Any]:
-    """plan.json; empty where there is none that can be read."""
-    try:
-        found = folder.read_json("plan.json")
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def settings_before(folder: RunFolder) -> RunConfig:
     """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
     try:
-        return RunConfig.model_validate(recorded(folder)[SETTINGS])
+        return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
     except (KeyError, ValidationError):
         return load(folder.path / RESOLVED, [], {}).config
 
 
 def say_edited(folder: RunFolder, console: RunConsole) -> None:
     """Names the files of settings that were changed and that a resumed run does not read."""
-    for name, checksum in recorded(folder).get(GIVEN, {}).items():
+    for name, checksum in folder.read_json("plan.json").get(GIVEN, {}).items():
         path = folder.path / name  # an absolute name stays as it is
         try:
             changed = _checksum(Path(path).read_bytes()) != checksum
@@ -208,11 +192,8 @@ def had_other_rows(folder: RunFolder) -> bool:
 
 def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     """(steps, changes) as far as the file has them in the form that this module writes."""
-    try:
-        found = folder.read_json(RESUMES)
-    except (OSError, ValueError):
-        found = {}
-    steps, changes = (found.get(key) if isinstance(found, dict) else None for key in ("steps", "changes"))
+    found = folder.read_json(RESUMES)
+    steps, changes = found.get("steps"), found.get("changes")
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
         [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int] if isinstance(changes, list) else [],
