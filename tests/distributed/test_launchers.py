@@ -3,7 +3,6 @@
 import json
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -11,7 +10,6 @@ from tests.distributed.processes import ended, environment, run
 from tests.warm import ROOT, interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture
@@ -21,8 +19,8 @@ def given(configured, tmp_path):
     return {"config": str(tmp_path / "run.yaml")}
 
 
-def launched(module, *options, given, program=None):
-    command = [program or interpreter(), "-m", module, *options, "-m", "tests.distributed.worker", json.dumps(given)]
+def launched(*options, given):
+    command = [interpreter(), "-m", "torch.distributed.run", *options, "-m", "tests.distributed.worker", json.dumps(given)]
     environ = environment() | {"PYTHON_EXEC": interpreter()}  # that of torchrun's processes
     return subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -33,13 +31,13 @@ def on_two_machines(processes, *, given):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     where = ("--nnodes", "2", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    both = [launched(TORCHRUN, *where, given=given) for _ in range(2)]
+    both = [launched(*where, given=given) for _ in range(2)]
     (one, first), (other, second) = (ended(process) for process in both)
     return [one, other], first + second
 
 
 def test_torchrun_starts_one_run_of_two_processes(given):
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given))
+    status, said = ended(launched("--nproc-per-node", "2", given=given))
     assert status == 0, said
     assert "2 on one machine, started by torchrun" in said
     assert said.count("step 6/6  loss") == 1
@@ -51,14 +49,6 @@ def test_two_torchruns_are_two_machines(given):
     assert statuses == [0, 0], said
     assert said.count("2 on 2 machines, started by torchrun") == 1
     assert said.count("step 6/6  loss") == 1
-
-
-@pytest.mark.full
-def test_accelerate_that_starts_one_process_of_two(given):
-    # its process finds it by the command of its parent
-    status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given, program=sys.executable))
-    assert status == 0, said
-    assert "accelerate was asked for 2 processes and started one; isotype train --processes 2 starts them" in said
 
 
 # --- What happens to one of two processes is decided once for both: one message, one exit status, nothing left running.

@@ -60,7 +60,7 @@ def with_fault(rank: int, step: int, what: str) -> None:
         nonlocal at
         at = (loop.world.rank, number)
         if at == (rank, step) and what == "weight":
-            local_part(loop.model.model.norm.weight)[0] = math.nan
+            local_part(loop.model.model.norm.weight).data[0] = math.nan
         steps(loop, number)
 
     def batches(task, stream, batching, **options):
