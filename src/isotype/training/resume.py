@@ -6,10 +6,8 @@ since; it is written before the other files of the run folder, which describe th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,7 +28,7 @@ from .task import Task
 RESUMES = "resumes.json"
 ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
-OBJECTIVE, SETTINGS, GIVEN, DATA = "objective", "settings", "given", "data"  # in plan.json
+OBJECTIVE, SETTINGS, DATA = "objective", "settings", "data"  # in plan.json
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
     ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
@@ -60,7 +58,6 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
         )
     for change in changes:
         console.say(f"changed   {change}")
-    say_edited(folder, console)
     return [Changed("settings", str(change)) for change in changes]
 
 
@@ -140,36 +137,12 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
             yield from _checksums(part)
 
 
-def given_files(loaded: LoadedConfig) -> dict[str, str]:
-    """The files that a new run's settings were given in, each with a checksum: the user's own, and its copy in the run folder."""
-    own = {str(loaded.path.absolute()): _checksum(loaded.path.read_bytes())} if loaded.path is not None else {}
-    return own | {"config.yaml": _checksum(loaded.text.encode())}
-
-
 def settings_before(folder: RunFolder) -> RunConfig:
     """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
     except (KeyError, ValidationError):
         return load(folder.path / RESOLVED, [], {}).config
-
-
-def say_edited(folder: RunFolder, console: RunConsole) -> None:
-    """Names the files of settings that were changed and that a resumed run does not read."""
-    for name, checksum in folder.read_json("plan.json").get(GIVEN, {}).items():
-        path = folder.path / name  # an absolute name stays as it is
-        try:
-            changed = _checksum(Path(path).read_bytes()) != checksum
-        except OSError:
-            continue
-        if changed:
-            console.say(
-                f"note      {path} has changed since the run was begun; a resumed run does not read it: give changes as section.key=value"
-            )
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:

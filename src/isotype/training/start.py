@@ -23,7 +23,7 @@ from ..runs.folder import RESOLVED, RunFolder
 from ..wording import counted
 from .console import size
 from .memory.device import returns_freed_blocks
-from .resume import DATA, GIVEN, OBJECTIVE, OTHER_ROWS, SETTINGS, given_files, had_other_rows
+from .resume import DATA, OBJECTIVE, OTHER_ROWS, SETTINGS, had_other_rows
 from .schedule import Milestones
 from .setup import Prepared
 from .task import Task
@@ -64,8 +64,7 @@ def write_start(
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     resolved = resolved_yaml(in_its_folder(loaded, folder) if resuming else loaded, reasons, values)
-    given = folder.read_json("plan.json").get(GIVEN, {}) if resuming else given_files(loaded)
-    settings = {GIVEN: given, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
+    settings = {SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
     counts = {"task": task.kind, "parameters": total, "trained": trainable}
     if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
         folder.write_text(RESOLVED, resolved)
