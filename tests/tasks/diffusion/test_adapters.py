@@ -6,12 +6,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from isotype.errors import UsageError
 from isotype.inference.diffusion import merge_denoiser
 from isotype.tasks.choose import train
 from isotype.training.setup import check_adapters
+from tests.tasks.diffusion.models import refused
 
 CASES = [
     ("flux", {"dora": True}), ("sdxl", {"start": "pissa"}),
@@ -31,7 +32,7 @@ def test_a_dora_or_a_start_is_loaded_by_diffusers(drawn, studio, tmp_path, famil
 @pytest.mark.parametrize(("family", "factor"), [("flux", 4), pytest.param("sdxl", None, marks=pytest.mark.full)])
 def test_a_lokr_is_pefts_and_comfyui_adds_what_was_trained(drawn, studio, tmp_path, capsys, family, factor):
     model, precision = getattr(studio, family), {"preset": "bf16-lora"}
-    adapter = {"kind": "lokr", "r": 4, "alpha": 2.0, "factor": factor}
+    adapter = {"kind": "lokr", "r": 4, "alpha": 2.0, "factor": factor, "rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 3.0}}
     assert train(drawn(model=model, adapter=adapter, precision=precision, run={"adapter_format": "comfyui"})) == 0
     assert "PF014" not in capsys.readouterr().out, "one factor begins at 0, so that the others get no gradient in step 1"
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
@@ -78,7 +79,15 @@ def test_what_the_other_kind_has_is_refused(drawn, adapter, said):
         check_adapters(drawn(adapter=adapter).config)
 
 
-def test_ranks_of_a_lokr_are_refused_for_comfyui_before_training(drawn):
-    loaded = drawn(adapter={"kind": "lokr", "rank_pattern": {"to_q": 2}}, run={"adapter_format": "comfyui"})
-    with pytest.raises(UsageError, match="rank_pattern: not offered with run"):
-        check_adapters(loaded.config)
+def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_training(drawn, studio, tmp_path):
+    def begins(settings, adapter, **run):
+        (tmp_path / "adapter_config.json").write_text(settings)
+        return refused(drawn(adapter={"start_from": str(tmp_path), **adapter}, run=run))
+
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    dora = json.dumps({"peft_type": "LORA", "use_dora": True})
+    assert "a DoRA, which is not written for ComfyUI" in begins(dora, {}, adapter_format="comfyui")
+    assert "is a lora, and adapter.kind is lokr" in begins(dora, {"kind": "lokr"})
+    assert "is a lokr, and adapter.kind is lora" in begins('{"peft_type": "LOKR"}', {})
+    assert "adapter_config.json: Expecting value" in begins("nothing", {})
+    assert "adapter.start_from: has no effect with adapter.kind: none" in begins(dora, {"kind": "none"})

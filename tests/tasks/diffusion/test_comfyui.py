@@ -72,11 +72,15 @@ def read_as_comfyui_does(file, names):
 def peft_deltas(folder):
     """name of a module -> what PEFT adds to its weight."""
     settings = json.loads((folder / "adapter_config.json").read_text())
-    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
     tensors = load_file(folder / "adapter_model.safetensors")
     names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+
+    def scale(name):
+        alpha = next((a for end, a in settings["alpha_pattern"].items() if name.endswith(f".{end}")), settings["lora_alpha"])
+        return alpha / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
+
     return {
-        name.removeprefix("base_model.model."): scale * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        name.removeprefix("base_model.model."): scale(name) * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
         for name in names
     }
 
@@ -85,7 +89,7 @@ def peft_deltas(folder):
     ("family", "settings"),
     [
         ("flux", {}),
-        ("sdxl", {"rslora": True}),
+        ("sdxl", {"rslora": True, "alpha_pattern": {"to_q": 8.0}}),
         *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "wan", "ltx")),
     ],
 )

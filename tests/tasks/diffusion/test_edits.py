@@ -28,7 +28,7 @@ def encoded(loaded):
 @pytest.mark.parametrize("family", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.full)])
 def test_an_edit_trains_draws_exports_and_resumes(drawn, studio, tmp_path, family):
     images = {**edits(studio), "caption_dropout": 0.3, "eval_split": 0.25, "cache": str(tmp_path / "cache")}
-    control = str(studio.pairs / "before/circle_0.png")
+    control = str(shutil.copy(studio.pairs / "before/circle_0.png", tmp_path))
     run = {"samples": [{"prompt": "green on white", "control": control}], "sample_every": 2, "save_every": 1}
     settings = {"model": getattr(studio, family), "images": images, "run": run, "precision": {"preset": "bf16-lora"}}
     assert train(drawn("plain", **settings)) == 0
@@ -49,10 +49,13 @@ def test_an_edit_trains_draws_exports_and_resumes(drawn, studio, tmp_path, famil
 
     said = json.loads(ask("sample", tmp_path / "plain", "green", "--control", control, "--json").splitlines()[-1])
     assert said["samples"][0]["prompt"] == "green (circle_0.png)"
+    (tmp_path / "circle_0.png").unlink()  # only where samples are drawn the prompts' pictures are read
     said = json.loads(ask("export", tmp_path / "plain", "--to", "comfyui", "--json").splitlines()[-1])
     assert said["modules"] * 2 == len(first)
     said = json.loads(ask("eval", tmp_path / "plain", studio.pairs / "rows.jsonl", "--json").splitlines()[-1])
     assert said["rows"] == 8
+    ask("merge", tmp_path / "plain", "--out", tmp_path / "merged")
+    assert ask("sample", tmp_path / "plain", "red", "--control", studio.pairs / "before/circle_1.png")
 
 
 def test_an_edit_depends_on_the_picture_before_it(drawn, studio, tmp_path):

@@ -49,50 +49,50 @@ def settings_of(pipeline, folder):
     shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
-
-
-def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp_path, cache):
+def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp_path):
     pipe = as_one_file(studio.sd1, tmp_path / "pony.safetensors")
     settings_of(studio.sd1, tmp_path / "pony")
     found = PipelineFolder.open(str(tmp_path / "pony.safetensors"))
-    again = DiffusionPipeline.from_pretrained(found.path)
+    again = found.pipeline(torch.float32, unet=found.denoiser(torch.float32), vae=found.vae(torch.float32))
     for part in ("unet", "vae", "text_encoder"):
         ours, theirs = (getattr(one, part).state_dict() for one in (again, pipe))
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items()), part
-    assert PipelineFolder.open(str(tmp_path / "pony.safetensors")).path == found.path
     loaded = drawn(model=tmp_path / "pony.safetensors", diffusion={"max_text_length": None})
     assert train(loaded) == 0
     merge_denoiser(tmp_path / "run", tmp_path / "merged")
     settings_of(studio.sd1, tmp_path / "merged/pony")
-    whole = DiffusionPipeline.from_pretrained(PipelineFolder.open(str(tmp_path / "merged/pony.safetensors")).path)
+    opened = PipelineFolder.open(str(tmp_path / "merged/pony.safetensors"))
+    whole = opened.pipeline(torch.float32, unet=opened.denoiser(torch.float32), vae=opened.vae(torch.float32))
     merged = load_file(tmp_path / "merged/unet/diffusion_pytorch_model.safetensors")
     read = whole.unet.state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in merged.items())
     assert any(not torch.equal(read[name], tensor) for name, tensor in pipe.unet.state_dict().items())
-    assert all(torch.equal(whole.vae.state_dict()[name], tensor) for name, tensor in pipe.vae.state_dict().items())
+    apart = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    for one in (whole, apart):
+        for part in ("vae", "text_encoder"):
+            ours, theirs = (getattr(has, part).state_dict() for has in (one, pipe))
+            assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tmp_path, cache):
+def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tmp_path):
     tensors = {name: tensor + 1 for name, tensor in load_file(studio.flux / "transformer/diffusion_pytorch_model.safetensors").items()}
     save_file(tensors, tmp_path / "mine.safetensors")
     shutil.copytree(studio.flux, tmp_path / "mine")
     config = tmp_path / "mine/transformer/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     found = PipelineFolder.open(str(tmp_path / "mine.safetensors"))
-    kept = load_file(found.path / "transformer/diffusion_pytorch_model.safetensors")
-    assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
-    assert (found.path / "text_encoder_2/model.safetensors").is_file()
+    kept = found.denoiser(torch.float32)
+    assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in tensors.items())
+    assert "quantization_config" not in kept.config
+    assert found.pipeline(torch.float32, transformer=kept, vae=None).text_encoder_2 is not None
     assert found.published is None, "the file is not packed, whatever lies beside it"
     scheduler = tmp_path / "mine/scheduler/scheduler_config.json"
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"shift": 7.0}))
     assert PipelineFolder.open(str(tmp_path / "mine.safetensors")).config("scheduler")["shift"] == 7.0
 
 
-def test_a_file_is_not_looked_for_on_the_hub(drawn, studio, tmp_path, cache, monkeypatch):
+def test_a_file_is_not_looked_for_on_the_hub(drawn, studio, tmp_path, monkeypatch):
     as_one_file(studio.sd1, tmp_path / "pony.safetensors")
     settings_of(studio.sd1, tmp_path / "pony")
     asked = []
@@ -129,10 +129,14 @@ def test_names_are_those_that_diffusers_reads(settings, count):
         ("a.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.uint8)}, "U8 weights in a single file are not read"),
-        ("a.safetensors", {"double_blocks.0.weight": torch.zeros(2)}, "diffusers does not read it as a StableDiffusion3Pipeline"),
+        (
+            "a.safetensors",
+            {"double_blocks.0.weight": torch.zeros(2)},
+            "does not read it as the transformer of a StableDiffusion3Pipeline",
+        ),
     ],
 )
-def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, cache, name, tensors, said):
+def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, name, tensors, said):
     file = tmp_path / name
     save_file(tensors, file) if tensors else file.write_bytes(b"")
     if tensors and "blocks.0.weight" not in tensors:
