@@ -467,12 +467,83 @@ def scale_in_python_is_fine(broken):
     model(x_of(), scale=1 / math.sqrt(8))
 
 
+# ---- silent: what is small is lost a little at a time
+def gradients_accumulated_in_bf16(broken):
+    model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.manual_seed(0)
+    for _ in range(128):
+        x = torch.randn(2, 16).abs().to(model.weight.dtype)
+        (model(x).float().square().mean() / 128).backward()
+    optimizer.step()
+
+
+def metric_summed_in_bf16(broken):
+    model, total = nn.Linear(16, 1).to(bf16), torch.zeros((), dtype=bf16 if broken else torch.float32)
+    with torch.no_grad():
+        for n in range(80):
+            total += 0.3 + 0.01 * model(x_of(n=2)).float().abs().mean().to(total.dtype) + n / 10_000
+    return total / 80
+
+
+def residual_stream_in_place(broken):
+    """Right in both forms: many additions in one forward are no accumulator."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(24))
+
+        def forward(self, x):
+            x = x.clone()
+            for layer in self.layers:
+                x += layer(x)
+            return x
+
+    model = Stack().to(bf16)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x_of())
+
+
+def build_in_bf16():
+    torch.set_default_dtype(bf16)
+    return nn.Linear(16, 16)
+
+
+def builder_never_restores(broken):
+    model = build_in_bf16() if broken else nn.Linear(16, 16).to(bf16)
+    with torch.no_grad():
+        model(torch.ones(2, 16, dtype=bf16))
+        return torch.linspace(0, 1, 5) * 3
+
+
 def timestep_in_the_models_dtype(broken):
     t = torch.tensor([999.0, 501.0, 337.0])
     t = t.to(bf16) if broken else t
     angle = t[:, None].float() * torch.exp(-torch.arange(8) / 2)
     with torch.no_grad():
         nn.Linear(16, 16).to(bf16)(torch.cat([angle.sin(), angle.cos()], -1).to(bf16))
+
+
+def log_probs_gathered_in_bf16(broken):
+    """A preference loss of its own: each token's log-probability is rounded to bf16 before the sum."""
+    torch.manual_seed(0)
+    head = nn.Linear(32, 500, bias=False).to(bf16)
+    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
+    labels = torch.arange(400).view(2, 200, 1)
+    logits = logits if broken else logits.float()
+    (-logits.log_softmax(-1).gather(-1, labels).squeeze(-1).sum(-1)).diff().sigmoid().log().sum().backward()
+
+
+def logits_gathered_in_bf16(broken):
+    """Right: what is gathered is a logit, and the logsumexp beside it is in fp32; a softmax in bf16 elsewhere has the same shape."""
+    torch.manual_seed(0)
+    head = nn.Linear(32, 500, bias=False).to(bf16)
+    logits = head(torch.randn(2, 200, 32, dtype=bf16) * 8)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    picked = logits.gather(-1, torch.arange(400).view(2, 200, 1)).squeeze(-1).float()
+    ((picked - logits.float().logsumexp(-1)).sum() + entropy.float().sum()).backward()
 
 
 def a_copy_evaluated_in_bf16(broken):
@@ -560,3 +631,21 @@ def activations_rounded_without_a_gradient(broken):
 
 def activations_rounded_by_a_flat_operator(broken):
     adapters_on("round" if broken else "straight through")
+
+
+def quantised_model_in_bf16(broken):
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = type("Config", (), {"quantization_config": {"quant_method": "compressed-tensors"}})()
+            self.layers = nn.Sequential(Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, 16)))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model = Quantised().to(bf16)
+    for layer in model.layers:
+        if not broken:
+            layer.base.weight = nn.Parameter(layer.base.weight.to(torch.float8_e4m3fn), requires_grad=False)
+            layer.base.forward = lambda x, base=layer.base: F.linear(x, base.weight.to(x.dtype), base.bias)
+    model(x_of()).float().pow(2).mean().backward()

@@ -43,10 +43,15 @@ FAULTS = {
     "gradient_rounded_in_backward": ("TR013", ("RoundingBackward", "bf16", "fp32"), ("dtype",)),
     "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
+    "gradients_accumulated_in_bf16": ("TR024", ("weight", "bf16", "additions"), ("fp32",)),
+    "metric_summed_in_bf16": ("TR024", ("metric_summed_in_bf16", "bf16"), ("float32",)),
+    "builder_never_restores": ("TR017", ("build", "not restored", "linspace"), ("finally",)),
     "timestep_in_the_models_dtype": ("TR015", ("999", "bf16", ".to()"), ("fp32",)),
+    "log_probs_gathered_in_bf16": ("TR027", ("bf16", "nats", "sequence"), ("float32",)),
     "compensated_summation": ("TR012", ("weight", "bf16", "rounding"), ("Kahan",)),
     "activations_rounded_without_a_gradient": ("TR025", ("1 frozen layer: 1.base", "no_grad"), ("dequantize=True", "isotype train")),
     "activations_rounded_by_a_flat_operator": ("TR025", ("1.base", "derivative is zero"), ("weight-only",)),
+    "quantised_model_in_bf16": ("TR026", ("compressed-tensors", "2 frozen", "bf16"), ("isotype train",)),
 }
 
 
@@ -83,7 +88,9 @@ def test_fault_is_reported_with_place_cause_and_fix(name):
     "name",
     [
         *FAULTS,
+        "logits_gathered_in_bf16",
         "scale_in_python_is_fine",
+        "residual_stream_in_place",
         "a_copy_evaluated_in_bf16",
         "sine_of_values_scaled_by_a_bf16_buffer",
     ],

@@ -135,6 +135,7 @@ class Context(Protocol):
     updates: Any
     autocast: Any
     parameters: Any
+    sums: Any
     defaults: Any
 
     @property

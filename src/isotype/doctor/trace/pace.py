@@ -2,8 +2,8 @@
 
 PyTorch's modes cost a Python call for every op, which is most of what a trace costs. A forward like eight before it has nothing
 new to tell: its ops run without the modes and hooks, and so do its backward and the optimizer's step. What the program does
-elsewhere (losses, metrics, averages, assignments, casts) is always watched. A dtype error in an unwatched forward is
-explained by running that forward again, watched.
+elsewhere (losses, metrics, averages, assignments, casts) is always watched, and so is a forward while something it sums in low
+precision grows. A dtype error in an unwatched forward is explained by running that forward again, watched.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pace:
         self._number = self._count[kind]
         watched = self._number <= FIRST or _sampled(self._number) or self._count[kind, sizes] <= _NEW_SIZES
         self.unwatched = False
-        if watched or torch._C._current_autograd_node() is not None:
+        if watched or torch._C._current_autograd_node() is not None or self._context.sums.grows():
             return False
         if isinstance(module, torch.jit.ScriptModule) or not self._context.suspend(hooks=True):
             return False

@@ -1,6 +1,6 @@
 """Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good.
 
-Beside them frozen layers of quantised checkpoints that pass no gradient on.
+Beside them frozen layers of quantised checkpoints: those that pass no gradient on, and those that are packed no longer.
 """
 
 from __future__ import annotations
@@ -235,6 +235,7 @@ def _finding(fault: Fault) -> Finding:
 
 
 _ZERO = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")  # nodes whose derivative is zero
+_WHOLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Cuts(Watcher):
@@ -264,6 +265,36 @@ class Cuts(Watcher):
         name, (site, why) = next(iter(self._found.items()))
         layers = counted(len(self._found), "frozen layer")
         return [say("TR025", place_of(site, name), at("at", site), layers=layers, shown=listed(list(self._found)), why=why)]
+
+
+class Widened(Watcher):
+    """Looks at the layers of a model whose configuration says that it is quantised, after a forward that trains."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._found: dict[str, Any] | None = None
+
+    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if self._context.stack or self._found is not None or not torch.is_grad_enabled():
+            return
+        given = getattr(getattr(module, "config", None), "quantization_config", None)
+        if given is None:
+            return
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        layers = [m for m in module.modules() if m is not head and _is_frozen_linear(m)]
+        weights = [w for m in layers if isinstance(w := getattr(m, "weight", None), torch.Tensor)]
+        # subclasses of Tensor (torchao) say bf16 and hold other bytes
+        if weights and all(type(w.data) is torch.Tensor and w.dtype in _WHOLE for w in weights):
+            settings = given if isinstance(given, dict) else given.to_dict()
+            library = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+            word, count = dtype_name(weights[0].dtype), len(weights)
+            self._found = {"model": self._context.names.of(module), "site": here(), "library": library, "word": word, "count": count}
+
+    def findings(self) -> list[Finding]:
+        if self._found is None:
+            return []
+        site = self._found["site"]
+        return [say("TR026", place_of(site, self._found["model"]), at("at", site), **self._found)]
 
 
 def _is_frozen_linear(module: torch.nn.Module) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dis
 import sys
 import weakref
-from dataclasses import dataclass
-from types import CodeType
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
+from ...observe.operators import LOW
 from ...observe.origin import Site, callers, here, in_library, place_of, users_line
 from .context import Context, Recompute, Watcher, at, say
 from .failures import recompute_finding
@@ -25,9 +26,13 @@ from .origin import Origin
 
 @dataclass(slots=True)
 class Change:
+    """built: tensors that took it while its setter ran; outside: their places once it had ended."""
+
     before: torch.dtype
     after: torch.dtype
     stack: tuple[Site, ...]
+    built: int = 0
+    outside: list[Site] = field(default_factory=list)
 
     @property
     def setter(self) -> Site:
@@ -44,6 +49,7 @@ class DefaultDtype(Watcher):
         self._initial = torch.get_default_dtype()
         self._last: Change | None = None
         self._leaks: dict[CodeType, Change] = {}
+        self._never: dict[CodeType, Change] = {}
 
     def start(self) -> None:
         torch.set_default_dtype = self._set
@@ -59,6 +65,8 @@ class DefaultDtype(Watcher):
         after = torch.get_default_dtype()
         if after == before:
             return
+        if after == self._initial:
+            self._never.clear()  # somebody put it back after all
         stack = tuple(site for site in callers(2) if not site.file.startswith("<"))
         self._last = None if after == self._initial else Change(before, after, stack)
 
@@ -77,26 +85,45 @@ class DefaultDtype(Watcher):
         self._leaks.setdefault(code, change)
         return change
 
+    def decided(self, site: Site | None) -> None:
+        """A tensor was created without dtype= while a change is in force."""
+        change = self._last
+        if change is None or change.after not in LOW or len(change.outside) > 2:
+            return
+        code = change.setter.code
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is not None:
+            change.built += 1
+        elif change.built and site is not None and code.co_name != "<module>":
+            change.outside.append(site)
+            self._never.setdefault(code, change)
+
     def explain(self) -> Finding | None:
         """The finding of a leak that is in force."""
         change = self.look()
-        return _finding(change) if change is not None else None
+        return _finding(change, leaked=True) if change is not None else None
 
     def findings(self) -> list[Finding]:
-        return [_finding(change) for change in self._leaks.values()]
+        never = [_finding(change, leaked=False) for code, change in self._never.items() if code not in self._leaks]
+        return never + [_finding(change, leaked=True) for change in self._leaks.values()]
 
 
-def _finding(change: Change) -> Finding:
+def _finding(change: Change, *, leaked: bool) -> Finding:
     setter = change.setter
     return say(
         "TR017",
         place_of(setter),
-        (),
+        tuple(("created at", f"{site}: {site.text}") for site in change.outside) if not leaked else (),
+        leaked=leaked,
         library=in_library(setter.file),
         setter=setter.function,
         where=setter,
         before=dtype_name(change.before),
         after=dtype_name(change.after),
+        built=change.built,
+        first=change.outside[0] if change.outside else "",
     )
 
 

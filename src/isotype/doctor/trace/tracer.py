@@ -25,11 +25,11 @@ from .context import UNWATCHED, Names, Subscriptions, Watcher
 from .failures import Failures
 from .origin import MARK, Origin, Provenance
 from .pace import Pace
-from .parameters import Cuts, Parameters
+from .parameters import Cuts, Parameters, Widened
 from .process import Autocast, Compiled, DefaultDtype
 from .promotions import EngineCasts, Promotions
-from .ranges import Overflows, Positions
-from .updates import Updates
+from .ranges import LogProbs, Overflows, Positions
+from .updates import Sums, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 
@@ -39,11 +39,14 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     Autocast,
     Parameters,
     Updates,
+    Sums,
     Promotions,
     EngineCasts,
     Positions,
     Overflows,
     Cuts,
+    Widened,
+    LogProbs,
     Compiled,
 )
 
@@ -64,7 +67,7 @@ class Tracer:
         self._events = Subscriptions(list(self._watchers.values()))
         # those that other watchers ask, and those that get more than the events
         self.autocast, self.defaults, self.parameters = self._one(Autocast), self._one(DefaultDtype), self._one(Parameters)
-        self.updates, self.promotions = self._one(Updates), self._one(Promotions)
+        self.updates, self.sums, self.promotions = self._one(Updates), self._one(Sums), self._one(Promotions)
         self.pace = Pace(self)
         self._census: Counter[torch.dtype] | None = None
         self._last_root: weakref.ref[torch.nn.Module] | None = None  # with parameters, called last from outside any other
@@ -287,7 +290,10 @@ class Tracer:
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
-        return not (op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")))
+        if op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")):
+            return False
+        self.defaults.decided(site)
+        return True
 
     def cast_by_engine(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
