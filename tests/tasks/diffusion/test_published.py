@@ -46,7 +46,9 @@ def publish(pipeline, folder, form):
     return meant
 
 
-@pytest.mark.parametrize("form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt"))])
+@pytest.mark.parametrize(
+    "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
+)
 def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, capsys, form):
     meant = publish(studio.flux, tmp_path / "flux", form)
     word = form.partition("-")[0]
@@ -95,8 +97,8 @@ def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
         plan(drawn(model=tmp_path / "flux", precision=precision | {"base": "fp8"}))
     file = tmp_path / "flux/transformer/config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "torchao", "quant_type": {}}}))
-    with pytest.raises(UsageError, match="quantised by torchao, which is not read"):
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "quanto"}}))
+    with pytest.raises(UsageError, match="quantised by quanto, which is not read"):
         plan(drawn(model=tmp_path / "flux", precision=precision))
     file.write_text(json.dumps(config | {"quantization_config": FORMATS["int8-bnb"][1]}))
     tensors = load_file(file.with_name(WEIGHTS))
