@@ -1,7 +1,5 @@
 """benchmarks/gpu.py: a part that fails, hangs or is not reached stops nothing else, and a second run takes up what is left."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -64,9 +64,8 @@ def same_state(before, after):
     [("SFT", "lora", "bf16-lora"), ("SFT", "qlora", "nf4-lora"), ("DPO", "full", "bf16-mixed")],
 )
 def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, form, precision, models):
-    stored = torch.bfloat16  # of an fp32 base the rounding stays, which detach says
-    want = curve(trainer_of(name, models, form, bf16=True, stored=stored))
-    trainer = trainer_of(name, models, form, bf16=True, stored=stored)
+    want = curve(trainer_of(name, models, form, bf16=True))
+    trainer = trainer_of(name, models, form, bf16=True)
     before = untouched_state(trainer)
     attach(trainer, precision, quiet=True)
     assert untouched_state(trainer)["trainer"] != before["trainer"]
@@ -75,12 +74,11 @@ def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, fo
     assert curve(trainer) == want
 
 
-def test_detach_says_that_a_narrowed_base_keeps_its_rounding(models):
+def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
     trainer = trainer_of("SFT", models, bf16=True)
-    dtypes = [p.dtype for p in trainer.model.parameters()]
-    attach(trainer, "bf16-lora", quiet=True)
-    assert "tensors keep the rounding" in detach(trainer)[0]
-    assert [p.dtype for p in trainer.model.parameters()] == dtypes
+    attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)
+    assert not any("kept" in note for note in attached.notes)
+    assert "keep the rounding" in detach(trainer)[0]
 
 
 # --- one owner

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
@@ -95,6 +96,16 @@ WRAPPED = {
     "DDP": (ddp, torch.float32),
     "DDP of bf16 weights": (lambda: DistributedDataParallel(nn.Linear(4, 4).bfloat16()), torch.bfloat16),
     "fp16 hook": (partial(ddp, default_hooks.fp16_compress_hook), torch.float16),
+    "FSDP in bf16": (
+        lambda: FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)
+        ),
+        torch.bfloat16,
+    ),
+    "fully_shard, wide sums": (
+        lambda: fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        torch.float32,
+    ),
 }
 
 
@@ -108,7 +119,7 @@ def test_the_dtype_of_the_sums_is_read(how):
     ("made", "words"),
     [
         (partial(ddp, own_hook), "communication hook own_hook"),
-        (lambda: nn.Linear(4, 4), "DDP does not wrap the model"),
+        (lambda: nn.Linear(4, 4), "neither DDP nor FSDP wraps the model"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_told(made, words):

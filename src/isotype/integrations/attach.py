@@ -35,6 +35,7 @@ def attach(
     skip: Mapping[str, str] | None = None,
     preflight: bool = True,
     record: bool = True,
+    reversible: bool = True,
     quiet: bool = False,
 ) -> Attachment:
     """Gives a Hugging Face trainer Isotype's precision, ops, fused LoRA, safe generation and guards. Call it before `trainer.train()`.
@@ -44,6 +45,7 @@ def attach(
     skip        checks of the preflight to leave out: code -> why
     preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an evaluation and a generation
     record      writes output_dir/isotype/: manifest, observed precision, preflight, environment, report.html
+    reversible  keeps, in host memory, what narrowing frozen weights to their declared dtype would lose, so that `detach` is exact
     quiet       does not print
     ->          the Attachment: who claimed the precision, and what was replaced where
     Raises      UsageError in one sentence, and the trainer is as it was
@@ -54,7 +56,7 @@ def attach(
     resolved = resolve_for(trainer, precision)
     attached = Attachment(trainer, resolved, claims(trainer, resolved.precision), optimizers=(trainer.optimizer, trainer.lr_scheduler))
     try:
-        guards = _put_on(attached)
+        guards = _put_on(attached, reversible=reversible)
         if record:
             recorder = Record(attached, guards, preflight=preflight, skip=skips)
             attached.undo.append(recorder.remove)
@@ -95,7 +97,7 @@ def _check_precision(trainer: Any) -> None:
             )
 
 
-def _put_on(attached: Attachment) -> Guards:
+def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
@@ -105,11 +107,16 @@ def _put_on(attached: Attachment) -> Guards:
     weights = Weights()
     attached.undo.append(weights.restore)
     for name, model in models.items():
-        weights.cast(model, precision, trained=trained_in(trainer, name), read_only=name != "model")
+        weights.cast(model, precision, trained=trained_in(trainer, name), read_only=name != "model", keep=reversible)
         # before the precision, which wraps the forward that the ops look at
         attached.undo.append(lambda model=model: _unoptimize(model))
         attached.manifests[name] = optimize(model, precision, device_type=device)
         apply_precision(model, precision, device_type=device, cast=False)
+    if weights.kept_bytes:
+        attached.notes.append(
+            f"{weights.kept_bytes / 2**20:.0f} MiB that rounding took from weights are kept for detach(); "
+            "attach(..., reversible=False) keeps none"
+        )
     if precision.trainable != "fp32":
         pure = PureWeights(trainer, precision)
         attached.accumulator = pure.accumulator

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -55,20 +56,26 @@ _HOOKS = {
 
 def summed_in(model: nn.Module) -> tuple[list[torch.dtype], str]:
     """The dtypes in which a wrapped model sums its gradients across processes; none and why, where that cannot be read."""
-    if not isinstance(model, DistributedDataParallel):
-        return [], f"DDP does not wrap the model ({type(model).__name__}): what sums the gradients is not known"
-    hooks = [hook for hook, _ in model._comm_hooks]
-    if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
-        hooks = [builtin]
-    for hook in hooks:
-        if hook not in _HOOKS:
-            name = getattr(hook, "__qualname__", str(hook))
-            return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
-        if (narrow := _HOOKS[hook]) is not None:
-            return [narrow], ""
-    policy: Any = model.mixed_precision
+    if isinstance(model, DistributedDataParallel):
+        policy: Any = model.mixed_precision
+        hooks = [hook for hook, _ in model._comm_hooks]
+        if not hooks and (builtin := model._get_ddp_logging_data().get("comm_hook")):
+            hooks = [builtin]
+        for hook in hooks:
+            if hook not in _HOOKS:
+                name = getattr(hook, "__qualname__", str(hook))
+                return [], f"the communication hook {name} sums the gradients, and its dtype cannot be read"
+            if (narrow := _HOOKS[hook]) is not None:
+                return [narrow], ""
+    elif isinstance(model, FullyShardedDataParallel):
+        policy = model.mixed_precision
+    elif isinstance(model, FSDPModule):
+        policy = model._get_fsdp_state()._mp_policy
+    else:
+        return [], f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is not known"
     declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-    return [declared] if declared else list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)), ""
+    own = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
+    return ([declared] if declared else list(own)), ""
 
 
 class WatchedSteps:

@@ -1,4 +1,4 @@
-"""A trainer's weights in the dtypes of a precision, and autocast on its inner model; both can be taken back.
+"""A trainer's weights in the dtypes of a precision, and autocast on its inner model; both can be undone.
 
 `bf16-pure` trains bf16 weights: a trainer sums gradients in `.grad`, in the weights' dtype. Here a hook adds each gradient to an fp32
 buffer; clipping and an AdamW that rounds stochastically use the buffers. The trainer gets it through its own `optimizer_cls_and_kwargs`.
@@ -10,6 +10,7 @@ by `Accelerator.native_amp`, an attribute of this trainer's accelerator. fp16 ke
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,36 +27,116 @@ from ..training.optimizer import MixedAdamW
 from .attachment import Methods, overridden, unwrap_forward
 
 
+@dataclass
 class Weights:
-    """The dtypes that `cast` changed. What it rounded is not kept: `restore` says how many tensors that were."""
+    """What `cast` changed.
 
-    def __init__(self) -> None:
-        self.dtypes: list[tuple[nn.Parameter, torch.dtype]] = []
-        self.rounded = 0
+    dtypes     parameter -> its dtype before
+    originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host memory
+    rounded    how many were narrowed without keeping it
+    """
 
-    def cast(self, model: nn.Module, precision: Precision, *, trained: Collection[str], read_only: bool) -> None:
+    dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
+    originals: dict[int, Lost | Tensor] = field(default_factory=dict)
+    rounded: int = 0
+
+    def cast(self, model: nn.Module, precision: Precision, *, trained: Collection[str], read_only: bool, keep: bool) -> None:
         """Floating parameters become `trainable` where they are trained, else `base`; quantised ones and buffers stay as they are.
 
         trained    names of the trained parameters. A reference's of the same name is rounded no further than the trained one: both models
                    compute the same before step 1. It becomes `base` where that loses nothing
         read_only  the model is a reference or a teacher
+        keep       keeps what narrowing would lose
         """
         base, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point() or is_quantised(parameter):
                 continue
             dtype = base if name not in trained or (read_only and _is_exact(parameter, base)) else trainable
-            if parameter.dtype != dtype:
-                self.dtypes.append((parameter, parameter.dtype))
-                self.rounded += not _is_exact(parameter, dtype)
-                parameter.data = parameter.data.to(dtype)
+            if parameter.dtype == dtype:
+                continue
+            self.dtypes.append((parameter, parameter.dtype))
+            made = parameter.data.to(dtype)
+            if not _is_exact(parameter, dtype):
+                if keep:
+                    self.originals[id(parameter)] = Lost.of(parameter.data, made) or parameter.data.cpu()
+                else:
+                    self.rounded += 1
+            parameter.data = made
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(kept.nbytes for kept in self.originals.values())
 
     def restore(self) -> list[str]:
-        """Gives every parameter its dtype back; returns a line where values keep their rounding."""
+        """Gives every parameter its dtype back, and its value where nothing changed it since; returns a line for each thing that was not
+        restored."""
         for parameter, dtype in reversed(self.dtypes):
-            parameter.data = parameter.data.to(dtype)
+            original = self.originals.get(id(parameter))
+            if isinstance(original, Lost):
+                original = original.given_back_to(parameter.data.cpu())
+            elif original is not None and not torch.equal(original.to(parameter.dtype), parameter.data.cpu()):
+                original = None
+            if original is not None:
+                parameter.data = original.to(parameter.device)
+            else:
+                parameter.data = parameter.data.to(dtype)
+        said = f"{self.rounded} tensors keep the rounding of the precision that was attached (reversible=False)"
         self.dtypes.clear()
-        return [f"{self.rounded} tensors keep the rounding to the precision that was attached"] if self.rounded else []
+        self.originals.clear()
+        return [said] if self.rounded else []
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What rounding to bf16 took from an fp32 tensor: its last 16 bits. With the bf16 tensor it needs the memory of the fp32 one, where the
+    whole original beside it would take half as much again.
+
+    low     int16[...]: the last bits
+    up      int64[N]: of the elements half-way between two bf16 numbers, those that were rounded up, in the flattened tensor
+    narrow  sum of the bf16 tensor's bits: whether it still is what it was
+    """
+
+    low: Tensor
+    up: Tensor
+    narrow: int
+
+    @classmethod
+    def of(cls, wide: Tensor, narrow: Tensor) -> Lost | None:
+        """None for other dtypes, and for numbers that are not finite."""
+        fits = wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16 and wide.is_contiguous()
+        if not fits or not all(bool(part.isfinite().all()) for part in narrow.view(-1).split(_AT_ONCE)):
+            return None
+        halves = wide.view(-1).view(torch.int16)
+        low, high, bits = halves[0::2].cpu().clone(), halves[1::2], narrow.view(-1).view(torch.int16)
+        ties = (low == _HALF).nonzero().flatten()
+        there = ties.to(wide.device)
+        return cls(low, ties[(high[there] != bits[there]).cpu()], _sum_of(bits))
+
+    @property
+    def nbytes(self) -> int:
+        return self.low.nbytes + self.up.nbytes
+
+    def given_back_to(self, narrow: Tensor) -> Tensor | None:
+        """The fp32 tensor, on the CPU; None where the bf16 one is another now."""
+        bits = narrow.view(-1).view(torch.int16)
+        if narrow.dtype != torch.bfloat16 or _sum_of(bits) != self.narrow:
+            return None
+        wide = torch.empty(narrow.shape)
+        halves = wide.view(-1).view(torch.int16)
+        # bits beyond a half were rounded up: negative numbers of int16, but for the half itself
+        rounded_up = (self.low < 0) & (self.low != _HALF)
+        rounded_up[self.up] = True
+        halves[0::2], halves[1::2] = self.low, bits - rounded_up.to(torch.int16)
+        return wide
+
+
+def _sum_of(bits: Tensor) -> int:
+    return sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_AT_ONCE))
+
+
+_AT_ONCE = 1 << 22  # elements: a sum in another dtype copies what it adds up
+_HALF = -(2**15)  # of the last place that is kept, as int16
 
 
 def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
