@@ -43,3 +43,23 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
     assert started(gpu, monkeypatch, "benchmarks", "--out", str(out), "--part", "bad", "--part", "good") == 0
     assert [line["part"] for line in lines(out)] == ["good", "bad", "hanging", "bad"]
     assert "1 done, 1 before; failed: none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("goal.py", ["--who", "unsloth", "--model", "tiny"]),
+        ("ops_gpu.py", ["--case", "unsloth", "--tiny"]),
+        ("lora.py", ["--part", "model", "--rows", "Unsloth"]),
+    ],
+)
+def test_a_part_that_misses_its_peer_is_not_done(gpu, monkeypatch, capsys, file, words):
+    """Unsloth needs a GPU: the part runs again once it is there."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [file, *words, "--device", "cpu"])
+    try:
+        code = script(SCRIPT.with_name(file)).main()
+    except SystemExit as left:
+        code = left.code
+    assert code == gpu.LEFT_OUT
+    assert capsys.readouterr().out == "Unsloth left out: Unsloth needs a GPU\n"

@@ -92,7 +92,7 @@ LARGE = {
     "gelu-tanh": (functools.partial(gelu, approximate="tanh"), [(4608, 12288)]),
     "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(4097, 22016)]),
     "rope": (lambda q, k: rotary(False, 64)(q.transpose(1, 2), k.transpose(1, 2)), [(2, 1024, 32, 128), (2, 1024, 8, 128)]),
-    "rope-partial-interleaved": (rotary(True, 32), [(2, 71, 300, 96), (2, 1, 300, 96)]),
+    "rope-partial-interleaved": (rotary(True, 32), [(2, 71, 301, 96), (2, 1, 301, 96)]),
 }
 
 

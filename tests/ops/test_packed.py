@@ -8,7 +8,7 @@ from isotype.ops import cpp
 from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, widen
 from isotype.ops.packed.formats import KINDS, Layout
-from isotype.ops.packed.recognise import OF_ACTIVATIONS, Part, recognise, state_of
+from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
 from isotype.ops.packed.repack import in_rows
 from isotype.precision.packing import UnreadPacking, packing
 from tests.gpu import everywhere, kernels
@@ -23,6 +23,7 @@ def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, Packe
     how = packing(FORMATS[form][1])
     parts = {name: Part(t.dtype, tuple(t.shape)) for name, t in tensors.items() if name not in OF_ACTIVATIONS}
     layout = recognise("layer", parts, how, shape)
+    tensors = {TORCHAO.get(name, name): t for name, t in tensors.items()}
     weight, made = in_rows(tensors[layout.main[0]], state_of("layer", layout, how.word, tensors))
     return weight.view(torch.uint8), made
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isotype.lora.linear import lora_linear
-from isotype.ops import gelu
+from isotype.ops import gated_residual, gelu
 
 
 def drawn(*shape, dtype=torch.float32):
@@ -46,3 +46,14 @@ def test_a_lora_layer_that_reads_an_activation_saves_the_activations_input(froze
     (mine, less), (theirs, more) = results
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
     assert more - less == 64 * 32 * 2
+
+
+def test_a_gated_sum_keeps_what_it_adds_for_the_gates_gradient_alone():
+    residual, x, gate = narrow(2, 64, 32), narrow(2, 64, 32), narrow(2, 32)
+    dy, kept, found = torch.linspace(-1, 1, 2 * 64 * 32).view(2, 64, 32).bfloat16(), [], []
+    for trained in (True, False):
+        y, saved = saved_by(lambda trained=trained: gated_residual(residual, x, gate if trained else gate.detach()))
+        found.append(torch.autograd.grad(y, [residual, x], dy))
+        kept.append(saved)
+    assert kept[0] - kept[1] == 2 * 64 * 32 * 2
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -70,7 +70,7 @@ def test_results_and_gradients_are_the_models_own(name):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
 
 
-def test_a_lora_step_keeps_less_than_seven_tenths_of_a_peft_loops_bytes():
+def test_a_lora_step_keeps_at_most_45_hundredths_of_a_peft_loops_bytes():
     """Counted, not timed: tensors saved for backward, each storage once, without weights."""
     width = 256
     mine, its = benchmark.denoiser(width), benchmark.denoiser(width)
@@ -79,7 +79,7 @@ def test_a_lora_step_keeps_less_than_seven_tenths_of_a_peft_loops_bytes():
     (batch,) = benchmark.draws(1, side=16, text=32)
     (_, our_forward), (_, plain_forward) = benchmark.ours(mine, "bf16-lora"), benchmark.plain(its, targets)
     kept = benchmark.kept_bytes(our_forward, copy.deepcopy(batch), mine), benchmark.kept_bytes(plain_forward, batch, its)
-    assert kept[0] < 0.7 * kept[1]
+    assert kept[0] <= 0.45 * kept[1]
 
 
 def test_a_block_that_recomputes_keeps_its_inputs_alone_and_gives_the_same_gradients():

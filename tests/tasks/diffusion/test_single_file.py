@@ -166,7 +166,9 @@ def publish(pipeline, folder, form):
     return meant
 
 
-@pytest.mark.parametrize("form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt"))])
+@pytest.mark.parametrize(
+    "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
+)
 def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, capsys, form):
     meant = publish(studio.flux, tmp_path / "flux", form)
     word = form.partition("-")[0]
