@@ -85,13 +85,17 @@ def resumed(folder, *changes: str) -> int:
     return train(load(folder / "resolved.yaml", changes, {}, resolved=True), resume=folder)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path):
+@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("kto", "reward"))])
+def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
+    rows = labelled(taste(30)) if objective == "kto" else None
     every_second = {"save_every": 2, "sample_every": 0, "samples": []}
-    assert train(paired(folder="whole", run=every_second)) == 0
+    assert train(paired(objective, rows=rows, folder="whole", run=every_second)) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     cut_back(tmp_path / "cut", 6)
     assert resumed(tmp_path / "cut") == 0
     same_result(tmp_path / "whole", tmp_path / "cut")
+    if objective == "reward":
+        return
     kept = tmp_path / "cut" / "reference.safetensors"
     before = load_file(kept)
     kept.unlink()  # made again from the model as the run starts, although a checkpoint is restored
@@ -238,6 +242,12 @@ def test_losses_are_those_of_trl():
     torch.testing.assert_close(judged("simpo", PreferenceSection(**plain), answers).losses, CPOTrainer.cpo_loss(theirs, c / n, r / m)[0])
     with_nll = judged("orpo", PreferenceSection(), answers).losses
     torch.testing.assert_close(with_nll, odds - c / n)
+
+
+@pytest.mark.parametrize("objective", ["ipo", *(pytest.param(name, marks=pytest.mark.full) for name in ("orpo", "simpo", "cpo"))])
+def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
+    assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
+    assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9
 
 
 def test_the_example_of_the_page_runs(workshop, tmp_path, monkeypatch):
