@@ -8,7 +8,7 @@ import torch
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import using
-from isotype.ops.packed import PackedState, repack, state, widen
+from isotype.ops.packed import PackedState, state, widen
 from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
 from isotype.ops.packed.repack import in_rows
@@ -59,7 +59,7 @@ def test_words_down_the_columns_are_put_in_rows_with_the_same_values(form, monke
     layout = recognise("layer", {name: Part(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, how, (OUT, IN))
     words = tensors["qweight"]
     before = state_of("layer", layout, how.word, tensors)
-    monkeypatch.setattr(repack, "PIECE", 1)
+    monkeypatch.setattr(state, "_CPU", 1)
     after, own = in_rows(words, before)
     assert after.numel() == words.numel()
     assert torch.equal(widen(after.view(torch.uint8), own, torch.float64), widen(words.view(torch.uint8), before, torch.float64))
