@@ -48,7 +48,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     """
     run, on_the_way = run_and_result(run)
     loaded = load(require_run(run) / RESOLVED, resolved=True)
-    config, adapter = loaded.config, on_the_way or run / "adapter"
+    config, adapter = _without_start(_without_samples(loaded.config)), on_the_way or run / "adapter"
     if config.adapter.kind == "none":
         raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
     if (reason := fault(adapter)) is not None:
@@ -78,7 +78,12 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
     def fill(folder: Path) -> None:
         base, part = task.folder.path, task.folder.denoiser_part
-        shutil.copytree(base, folder, dirs_exist_ok=True, ignore=lambda at, names: [part] if Path(at) == base else [])
+        weights = ".safetensors" if task.folder.whole else "/"
+        shutil.copytree(
+            base, folder, dirs_exist_ok=True,
+            ignore=lambda at, names: [part] if Path(at) == base else [name for name in names if weights in name],
+        )  # fmt: skip
+        task.folder.save_others(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
@@ -169,7 +174,7 @@ def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, 
         task.encoder = task.new_encoder(device)
         task.text = task.encoder.captions(list(dict.fromkeys(texts_of(asked, task.encoder))))
 
-    task, model, device, taken = _load_run(folder, encode)
+    task, model, device, taken = _load_run(folder, encode, _without_samples if prompts else lambda config: config)
     how = task.drawing()
     return taken, task.draw(model, device, asked, how if seed is None else replace(how, seed=seed))
 
@@ -185,7 +190,7 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     def on_these(config: RunConfig) -> RunConfig:
         train = {"eval_batch_size": batch_size or config.train.eval_batch_size}
         sections = {"images": config.images.model_copy(update=images), "train": config.train.model_copy(update=train)}
-        return config.model_copy(update=sections)
+        return _without_samples(config.model_copy(update=sections))
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         task.load_data()
@@ -195,13 +200,24 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     return taken, task.evaluate(model, device, dtype=task.precision.loss)
 
 
+def _without_samples(config: RunConfig) -> RunConfig:
+    """Its prompts, whose files may be gone, are neither read nor encoded."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"samples": []})})
+
+
+def _without_start(config: RunConfig) -> RunConfig:
+    """The adapter that a finished run began with may be gone."""
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update={"start_from": None})})
+
+
 def _load_run(
     folder: Path, encode: Callable[[DiffusionTask, torch.device], None], change: Callable[[RunConfig], RunConfig] = lambda config: config
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
     folder, on_the_way = run_and_result(folder)
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
-    config = change(loaded.config)
+    result = result_of(folder, on_the_way)
+    config = change(loaded.config if result is None else _without_start(loaded.config))
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
     task = DiffusionTask(config)
@@ -209,7 +225,6 @@ def _load_run(
     task.check(precision)
     encode(task, device)
     task.take_base(RunFolder(folder).base)
-    result = result_of(folder, on_the_way)
     model: nn.Module
     if result is not None:
         model, taken = task.reload(result, precision, device), name_in(folder, result)

@@ -130,7 +130,8 @@ def check_adapters(config: RunConfig) -> None:
         "adapter.alpha_pattern": bool(adapter.alpha_pattern), "adapter.start": adapter.start != "default",
         "adapter.train_tokens": bool(adapter.train_tokens),
     }  # fmt: skip
-    for key, given in (*of_new_ones.items(), ("adapter.plus", adapter.plus is not None)):
+    beside = {"adapter.plus": adapter.plus is not None, "adapter.start_from": adapter.start_from is not None}
+    for key, given in (of_new_ones | beside).items():
         if given and adapter.kind == "none":
             raise UsageError(f"{key}: has no effect with adapter.kind: none", fix=f"remove {key}, or adapter.kind: lora")
         if given and adapter.start_from is not None and key in of_new_ones:
@@ -141,13 +142,8 @@ def check_adapters(config: RunConfig) -> None:
         raise UsageError(
             f"adapter.factor: has no effect with adapter.kind: {adapter.kind}", fix="remove adapter.factor, or adapter.kind: lokr"
         )
-    not_there = {
-        "alpha_pattern": adapter.alpha_pattern,
-        "dora": adapter.dora,
-        "rank_pattern": adapter.kind == "lokr" and adapter.rank_pattern,
-    }
-    if run.adapter_format == "comfyui" and (key := next((key for key, given in not_there.items() if given), "")):
-        raise UsageError(f"adapter.{key}: not offered with run.adapter_format: comfyui", fix=f"remove adapter.{key}, or run.adapter_format")
+    if run.adapter_format == "comfyui" and adapter.dora:
+        raise UsageError("adapter.dora: not offered with run.adapter_format: comfyui", fix="remove adapter.dora, or run.adapter_format")
     for key, own in (("adapter.plus", adapter.plus), ("adapter.text_encoder_rate", adapter.text_encoder_rate)):
         if own is not None and config.train.optimizer == "prodigy":
             raise UsageError(f"{key}: prodigy has one rate for all weights", fix=f"remove {key}, or another train.optimizer")

@@ -26,7 +26,7 @@ from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
-from .single_file import repository_of, unpacked
+from .single_file import dtype_of, read_model, refuse_other_family, repository_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
@@ -37,6 +37,7 @@ class PipelineFolder:
     """index      the content of model_index.json
     on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched when they are needed
     own        the denoiser's configuration, where it is not the folder's (`model.init: random`); then `fresh` is where its weights are
+    file       a checkpoint in one file that has the denoiser, and with `whole` the other parts too; `path` has settings and tokenizers
     """
 
     path: Path
@@ -45,16 +46,19 @@ class PipelineFolder:
     on_hub: str | None = None
     own: Mapping[str, Any] | None = None
     fresh: Path | None = None
+    file: Path | None = None
+    whole: bool = False
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
         """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another family, or one that lacks a part."""
         path = Path(name).expanduser()
         require_diffusers()
-        on_hub = None
+        on_hub, file, whole = None, None, False
         if path.is_file():
-            beside = path.with_suffix("")
-            path = unpacked(path, beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(path), None))
+            file, beside = path, path.with_suffix("")
+            path = beside if (beside / PIPELINE_FILE).is_file() else settings_of(repository_of(file), None)
+            whole = path != beside or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
             path, on_hub = settings_of(name, revision), name
         try:
@@ -69,11 +73,15 @@ class PipelineFolder:
         family = FAMILIES[kind]()
         if (why := family.refusal(index)) is not None:
             raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
-        folder = cls(path, family, index, on_hub)
+        folder = cls(path, family, index, on_hub, file=file, whole=whole)
         wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
                 raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
+        if file is not None:
+            dtype_of(file)
+            kinds = {family.denoiser: folder.denoiser_class(), **({"vae": folder.vae_class()} if whole else {})}
+            refuse_other_family(file, kinds, path, family.pipeline)
         return folder
 
     @property
@@ -83,7 +91,8 @@ class PipelineFolder:
 
     def files(self, part: str) -> list[Path]:
         self._fetch(part)
-        return [p for p in (self.path / part).rglob("*") if p.is_file()]
+        own = [p for p in (self.path / part).rglob("*") if p.is_file()]
+        return [*own, self.file] if self.file is not None and self.whole else own
 
     def fetch(self) -> None:
         """All weights, where the pipeline is on the hub. Raises UsageError."""
@@ -123,7 +132,8 @@ class PipelineFolder:
     @property
     def published(self) -> Quantisation | None:
         """How the denoiser's own files are quantised; None where they are not."""
-        found = self.config(self.denoiser_part).get("quantization_config") if self.own is None else None
+        plain = self.own is not None or self.file is not None
+        found = None if plain else self.config(self.denoiser_part).get("quantization_config")
         return of_settings(found) if isinstance(found, Mapping) else None
 
     def denoiser_files(self) -> list[Path]:
@@ -142,18 +152,43 @@ class PipelineFolder:
 
         return getattr(diffusers, str(self.index[self.denoiser_part][1]))
 
+    def vae_class(self) -> Any:
+        import diffusers
+
+        return getattr(diffusers, self.family.latents.vae)
+
     def denoiser(self, dtype: torch.dtype) -> Any:
         """The denoiser with its weights. Raises UsageError."""
-        folder = self.path / self.denoiser_part
+        with self._explained(self.denoiser_part):
+            if self.own is None and self.file is not None:
+                return read_model(self.file, self.denoiser_class(), self.path, self.denoiser_part, dtype)
+            loaded = self.denoiser_class().from_pretrained(str(self._weights_of_denoiser()), dtype=dtype, use_safetensors=True)
+            self.widen_buffers(loaded)
+            return loaded
+
+    def _weights_of_denoiser(self) -> Path:
         if self.own is None:
             self._fetch(self.denoiser_part)
+            return self.path / self.denoiser_part
+        assert self.fresh is not None, "its weights are drawn when the model is built"
+        return self.fresh
+
+    def widen_buffers(self, denoiser: torch.nn.Module) -> None:
+        """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower dtype rounds them, and tables of
+        positions must stay exact."""
+        narrow = {name for name, b in denoiser.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
+        if not narrow:
+            return
+        if self.own is None and self.file is not None:
+            exact = dict(self.denoiser(torch.float32).named_buffers())
         else:
-            assert self.fresh is not None, "its weights are drawn when the model is built"
-            folder = self.fresh
-        with self._explained(self.denoiser_part):
-            loaded = self.denoiser_class().from_pretrained(str(folder), dtype=dtype, use_safetensors=True)
-            widen_buffers(loaded, folder)
-            return loaded
+            exact = {}
+            for file in self._weights_of_denoiser().glob("*.safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    exact |= {name: opened.get_tensor(name).float() for name in narrow.intersection(opened.keys())}
+        for name in narrow & exact.keys():
+            module, _, last = name.rpartition(".")
+            denoiser.get_submodule(module)._buffers[last] = exact[name]
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
@@ -181,6 +216,9 @@ class PipelineFolder:
         """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
         import transformers
 
+        if self.whole:
+            pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
+            return {part: getattr(pipe, part).eval().requires_grad_(False) for part in self.family.text_encoders}
         self._fetch(*self.family.text_encoders)
         made = {}
         for part in self.family.text_encoders:
@@ -223,13 +261,11 @@ class PipelineFolder:
         return replace(self, fresh=folder)
 
     def vae(self, dtype: torch.dtype) -> Any:
-        import diffusers
-
         self._fetch("vae")
         with self._explained("vae"):
-            return getattr(diffusers, self.family.latents.vae).from_pretrained(
-                self.path, subfolder="vae", dtype=dtype, use_safetensors=True
-            )
+            if self.file is not None and self.whole:
+                return read_model(self.file, self.vae_class(), self.path, "vae", dtype)
+            return self.vae_class().from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
         """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""
@@ -237,8 +273,12 @@ class PipelineFolder:
 
         self._fetch(*(part for part in self.family.encoders if part not in parts))
         parts = {**dict.fromkeys(name for name in self.family.not_needed if name in self.index), **parts}
+        kind = getattr(diffusers, self.family.pipeline)
         with self._explained("pipeline"):
-            made = getattr(diffusers, self.family.pipeline).from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
+            if self.whole:
+                made = kind.from_single_file(str(self.file), config=str(self.path), local_files_only=True, dtype=dtype, **parts)
+            else:
+                made = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         made.set_progress_bar_config(disable=True)
         return made
 
@@ -246,6 +286,16 @@ class PipelineFolder:
         """The pipeline around a denoiser, without its text encoders but for those that are given."""
         parts = {**dict.fromkeys(self.family.encoders), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
+
+    def save_others(self, folder: Path) -> None:
+        """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in `folder`, in the file's dtype."""
+        if self.file is None or not self.whole:
+            return
+        dtype = dtype_of(self.file)
+        pipe = self.pipeline(dtype, vae=self.vae(dtype), **{self.denoiser_part: None})
+        for part in ("vae", *self.family.encoders):
+            if isinstance(getattr(pipe, part, None), torch.nn.Module):
+                getattr(pipe, part).save_pretrained(folder / part)
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:
@@ -260,18 +310,7 @@ class PipelineFolder:
             if out_of_memory(error) is not None:
                 raise
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise UsageError(f"model.name: {self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
-
-
-def widen_buffers(model: torch.nn.Module, folder: Path) -> None:
-    """Puts floating buffers back in fp32, with the numbers of the folder's files: loading in a narrower dtype rounds them, and tables of
-    positions must stay exact."""
-    narrow = {name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
-    for file in folder.glob("*.safetensors") if narrow else ():
-        with safe_open(file, framework="pt") as opened:
-            for name in narrow.intersection(opened.keys()):
-                module, _, last = name.rpartition(".")
-                model.get_submodule(module)._buffers[last] = opened.get_tensor(name).float()
+            raise UsageError(f"model.name: {self.file or self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
 
 
 def require_diffusers() -> None:

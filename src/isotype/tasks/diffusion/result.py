@@ -22,9 +22,9 @@ from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from ...training.memory.blocks import as_set
-from .denoiser import frozen_denoiser, put_under
+from .denoiser import base_outline, frozen_denoiser, put_under
 from .families import Family
-from .pipeline import PipelineFolder, widen_buffers
+from .pipeline import PipelineFolder
 from .text_encoders import PREFIX, part_of, put_encoders
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -56,10 +56,33 @@ def save_lora(model: Any, folder: Path, precision: Precision, pipeline: Pipeline
     pipeline_class(pipeline).save_lora_weights(folder, **given)
 
 
+def settings_of(adapter: Path, what: str = "adapter") -> dict[str, Any]:
+    """Those of a PEFT folder. Raises UsageError."""
+    file = adapter / "adapter_config.json"
+    try:
+        found: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
+        return found
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}", fix="a PEFT folder, as runs/NAME/adapter") from None
+
+
 def is_lokr(adapter: Path) -> bool:
     """Of a PEFT folder. Most pipelines of diffusers read no such file: it is loaded by PEFT."""
-    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return isinstance(settings, dict) and settings.get("peft_type") == "LOKR"
+    return settings_of(adapter).get("peft_type") == "LOKR"
+
+
+def refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
+    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or not what the run is to write"""
+    if config.adapter.start_from is None:
+        return
+    start, kind = Path(config.adapter.start_from), config.adapter.kind
+    refuse_adapter_of_another_model(base_outline(folder, config), start, "adapter.start_from")
+    settings = settings_of(start, "adapter.start_from")
+    if kind != "none" and is_lokr(start) != (kind == "lokr"):
+        own = str(settings.get("peft_type")).lower()
+        raise UsageError(f"adapter.start_from: {start} is a {own}, and adapter.kind is {kind}", fix=f"adapter.kind: {own}")
+    if config.run.adapter_format == "comfyui" and settings.get("use_dora"):
+        raise UsageError(f"run.adapter_format: comfyui: adapter.start_from: {start}: {NO_DORA}", fix="remove run.adapter_format")
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
@@ -89,7 +112,7 @@ def load_result(
             model = load_adapter(denoiser, folder)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(str(folder), dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
+        pipeline.widen_buffers(denoiser)
         model = denoiser
     if encoders:
         put_encoders(denoiser, pipeline, encoders)
@@ -217,6 +240,7 @@ def pipeline_class(pipeline: PipelineFolder) -> Any:
 # Source: ComfyUI's comfy/lora.py and comfy/weight_adapter/lora.py
 
 COMFYUI_FILE = "comfyui.safetensors"
+NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
 _UNET = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
@@ -239,22 +263,28 @@ def refuse_unread(family: Family) -> None:
 
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     """name -> F[r in], F[out r] of each module and its alpha, F[]; F is the dtype of the adapter: a program multiplies by alpha / r."""
-    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    if settings.get("alpha_pattern") or settings.get("use_dora"):
-        what = "alpha_pattern" if settings.get("alpha_pattern") else "use_dora"
-        raise UsageError(f"comfyui: {adapter}: {what} of adapter_config.json is not offered")
+    settings = settings_of(adapter)
+    if settings.get("use_dora"):
+        raise UsageError(f"comfyui: {adapter}: {NO_DORA}", fix=f"{LORA_FILE}, in diffusers")
     if is_lokr(adapter):
         return _lokr_tensors(adapter, settings, family)
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        module, side = _in_comfyui(module, family), _UNET[side] if family.denoiser == "unet" else side
-        made[f"{module}.{side}.weight"] = tensor
+        named, side = _in_comfyui(module, family), _UNET[side] if family.denoiser == "unet" else side
+        made[f"{named}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
-            rank = len(tensor)
-            alpha = settings["lora_alpha"] * (math.sqrt(rank) if settings.get("use_rslora") else 1.0)
-            made[f"{module}.alpha"] = torch.tensor(alpha, dtype=tensor.dtype)
+            rank, alpha = len(tensor), _of_module(module, settings, "alpha_pattern", "lora_alpha")
+            made[f"{named}.alpha"] = torch.tensor(alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0), dtype=tensor.dtype)
     return made
+
+
+def _of_module(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
+    """A module's alpha or rank, by the pattern that PEFT takes."""
+    from peft.utils.other import get_pattern_key
+
+    own: dict[str, float] = settings.get(patterns) or {}
+    return float(own.get(get_pattern_key(list(own), module), settings[default]))
 
 
 def _in_comfyui(module: str, family: Family) -> str:
@@ -273,11 +303,9 @@ def _in_comfyui(module: str, family: Family) -> str:
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
     """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an alpha by the rank of a factor that is
     kept as two matrices, and ignores it where both are whole."""
-    if settings.get("rank_pattern"):
-        raise UsageError(f"comfyui: {adapter}: rank_pattern of a LoKr is not offered")
     made: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")
-        scale = settings["alpha"] / settings["r"] if side in ("lokr_w1", "lokr_w1_a") else 1.0
-        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * scale
+        alpha, rank = (_of_module(module, settings, f"{what}_pattern", key) for what, key in (("alpha", "alpha"), ("rank", "r")))
+        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * (alpha / rank if side in ("lokr_w1", "lokr_w1_a") else 1.0)
     return made

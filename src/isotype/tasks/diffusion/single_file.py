@@ -1,15 +1,13 @@
-"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders) as a pipeline's folder, which diffusers makes once.
+"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders), whose parts diffusers reads out of it.
 
 Settings and tokenizers come from a pipeline's folder beside the file, of the file's name without ending, or from the hub, where diffusers
-knows whose the file is. Where that folder has a VAE's weights the file holds the denoiser alone, and the other parts are the folder's.
+knows whose the file is. Where the folder beside it has a VAE's weights the file holds the denoiser alone, and the other parts are the
+folder's.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,69 +18,52 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...config.kind import PIPELINE_FILE
-from ...data.cache_folder import cache_folder
-from ...environment.hub import say
 from ...errors import UsageError
-from ...runs.checkpoint.atomic_folder import SEAL, write_folder
-from .families import FAMILIES
+from ...precision.apply import is_kept_in_fp32, names_kept_in_fp32
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def unpacked(file: Path, settings: Path) -> Path:
-    """The pipeline's folder in the user's cache, made unless it is there.
+def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
+    """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class keeps in fp32, are the file's numbers in
+    fp32. Raises whatever diffusers does, ValueError for a tensor that the file lacks."""
+    made = kind.from_single_file(str(file), config=str(settings), subfolder=part, local_files_only=True, dtype=dtype_of(file))
+    if lacking := [name for name, tensor in made.state_dict().items() if tensor.is_meta]:
+        raise ValueError(f"{file.name} has no {lacking[0]} ({len(lacking)} such)")
+    kept = names_kept_in_fp32(made, dtype)
+    for name, parameter in made.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if is_kept_in_fp32(name, kept) else dtype)
+    for name, buffer in made.named_buffers():
+        if buffer.is_floating_point():
+            module, _, last = name.rpartition(".")
+            made.get_submodule(module)._buffers[last] = buffer.float()
+    return _plain(made)
 
-    settings  a pipeline's folder
-    Raises    UsageError for a file that is no such checkpoint, or of a family that is not trained
+
+def _plain(model: Any) -> Any:
+    """The file's weights are plain, also beside the settings of a packed denoiser."""
+    model._internal_dict = type(model.config)({key: value for key, value in model.config.items() if key != "quantization_config"})
+    return model
+
+
+def refuse_other_family(file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str) -> None:
+    """By the names and shapes of the tensors alone. kinds: part -> class of those that the file has.
+
+    Raises  UsageError where diffusers does not read the parts out of them
     """
-    index = json.loads((settings / PIPELINE_FILE).read_text(encoding="utf-8"))
-    family = FAMILIES.get(str(index.get("_class_name")))
-    if family is None:
-        raise UsageError(f"model.name: {file}: {index.get('_class_name')} is not supported: expected one of {' '.join(FAMILIES)}")
-    stat, dtype = file.stat(), _dtype(file)
-    beside = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(settings.resolve().rglob("*")) if p.is_file()]
-    what = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{beside}"
-    tokens = cache_folder("auto")
-    cache = (Path("~/.cache/isotype").expanduser() if tokens is None else tokens.parent) / "pipelines"
-    folder = cache / f"{file.stem}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
-    if (folder / SEAL).is_file():  # renamed into its place as a whole; to read gigabytes for their checksums would take a plan's time
-        return folder
-    say(f"{file.name}: diffusers makes a pipeline's folder of it, once, in {folder}")
-    cache.mkdir(parents=True, exist_ok=True)
-
-    def fill(to: Path) -> None:
-        load_and_save(to)
-        own = to / family.denoiser / "config.json"  # the file's weights are plain, also beside the settings of a packed denoiser
-        plain = {key: value for key, value in json.loads(own.read_text(encoding="utf-8")).items() if key != "quantization_config"}
-        own.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-
-    def load_and_save(to: Path) -> None:
-        import diffusers
-
-        if any((settings / "vae").glob("*.safetensors")):
-            shutil.copytree(settings, to, dirs_exist_ok=True, ignore=lambda at, _: [family.denoiser] if Path(at) == settings else [])
-            kind: Any = getattr(diffusers, str(index[family.denoiser][1]))
-            kind.from_single_file(str(file), config=str(settings), subfolder=family.denoiser, dtype=dtype).save_pretrained(
-                to / family.denoiser
-            )
-        else:
-            kind = getattr(diffusers, family.pipeline)
-            kind.from_single_file(str(file), config=str(settings), local_files_only=True, dtype=dtype).save_pretrained(to)
-
     from ...training.quiet import without_warnings
 
-    try:
-        with without_warnings():
-            write_folder(folder, fill, then="start again")
-    except UsageError:
-        raise
-    except Exception as error:  # a file of another family raises whatever its tensors lead to
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(
-            f"model.name: {file}: diffusers does not read it as a {family.pipeline}: {said[:200]}",
-            fix=f"the settings of its own family in {file.with_suffix('')}",
-        ) from error
-    return folder
+    tensors = {name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()}
+    for part, kind in kinds.items():
+        try:
+            with without_warnings():
+                kind.from_single_file(dict(tensors), config=str(settings), subfolder=part, local_files_only=True, device="meta")
+        except Exception as error:  # a file of another family raises whatever its tensors lead to
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UsageError(
+                f"model.name: {file}: diffusers does not read it as the {part} of a {pipeline}: {said[:200]}",
+                fix=f"the settings of its own family in {file.with_suffix('')}; of a file without VAE and text encoders their weights too",
+            ) from error
 
 
 def repository_of(file: Path) -> str:
@@ -119,7 +100,7 @@ def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
         raise UsageError(f"model.name: {file}: {str(error).splitlines()[0]}") from None
 
 
-def _dtype(file: Path) -> torch.dtype:
+def dtype_of(file: Path) -> torch.dtype:
     """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers of 8 bits)."""
     found = {word for word, _ in _headers(file).values()}
     if narrow := sorted(word for word in found if word.startswith("F8") or word in ("U8", "I8")):

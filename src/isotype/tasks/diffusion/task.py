@@ -54,7 +54,7 @@ from .pictures import Gathered, captions_of, gather
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, as_webp, buckets
 from .published import outline_published
-from .result import load_result, refuse_adapter_of_another_model, refuse_unread, save_denoiser, save_lora
+from .result import load_result, refuse_start, refuse_unread, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
 from .text_encoders import refuse_text_encoders
 
@@ -107,8 +107,7 @@ class DiffusionTask:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
         check_base(self.folder.published, precision, self.base_name)
         refuse_text_encoders(config, self.folder, precision)
-        if config.adapter.start_from is not None:
-            refuse_adapter_of_another_model(base_outline(self.folder, config), Path(config.adapter.start_from), "adapter.start_from")
+        refuse_start(config, self.folder)
         if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
             refuse_encoders(config.adapter.targets, self.folder)
         if config.adapter.kind == "lokr" and precision.packed:
