@@ -315,7 +315,7 @@ def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_p
         margins.append(scores[0] - scores[1])
     assert sum(margin > 0 for margin in margins) >= 11
     assert sum(margins) / 12 == pytest.approx(rows[-1]["eval_margin"], rel=0.2)
-    assert "AutoModelForSequenceClassification" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "AutoModelForSequenceClassification" in (tmp_path / "run/adapter/README.md").read_text(encoding="utf-8")
     with pytest.raises(UsageError, match="a reward model gives scores"):
         load_run(tmp_path / "run")
     with pytest.raises(UsageError, match=r"run\.samples has no effect"):
