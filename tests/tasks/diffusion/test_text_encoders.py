@@ -148,12 +148,22 @@ def test_the_encoders_rate_is_theirs():
     assert len(rates) == 4
 
 
+def test_each_encoder_may_have_its_own_rate(drawn, studio, tmp_path):
+    rate = {"text_encoder_rate": [5e-4, 1e-12]}
+    assert train(drawn(model=studio.sdxl, adapter={**ON, **rate, "plus": 4.0}, train={"weight_decay": 0.0})) == 0
+    tensors = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
+    first, second = (max(float(t.abs().max()) for n, t in tensors.items() if n.startswith(f"{p}.") and "lora_B" in n) for p in PARTS["sdxl"])
+    assert second < 1e-9 < 1e-4 < first
+
+
 @pytest.mark.parametrize(
     ("model", "adapter", "said"),
     [
         ("sd3", ON, "only those of SDXL and Stable Diffusion"),
         ("sd1", {**ON, "kind": "none"}, "adapter.text_encoders: adapter.kind: none"),
         ("sd1", {**ON, "kind": "lokr"}, "adapter.kind: lokr"),
+        ("sd1", {**ON, "text_encoder_rate": [1e-4, 1e-5]}, "has 2 rates, and a StableDiffusionPipeline has 1 encoder"),
+        ("sd1", {**ON, "dora": True}, "diffusers does not load the lengths of a DoRA"),
         ("sd1", {"text_encoder_rate": 1e-4}, "has no effect without adapter.text_encoders"),
     ],
 )
