@@ -125,6 +125,8 @@ def test_names_are_those_that_diffusers_reads(settings, count):
     ("name", "tensors", "said"),
     [
         ("a.ckpt", None, "not a .safetensors file: a pickle can run code"),
+        ("a.png", None, "not a .safetensors file: expected one, or a pipeline's folder"),
+        ("a.gguf", None, "a denoiser packed as GGUF is for inference, and is not read"),
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
         ("a.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
@@ -142,3 +144,14 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, name, tensors, 
     if tensors and "blocks.0.weight" not in tensors:
         settings_of(studio.sd3, tmp_path / "a")
     assert re.search(said, refused(drawn(model=file)))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [("transformer", "q8.gguf", "packed as GGUF is for inference"), ("text_encoder", "pytorch_model.bin", "pytorch_model.bin can run code")],
+)
+def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(drawn, studio, tmp_path, part, name, said):
+    folder = shutil.copytree(studio.sd3, tmp_path / "sd3")
+    (weights,) = (folder / part).glob("*.safetensors")
+    weights.rename(weights.with_name(name))
+    assert said in refused(drawn(model=folder))

@@ -105,6 +105,7 @@ class DiffusionTask:
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+        self.folder.refuse_lacking_weights()
         check_base(self.folder.published, precision, self.base_name)
         refuse_text_encoders(config, self.folder, precision)
         refuse_start(config, self.folder)
