@@ -209,10 +209,13 @@ def build_optimizer(
         {"params": [p for p in trainable if p in faster], "weight_decay": train.weight_decay, "rate_factor": plus},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    each = enumerate(text_rate, 1) if isinstance(text_rate, Sequence) else []
-    rates = {f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": own for i, own in each} or {".text_encoders.": text_rate}
-    for encoder, own in rates.items() if text_rate is not None and train.learning_rate > 0 else ():
-        text, factor = {p for name, p in named.items() if encoder in name}, own / train.learning_rate
+    rates: dict[str, float] = {}
+    if isinstance(text_rate, Sequence):
+        rates = {f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": one for i, one in enumerate(text_rate, 1)}
+    elif text_rate is not None:
+        rates = {".text_encoders.": text_rate}
+    for encoder, one in rates.items() if train.learning_rate > 0 else ():
+        text, factor = {p for name, p in named.items() if encoder in name}, one / train.learning_rate
         of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
         groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
         groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]

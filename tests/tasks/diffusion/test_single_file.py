@@ -148,7 +148,10 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, name, tensors, 
 
 @pytest.mark.parametrize(
     ("part", "name", "said"),
-    [("transformer", "q8.gguf", "packed as GGUF is for inference"), ("text_encoder", "pytorch_model.bin", "pytorch_model.bin can run code")],
+    [
+        ("transformer", "q8.gguf", "packed as GGUF is for inference"),
+        ("text_encoder", "pytorch_model.bin", "pytorch_model.bin can run code"),
+    ],
 )
 def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(drawn, studio, tmp_path, part, name, said):
     folder = shutil.copytree(studio.sd3, tmp_path / "sd3")

@@ -152,7 +152,9 @@ def test_each_encoder_may_have_its_own_rate(drawn, studio, tmp_path):
     rate = {"text_encoder_rate": [5e-4, 1e-12]}
     assert train(drawn(model=studio.sdxl, adapter={**ON, **rate, "plus": 4.0}, train={"weight_decay": 0.0})) == 0
     tensors = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
-    first, second = (max(float(t.abs().max()) for n, t in tensors.items() if n.startswith(f"{p}.") and "lora_B" in n) for p in PARTS["sdxl"])
+    first, second = (
+        max(float(t.abs().max()) for n, t in tensors.items() if n.startswith(f"{p}.") and "lora_B" in n) for p in PARTS["sdxl"]
+    )
     assert second < 1e-9 < 1e-4 < first
 
 

@@ -104,7 +104,9 @@ class PipelineFolder:
 
     def refuse_lacking_weights(self) -> None:
         """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
-        parts = () if self.on_hub or self.whole else (*([] if self.own or self.file else [self.denoiser_part]), "vae", *self.family.encoders)
+        parts = (
+            () if self.on_hub or self.whole else (*([] if self.own or self.file else [self.denoiser_part]), "vae", *self.family.encoders)
+        )
         for part in parts:
             here = self.path / part
             is_model = here.is_dir() and (here / "config.json").is_file() and self.index.get(part, [None, None])[1] is not None

@@ -114,7 +114,8 @@ def refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: P
     elif adapter.dora:
         why, fix = "diffusers does not load the lengths of a DoRA into text encoders", "adapter.dora: false"
     elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(family.text_encoders):
-        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {counted(len(family.text_encoders), 'encoder')}"
+        encoders = counted(len(family.text_encoders), "encoder")
+        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {encoders}"
         fix = "adapter.text_encoder_rate: one rate for all"
     elif config.model.offload != "none":
         why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
