@@ -1,10 +1,8 @@
-"""`isotype init`, `doctor env`, `cache`, `report`, `plan`, and Ctrl-C, as a user types them."""
+"""`isotype init`, `doctor env`, `report`, `plan`, and Ctrl-C, as a user types them."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,38 +49,6 @@ def test_env_as_json_is_the_env_json_of_a_run():
     assert answer["environment"]["packages"]["torch"]
     assert answer["environment"]["devices"][0]["kind"] == "cpu"
     assert result.exit_code == int(any(f["severity"] == "error" for f in answer["findings"]))
-
-
-# --- `isotype doctor cache` and the compiled kernels: shown with their size, cleared by their last use, and nothing else beside them.
-
-
-def cache(*arguments):
-    return ask("doctor", "cache", *arguments)
-
-
-@pytest.fixture
-def kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    names = ("rope-0123456789abcdef.so", "lora-fedcba9876543210.so", "lora-fedcba9876543210.lock", "lora-fedcba9876543210.77.tmp")
-    for name in (*names, "mine.so", "notes-0123456789abcdef.txt"):
-        (tmp_path / name).write_bytes(b"x" * 1000)
-    long_ago = time.time() - 40 * 86400
-    os.utime(tmp_path / names[0], (long_ago, long_ago))
-    return tmp_path
-
-
-def test_compiled_kernels_are_shown(kept):
-    assert f"{kept}: 2 compiled kernels, 4 kB" in cache()
-    assert json.loads(cache("--json"))["kernels"] == {"folder": str(kept), "libraries": 2, "bytes": 4000, "removed": 0}
-    (kept / "tokens").mkdir()
-    assert "kernels" not in json.loads(cache(str(kept / "tokens"), "--json"))
-
-
-def test_compiled_kernels_are_cleared_by_their_last_use(kept):
-    assert "removed 1 compiled kernel, 1 kB" in cache("--clear", "--older", "30")
-    assert not (kept / "rope-0123456789abcdef.so").exists()
-    assert json.loads(cache("--clear", "--json"))["kernels"]["removed"] == 3
-    assert sorted(path.name for path in kept.iterdir()) == ["mine.so", "notes-0123456789abcdef.txt"]
 
 
 # --- `isotype report`.

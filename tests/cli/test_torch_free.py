@@ -54,7 +54,7 @@ def run(*arguments: str, given: str = "", attempts: int = ATTEMPTS) -> dict:
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("--version",), ("init", "--schema"), ("init", "-"), ("train", "--help"),
-     ("doctor", "cache", "."), ("doctor", "--help")],
+     ("doctor", "--help")],
 )  # fmt: skip
 def test_answers_at_once_without_torch(arguments):
     answer = run(*arguments)

@@ -6,14 +6,12 @@ import json
 import multiprocessing
 import os
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.commands import ask
 
 from isotype.config.schema import DataSection
 from isotype.data.cache import read_entry
@@ -164,20 +162,3 @@ def test_the_folder_is_held_to_its_bound_and_the_oldest_go_first(load: Any, monk
         monkeypatch.setenv("ISOTYPE_CACHE_GB", wrong)
         with pytest.raises(UsageError, match=f"ISOTYPE_CACHE_GB={wrong}: expected gigabytes"):
             load()
-
-
-def test_the_command_shows_and_clears(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load()
-    Path("kept/model.safetensors").write_bytes(b"somebody's weights")
-    cache = partial(ask, "doctor", "cache")
-
-    shown = json.loads(cache("kept", "--json"))
-    assert [(e["source"], e["rows"]) for e in shown["entries"]] == [("chats.jsonl", 60)]
-    assert "chats.jsonl" in cache("kept")
-    assert json.loads(cache("kept", "--clear", "--older", "1", "--json"))["removed"] == 0
-    assert "removed 1 entry" in cache("kept", "--clear")
-    assert [path.name for path in Path("kept").iterdir()] == ["model.safetensors"]
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "nowhere"))
-    assert "0 entries" in cache()
-    with pytest.raises(UsageError, match="no such folder"):
-        cache("missing")

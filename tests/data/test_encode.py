@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -112,23 +111,3 @@ def test_a_tokenizer_in_python_alone_works() -> None:
     assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
     assert tally.end_of_turn == {"</s>": 2}
     assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))
-
-
-def test_a_row_of_any_length_is_cut_before_it_is_tokenised(families: SimpleNamespace) -> None:
-    """The same row as of a text that is a little too long, and no call of the tokenizer gets the whole text."""
-    longest = 0
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(families.of("llama3"), name)
-
-        def __call__(self, text: Any, **how: Any) -> Any:
-            nonlocal longest
-            longest = max(longest, *map(len, [text] if isinstance(text, str) else text))
-            return families.of("llama3")(text, **how)
-
-    encoder = encoder_of(families, "llama3", max_length=64)
-    want = row_of(encoder, chat("what is ", "the answer " * 100))
-    encoder.tokenizer = Watched()
-    assert row_of(encoder, chat("what is ", "the answer " * 20_000)) == want
-    assert longest < 40_000

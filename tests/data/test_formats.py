@@ -102,19 +102,16 @@ def test_columns_rename_and_hide() -> None:
         ({"prompt": [ASK], "completion": "b"}, "x.jsonl:3: prompt and completion must both be text, or both lists"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "x.jsonl:3: messages[0].content[0] must"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}, "x.jsonl:3: messages[0].tool_calls[0]"),
-        ({"messages": [{"role": "assistant", "content": None, "refusal": "No."}]}, "x.jsonl:3: messages[0] has a refusal and no content"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "x.jsonl:3: messages[0]: tool_calls belong to an assistant"),
         ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "x.jsonl:3: messages: the key 'content' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": '[{"type": "a", "type": "b"}]'}, "x.jsonl:3: tools: the key 'type' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": "add"}, "x.jsonl:3: tools must be a list of objects, got text"),
         ({"messages": [ASK, ANSWER], "tools": ["{}", "add"]}, "x.jsonl:3: tools[1] must be an object, got text"),
-        ({"prompt": "a", "completion": ["b", "c"]}, "x.jsonl:3: completion is a list of 2 texts, and a run learns one answer a row: write"),
-        ({"prompt": "a", "completion": [{"text": "b"}]}, "x.jsonl:3: completion is a list of 1 object with a text, and a run learns one"),
-        ({"instruction": "a", "output": ["b"]}, "x.jsonl:3: output is a list of 1 text, and a run learns one answer a row"),
-        ({"prompt": "a", "completions": ["b", "c"]}, "x.jsonl:3: the row has prompt and completions, a list of 2 texts; if these are"),
-        ({"question": "a", "answer": ["b"], "tags": []}, "x.jsonl:3: the row has question and answer, a list of 1 text; if these are"),
-        ({"question": "a", "answers": {"text": ["b"]}}, "x.jsonl:3: the row has question and answers, a list of 1 text; if these are"),
-        ({"question": "a", "answer": "b", "tags": ["c"]}, "x.jsonl:3: the row has question and answer; if these are question and answer"),
+        ({"instruction": "a", "output": ["b", "c"]}, "x.jsonl:3: output must be text, got a list"),
+        ({"conversation_id": 1, "role": "user", "content": "a"}, "x.jsonl:3: the row has conversation_id, role, content: one turn of a"),
+        ({"role": "user", "text": "a"}, "x.jsonl:3: the row has role, text: one turn of a conversation"),
+        ({"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}, "x.jsonl:3: one table, as pandas' to_json() writes it"),
+        ({"dialog": [ASK, ANSWER]}, "x.jsonl:3: dialog is a list of turns: data.columns: {messages: dialog}"),
     ],
 )  # fmt: skip
 def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
@@ -142,16 +139,3 @@ def test_a_missing_column_is_named() -> None:
         read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})
     with pytest.raises(UsageError, match=r"data\.columns\.promt: unknown key"):
         read({"question": "a"}, columns={"promt": "question"})
-
-
-def test_keys_of_another_case_are_matched_and_said() -> None:
-    record = Record("a.csv", 2, {"Instruction": "Add.", "Input": "1, 2", "Output ": "3", "ID": "7"})
-    name, why = detect(record, "auto")
-    assert name == "alpaca"
-    assert why == (
-        "the first row (a.csv:2) has the keys Instruction (read as instruction) and Output  (read as output) and Input (read as input)"
-    )
-    assert detect(record, "alpaca")[1].startswith("data.format is alpaca; the first row (a.csv:2) has Instruction (read as instruction)")
-    (asked, answer) = example(record, name, needs_answer=True).messages or ()
-    assert (asked["content"], answer["content"]) == ("Add.\n\n1, 2", "3")
-    assert ignored_keys(record.value, name) == ["ID"]

@@ -32,18 +32,15 @@ def test_cells_may_hold_delimiters_quotes_and_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("a.csv", '\ufeffsep=;\r\nprompt;"comple\ntion"\r\nq;a\r\n', [(4, {"prompt": "q", "comple tion": "a"})]),
-        ("a.csv", "\ufeffsep=,\nprompt,completion\nq,a\n", [(3, {"prompt": "q", "completion": "a"})]),
+        ("a.csv", '\ufeffprompt;"comple\ntion"\r\nq;a\r\n', [(3, {"prompt": "q", "comple tion": "a"})]),
         ("a.tsv", "prompt\tcompletion\na, b\tc\n", [(2, {"prompt": "a, b", "completion": "c"})]),
         ("a.csv", "prompt;completion\na, b;c\n", [(2, {"prompt": "a, b", "completion": "c"})]),
         ("a.csv", "prompt|completion\na, b|c\n", [(2, {"prompt": "a, b", "completion": "c"})]),
         ("a.csv", " question , answer,,\na,b,,\nc,d,,kept to be told\n",
          [(2, {"question": "a", "answer": "b"}), (3, {"question": "c", "answer": "d", "": "kept to be told"})]),
-        ("a.csv", 'prompt,completion\n"q",\\N\n"a \\N b",---\n',
-         [(2, {"prompt": "q", "completion": None}), (3, {"prompt": "a \\N b", "completion": "---"})]),
         ("a.csv", "p;c\n1;2\n;\n ; \n3;4\n;;\n", [(2, {"p": "1", "c": "2"}), (5, {"p": "3", "c": "4"})]),
     ],
-    ids=["sep=;", "sep=,", "tab", "semicolon", "bar", "columns without a name", "no value", "empty rows"],
+    ids=["two lines of a name", "tab", "semicolon", "bar", "columns without a name", "empty rows"],
 )  # fmt: skip
 def test_tables_as_people_save_them(tmp_path: Path, name: str, content: str, wanted: Any) -> None:
     assert [(row.line, row.value) for row in read_csv(written(tmp_path, name, content), name)] == wanted

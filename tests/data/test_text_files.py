@@ -48,19 +48,6 @@ def test_sources_by_a_pattern_are_learnt_as_they_are(tmp_path: Path, families: S
     assert documents(loaded, families.of("chatml")) == sorted(SOURCES.values())
 
 
-def test_lines_that_end_in_cr_lf_are_told_with_their_files(tmp_path: Path, families: SimpleNamespace) -> None:
-    write(tmp_path / "src", SOURCES)
-    tokenizer = families.of("chatml")
-    loaded = load(tokenizer, f"{tmp_path}/src/**/*.py")
-    mixed, windows = str(tmp_path / "src/below/mixed.py"), str(tmp_path / "src/windows.py")
-    assert loaded.facts["train"]["files"][0]["crlf"] == {mixed: 1, windows: 5}
-    (said,) = (note for note in loaded.facts["notes"] if "CR LF" in note)
-    assert f"6 lines of 2 files ({mixed}, {windows}) end in CR LF, which is learnt" in said
-    alone = load(tokenizer, mixed).facts
-    assert any("mixed.py: 1 line ends in CR LF, which is learnt" in note for note in alone["notes"])
-    assert not any("CR LF" in note for note in load(tokenizer, tmp_path / "src/tabs.py").facts["notes"])
-
-
 def test_a_file_of_another_ending_is_text_where_that_is_said(tmp_path: Path, families: SimpleNamespace) -> None:
     write(tmp_path, {"a.foo": "one\r\ntwo", "b.foo": "three"})
     (tmp_path / "c.py.gz").write_bytes(gzip.compress(b"x = 1\r\n"))
@@ -68,7 +55,7 @@ def test_a_file_of_another_ending_is_text_where_that_is_said(tmp_path: Path, fam
     for name in (tmp_path / "a.foo", f"{tmp_path}/*.foo"):
         with pytest.raises(UsageError, match=r"foo(.|\n)*data\.format: text, if it is to be learnt as plain text"):
             load(tokenizer, name)
-    with pytest.raises(UsageError, match=r"its \.foo files are to be learnt as plain text: '.*/\*\*/\*\.foo', with data\.format: text"):
+    with pytest.raises(UsageError, match=r"name the files by a pattern, as 'src/\*\*/\*\.py'"):
         load(tokenizer, tmp_path)
     assert documents(load(tokenizer, f"{tmp_path}/*.foo", format="text"), tokenizer) == ["one\r\ntwo", "three"]
     assert documents(load(tokenizer, tmp_path / "c.py.gz"), tokenizer) == ["x = 1\r\n"]

@@ -1,4 +1,4 @@
-"""Keys of a turn beside its role and text: those that say whether it is learnt, and those that nothing reads."""
+"""Keys of a turn beside its role and text: those that say whether it is learnt."""
 
 from __future__ import annotations
 
@@ -56,18 +56,3 @@ def test_row_without_a_learnt_turn_is_dropped(tmp_path: Path, families: SimpleNa
     assert len(data.train) == 1
     (note,) = data.facts["notes"]
     assert note.startswith("1 training row dropped: all of its answers are marked as not learnt")
-
-
-def test_unread_keys_are_noted(tmp_path: Path, families: SimpleNamespace) -> None:
-    rows = [
-        {"messages": turns("q", "a")},
-        {"messages": turns("q", "b", last={"mood": "glad"})},
-        {"messages": turns("q", "c", last={"weight": 1})},
-    ]
-    assert loaded(tmp_path, families, rows).facts["notes"] == [
-        "1 row has the key 'mood' in a turn, which is not read: the chat template does not write it"
-    ]
-    assert (
-        "1 row has the key 'weight' in a turn, which is not read: data.loss_on: all learns every turn"
-        in (loaded(tmp_path, families, rows, loss_on="all").facts["notes"])
-    )

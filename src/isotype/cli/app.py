@@ -37,7 +37,7 @@ _COMMANDS = {
     "ls": ("ls.ls", RUNS),
 }
 # what people type by habit -> what to type
-INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env", "cache")} | {
+INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
     "diff": "isotype ls --diff RUN RUN",
     "schema": "isotype init --schema",
     "finetune": "isotype train",

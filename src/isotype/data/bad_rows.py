@@ -19,7 +19,6 @@ from ..wording import counted
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
-MOST_KINDS = 1_000  # told apart by a quoted word; the words of more are left out
 MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
 FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
@@ -72,13 +71,9 @@ class BadRows:
         if row.empty:
             self.empty += 1
         else:
-            self.kinds[self._kind(row.reason)] += 1
+            self.kinds[kind_of(row.reason)] += 1
         if len(self.listed) < MOST_LISTED:
             self.listed.append(row)
-
-    def _kind(self, reason: str) -> str:
-        kind = kind_of(reason)
-        return kind if kind in self.kinds or len(self.kinds) < MOST_KINDS else kind_of(reason, words=False)
 
     def as_json(self) -> dict[str, Any]:
         rows = [[row.place, row.reason, row.fix, row.empty] for row in self.listed]
@@ -103,7 +98,7 @@ class BadRows:
             return
         by_kind: dict[str, list[BadRow]] = {}
         for row in bad:
-            by_kind.setdefault(self._kind(row.reason), []).append(row)
+            by_kind.setdefault(kind_of(row.reason), []).append(row)
         shown = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:PLACES]
         room = PLACES - len(shown)
         lines = [f"{self.count:,} rows cannot be used"]
@@ -119,15 +114,10 @@ class BadRows:
         raise UsageError("\n".join(lines), fix=fix)
 
 
-def kind_of(reason: str, *, words: bool = True) -> str:
-    """A reason without what differs from row to row: numbers, and text in quotes. `words`: one quoted word stays, as the name of a role.
-    Digits within a name stay (UTF-8, cp1252.csv)."""
-
-    def kept(quoted: re.Match[str]) -> str:
-        return quoted[0] if words and re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'"
-
-    reason = re.sub(r"'[^']*'|\"[^\"]*\"", kept, reason)
-    reason = re.sub(r"(^| of |, )1 ([a-z]+)", r"\1N \2s", reason)  # a count, as "a list of 1 text"; "line 1 column 5" is a place
+def kind_of(reason: str) -> str:
+    """A reason without what differs from row to row: numbers, and text in quotes but for one word, as the name of a role. Digits within a
+    name stay (UTF-8, cp1252.csv)."""
+    reason = re.sub(r"'[^']*'|\"[^\"]*\"", lambda quoted: quoted[0] if re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'", reason)
     return re.sub(r"0x[0-9a-f]+|(?<![\w.-])\d[\d,]*(?![\w.-]\w)", "N", reason)
 
 

@@ -6,14 +6,12 @@ system retains its content until that run ends. Pictures that rows bring as byte
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import UsageError
 
@@ -22,18 +20,15 @@ DEFAULT_GB = 20.0
 _OURS = re.compile(r"[0-9a-f]{32}\.safetensors")  # a name that `cache.entry_key` makes
 PICTURES = "pictures"  # below the folder of entries
 IN_USE = 24 * 3600  # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
-_LARGEST_HEADER = 16 << 20  # bytes; a header of ours has some thousands
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One source's rows. `used` is the time of the last use; `source` and `rows` are None where the file does not say."""
+    """One source's rows, or one picture. `used` is the time of the last use."""
 
     path: Path
     bytes: int
     used: float
-    source: str | None = None
-    rows: int | None = None
 
 
 def cache_folder(setting: str) -> Path | None:
@@ -61,18 +56,17 @@ def _refuse(given: str | None) -> int:
     raise UsageError(f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20")
 
 
-def entries(folder: Path, *, described: bool = False) -> list[Entry]:
-    """The whole entries of a folder, those that were not used for longest first; `described` opens each for its source and rows."""
+def entries(folder: Path) -> list[Entry]:
+    """The whole entries of a folder, those that were not used for longest first."""
     found = []
     for path in folder.glob("*.safetensors"):
         if not _OURS.fullmatch(path.name):  # somebody's weights
             continue
         try:
             stat = path.stat()
-            said = _described(path) if described else {}
         except OSError:  # another run removed it
             continue
-        found.append(Entry(path, stat.st_size, stat.st_mtime, said.get("source"), said.get("rows")))
+        found.append(Entry(path, stat.st_size, stat.st_mtime))
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -117,16 +111,3 @@ def remove(entry: Entry) -> bool:
     except OSError:
         return False
     return True
-
-
-def _described(path: Path) -> Mapping[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= _LARGEST_HEADER:
-            return {}
-        try:
-            header = json.loads(file.read(length))
-            source = json.loads(header["__metadata__"]["facts"]).get("source")
-            return {"source": str(source) if source is not None else None, "rows": int(header["ends"]["shape"][0])}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return {}

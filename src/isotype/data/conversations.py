@@ -123,8 +123,6 @@ def _message(message: Any, where: str, place: str) -> Message:
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
         raise RowError(f"{at} has no content{_suggestion('content', message)}")
-    if message.get("refusal") and not message["content"]:
-        raise RowError(f"{at} has a refusal and no content: a refusal that is to be learnt belongs in content")
     content = _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": content}

@@ -19,17 +19,13 @@ from typing import Any
 from ..errors import UsageError
 from .bad_rows import EMPTY, BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
-from .conversations import IN_TEXT, LEARN_KEYS
+from .conversations import IN_TEXT
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
-from .thoughts import DOUBLED, KEYS, learns_empty
+from .thoughts import DOUBLED, learns_empty
 
 BATCH = 256  # texts handed to the tokenizer at once
-_CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
-_MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
-# keys of a turn whose absence from the text is counted elsewhere, or which only link a result to its call
-_OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *KEYS)
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -52,8 +48,6 @@ class Tally:
     """Rows that learn `<think>` and `</think>` with nothing between them."""
     turns_unseen: Counter[str] = field(default_factory=Counter)
     """Rows by the role of a turn that the template left out."""
-    unread_keys: Counter[str] = field(default_factory=Counter)
-    """Rows by a key of their turns that neither the run nor the chat template reads."""
     bad: BadRows = field(default_factory=BadRows)
 
     def drop(self, reason: str, place: str) -> None:
@@ -114,8 +108,6 @@ class Rendered:
     """Where the text of its last picture ends."""
     places: int = 0
     """Tokens of the model that stand for its pictures."""
-    shortened: bool = False
-    """The text was cut before it was tokenised: it has more than max_length tokens all the same."""
 
 
 class Encoder:
@@ -132,7 +124,6 @@ class Encoder:
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
-        self._read_keys: dict[str, bool] = {}
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
@@ -162,7 +153,7 @@ class Encoder:
                 if not whole.spans:
                     tally.drop("all of its answers are marked as not learnt", whole.place)
                     continue
-                rendered.append(self._shortened(whole))
+                rendered.append(whole)
                 batch.append(example)
             if not batch:
                 continue
@@ -197,7 +188,6 @@ class Encoder:
                 tally.calls_unseen += left_out.calls
                 tally.tools_unseen += left_out.tools
                 tally.reasoning_unseen += left_out.reasoning
-                tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             if tally is not None:
                 tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
@@ -254,38 +244,12 @@ class Encoder:
         placeholders = sum(one.count(self.place[1]) for one in written) if self.place is not None and self.place[1] else 0
         return Rendered(r.place, text, spans, literal=False, pictures=tuple(references), shown=shown, places=placeholders)
 
-    def _reads(self, key: str) -> bool:
-        """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""
-        if key not in self._read_keys:
-            assert self.template is not None
-            chosen = key in LEARN_KEYS and self.loss_on != "all"
-            self._read_keys[key] = chosen or key in _OWN_KEYS or self.template.reads(key)
-        return self._read_keys[key]
-
-    def _shortened(self, r: Rendered) -> Rendered:
-        """A text much longer than max_length tokens is cut to a beginning that still has more tokens than that, to save time."""
-        if r.pictures:
-            return r
-        characters = _CHARACTERS_A_TOKEN * (self.max_length + _MARGIN)
-        while len(r.text) > characters:
-            text = r.text[:characters]
-            if len(self.ids(text)) >= self.max_length + _MARGIN:
-                spans = [Span(s.start, min(s.end, len(text)), s.closed and s.end <= len(text)) for s in r.spans if s.start < len(text)]
-                return Rendered(r.place, text, spans, r.literal, shortened=True)
-            characters *= 4
-        return r
-
-    @property
-    def body(self) -> int:
-        """Tokens of a plain text in each of its rows but the last."""
-        return self.max_length - len(self.before)
-
     def windows(self, tokens: Iterable[list[int]], place: str, tally: Tally) -> Iterator[Row]:
         """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
 
         tokens  those of the text's pieces, one after another; no more than one piece and a row of them are held
         """
-        body = self.body
+        body = self.max_length - len(self.before)
         held: list[int] = []
         for piece in tokens:
             held += piece
@@ -367,7 +331,6 @@ class Encoder:
             tally.bad.add(BadRow(r.place, f"{reason}: a row is not cut inside a picture", "data.max_pixels makes pictures smaller"))
             return None
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
-        cut = cut or r.shortened
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
@@ -378,7 +341,7 @@ class Encoder:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
-        if r.literal or whole or (r.shortened and span.end == len(r.text)):
+        if r.literal or whole:
             return first, last
         closing = last - 1 if span.closed else last
         step = -1 if span.closed else 1

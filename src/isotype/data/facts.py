@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import UsageError
 from ..wording import counted
-from .conversations import LEARN_KEYS
 from .encode import Encoder, Tally
 from .source import Source
 from .tokens import TokenRows
@@ -19,7 +18,6 @@ from .tokens import TokenRows
 _BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
 _MOST_KEYS = 10  # named in notes, of a source
-_MOST_FILES = 3
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +109,6 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
             rows = counted(file["rows"], "row") if "rows" in file else "a stream"
-            rows += f" of about {file['of_about']:,} (limit)" if "of_about" in file else " of more (limit)" if "more" in file else ""
             several = f"{file['files']} files, " if "files" in file else ""
             lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
@@ -143,8 +140,6 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-            if crlf := file.get("crlf"):
-                said.append(f"{file['path']}: {_crlf(crlf, several='files' in file)}")
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length
@@ -204,22 +199,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
         said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")
-    unread: Counter[str] = sum((t.unread_keys for t in tallies), Counter())
-    for key, count in unread.most_common():
-        why = "data.loss_on: all learns every turn" if key in LEARN_KEYS else "the chat template does not write it"
-        said.append(f"{have(count)} the key {key!r} in a turn, which is not read: {why}")
     special = sum(t.special_in_content for t in tallies)
     if special:
         said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
     return said
-
-
-def _crlf(files: dict[str, int], *, several: bool) -> str:
-    """What is said of the lines that end in CR LF, by file."""
-    lines, names = sum(files.values()), ", ".join([*files][:_MOST_FILES]) + (", ..." if len(files) > _MOST_FILES else "")
-    of = f" of {counted(len(files), 'file')} ({names})" if several else ""
-    ends = f"{counted(lines, 'line')}{of} {'ends' if lines == 1 else 'end'} in CR LF"
-    return f"{ends}, which is learnt: write LF in the file where that is wanted"
 
 
 def have(rows: int) -> str:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from ..config.yaml_text import write_value
 from ..errors import UsageError
-from ..wording import counted
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, take_pictures, tool_list, with_system
-from .other_shapes import refuse_data_frame, refuse_turn
-from .read import Record, column_name
+from .read import Record
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"]
 Columns = Mapping[str, str] | None
@@ -35,14 +32,12 @@ class Format:
     beside: tuple[str, ...] = ()
 
 
-# of several answers to one prompt, and of their scores: what they are called in RRHF's, UltraFeedback's and distilabel's data
-_ANSWERS, _SCORES = ("completions", "responses", "generations"), ("scores", "rewards", "ratings")
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), ("tools", "functions", "system", "images", "image")),
     "sharegpt": Format(("conversations",), ("tools", "system", "images", "image")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools", *_ANSWERS, *_SCORES)),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
     "labelled": Format(("prompt", "completion", "label"), ("tools",)),
     "text": Format(("text",)),
 }
@@ -55,19 +50,16 @@ _PAIRS = (
 # what belongs to a question and answer under other names: the keys of Alpaca's format, and what they are called elsewhere
 _BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)}
 _TURN = {"role", "author", "from", "parts"}
-_QUESTIONS = ("prompt", "question", "query", "instruction", "input", "source")
 _LEARN_PAIRS = "train.objective=dpo learns from pairs (docs/preferences.md)"
 _LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
 # formats of one kind of objective: the keys by which they are told, their name, what to write, and which objective reads them
 _JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
     "preference": (
-        _PREFERENCES, "pairs of answers",
-        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS,
+        _PREFERENCES, "pairs of answers", "rows with prompt, chosen and rejected, or chosen and rejected conversations", _LEARN_PAIRS,
     ),
     "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", _LEARN_LABELS),
 }  # fmt: skip
 _LABELS: Mapping[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-_ONE_ANSWER = "a run learns one answer a row: write the one to learn, or a row for each, or, of parts of one answer, their text joined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +88,18 @@ def detect(
     record: Record, asked: FormatName | Literal["auto"], columns: Columns = None, *, only: FormatName | None = None
 ) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why. `only`: the one format of which the run's objective learns."""
-    refuse_data_frame(record)
-    row = renamed(record, columns, only or (None if asked == "auto" else asked))
-    if not any(all(key in row for key in form.keys) for form in FORMATS.values()):
-        row = {ours: row[key] for ours, key in _folded(row).items()}
+    _refuse_table(record)
+    row = renamed(record, columns)
     if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
         refuse_other_than(only, f"{record.place}: the row has {_listed(row)}" if asked in ("auto", only) else f"data.format: {asked}")
     if asked in _JUDGED and not only:
         raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
     if only:
         _require(row, only, record.place)
-        scored = [key for key in (*_ANSWERS, *_SCORES) if key in record.value or key in (columns or {})]
-        judged = scored if only == "preference" and len(scored) > 1 and "chosen" not in record.value else _JUDGED[only][0]
-        return only, f"the first row ({record.place}) has {' and '.join(_read_as(record, only, columns, judged))}"
+        return only, f"the first row ({record.place}) has {_read_as(_JUDGED[only][0], columns)}"
     if asked != "auto":
         _require(row, asked, record.place)
-        said = _read_as(record, asked, columns, ())
-        return asked, f"data.format is {asked}" + (f"; the first row ({record.place}) has {' and '.join(said)}" if said else "")
+        return asked, f"data.format is {asked}"
     found = [name for name, form in FORMATS.items() if name not in _JUDGED and all(key in row for key in form.keys)]
     preferences = [key for key in _PREFERENCES if key in row]
     if len(preferences) == 2 or (preferences and not found):
@@ -129,16 +116,25 @@ def detect(
     if len(found) > 1:
         names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
+    if "role" in row and found in ([], ["text"]):
+        raise RowError(
+            f"{record.place}: the row has {_listed(row)}: one turn of a conversation, and a row holds a whole one",
+            fix='{"messages": [{"role": "user", "content": ...}, ...]}; data.format: text learns every text by itself',
+        )
     if not found:
-        refuse_turn(row, record.place)
-        raise RowError(f"{record.place}: {_unknown(renamed(record, columns))}")
-    if found == ["text"]:
-        try:
-            refuse_turn(row, record.place, is_text=True)
-        except RowError as error:  # of the whole file: other rows of it are turns too
-            raise UsageError(error.message, fix=error.fix) from None
-    keys = _read_as(record, found[0], columns, FORMATS[found[0]].keys)
-    return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
+        raise RowError(f"{record.place}: {_unknown(row)}")
+    keys = FORMATS[found[0]].keys
+    return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {_read_as(keys, columns)}"
+
+
+def _refuse_table(record: Record) -> None:
+    """Raises  UsageError where a file's first value is a whole table by columns, as pandas' `to_json()` writes it"""
+    columns = record.value.values() if isinstance(record.value, dict) else ()
+    if columns and all(isinstance(column, dict) and column and all(key.isdecimal() for key in column) for column in columns):
+        raise UsageError(
+            f"{record.place}: one table, as pandas' to_json() writes it, and each row must be an object",
+            fix='to_json("rows.jsonl", orient="records", lines=True)',
+        )
 
 
 def refuse_other_than(only: FormatName, what: str) -> NoReturn:
@@ -151,30 +147,21 @@ def refuse_other_than(only: FormatName, what: str) -> NoReturn:
     )
 
 
-def _as_read(ours: str, theirs: str) -> str:
-    return ours if ours == theirs else f"{theirs} (read as {ours})"
+def _read_as(keys: Sequence[str], columns: Columns) -> str:
+    """The keys of a format, with what the row calls them."""
+    names = columns or {}
+    return " and ".join(f"{names[key]} (read as {key})" if names.get(key, key) != key else key for key in keys)
 
 
-def _read_as(record: Record, name: FormatName, columns: Columns, always: Sequence[str]) -> list[str]:
-    """The keys `always` of a format with what the row calls them, and those of its other keys that the row writes otherwise."""
-    written = _as_in(record.value, columns or {}, name)
-    others = [key for key in FORMATS[name].keys + FORMATS[name].beside if key in written and key not in (columns or {})]
-    return [_as_read(key, written.get(key, key)) for key in dict.fromkeys([*always, *others])]
-
-
-def renamed(record: Record, columns: Columns, name: FormatName | None = None) -> dict[str, Any]:
-    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name.
-
-    name  the row's format, whose other keys are also found in another case and with blanks around them
-    """
+def renamed(record: Record, columns: Columns) -> dict[str, Any]:
+    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name."""
     if record.wrong:
         raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
         fix = 'name the values of each row: pandas writes them so with orient="records"' if isinstance(record.value, list) else None
         raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix)
-    columns = _as_in(record.value, columns or {}, name)
     if not columns:
-        return _as_pair(record.value, record.place) if name == "preference" else record.value
+        return record.value
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
         if not any(ours in form.keys + form.beside for form in FORMATS.values()):
@@ -183,60 +170,13 @@ def renamed(record: Record, columns: Columns, name: FormatName | None = None) ->
         if theirs not in record.value:
             raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
-    return _as_pair(row, record.place) if name == "preference" else row
-
-
-def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """A row of several answers with scores as a pair: the first of those with the highest score, and the first of those with the lowest."""
-    answers, scores = (next((key for key in names if key in row), "") for names in (_ANSWERS, _SCORES))
-    if not answers or not scores or any(key in row for key in _PREFERENCES):
-        return row
-    several, given = (parsed_json(row[key], f"{place}: {key}") for key in (answers, scores))
-    if not isinstance(several, list) or not isinstance(given, list) or len(several) != len(given) or len(given) < 2:
-        shown = [f"{len(value)}" if isinstance(value, list) else kind(value) for value in (several, given)]
-        raise RowError(f"{place}: {answers} and {scores} must be lists of the same length, 2 or more: got {shown[0]} and {shown[1]}")
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in given):
-        raise RowError(f"{place}: {scores} must be numbers, got {json.dumps(given, default=str)}")
-    if max(given) == min(given):
-        raise RowError(f"{place}: all {scores} are {given[0]}: no answer is better than another")
-    best, worst = (several[given.index(extreme(given))] for extreme in (max, min))
-    return {**{key: value for key, value in row.items() if key not in (answers, scores)}, "chosen": best, "rejected": worst}
-
-
-def _as_in(row: Mapping[str, Any], columns: Mapping[str, str], name: FormatName | None = None) -> Mapping[str, str]:
-    """`data.columns` with the row's own keys, and the format's other keys that the row has in another case or with blanks around them.
-    A name is also found as `column_name` writes it: in one line, its letters composed."""
-    if not all(theirs in row for theirs in columns.values()):
-        keys = {column_name(key): key for key in row if isinstance(key, str)}
-        columns = {ours: theirs if theirs in row else keys.get(column_name(theirs), theirs) for ours, theirs in columns.items()}
-    if name is None or row.keys() <= set(FORMATS[name].keys):
-        return columns
-    folded = _folded({key: None for key in row if key not in columns.values()})
-    known = FORMATS[name].keys + FORMATS[name].beside
-    return {**{ours: folded[ours] for ours in known if folded.get(ours, ours) != ours and ours not in columns}, **columns}
-
-
-def _folded(row: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> the row's own key, of a row whose keys are as they are or, where nothing else is called so, in lower case without blanks."""
-    found = {key: key for key in row}
-    for key in row:
-        plain = key.strip().casefold() if isinstance(key, str) else key
-        if plain not in found:
-            found[plain] = found.pop(key)
-    return found
+    return row
 
 
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
-    row = renamed(record, columns, name)
-    try:
-        return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
-    except RowError as error:
-        reason = error.message.removeprefix(record.place)
-        said = [_as_read(ours, key) for ours, key in (columns or {}).items() if ours != key and re.search(rf"\b{ours}\b", reason)]
-        if not said:
-            raise
-        raise type(error)(f"{error.message}; of this file's keys: {', '.join(said)}", fix=error.fix) from error
+    row = renamed(record, columns)
+    return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
 
 
 def _checked(row: Mapping[str, Any], name: FormatName, place: str, *, needs_answer: bool) -> Example:
@@ -277,7 +217,7 @@ def _with_pictures(found: Example, row: Mapping[str, Any], name: FormatName, rec
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
     """Keys of a row that nothing reads."""
-    columns = _as_in(row, columns or {}, name)
+    columns = columns or {}
     used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns) | set(columns.values())
     return [key for key in row if key not in used]
 
@@ -318,7 +258,6 @@ def _label(value: Any, place: str) -> bool:
 def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are learnt. `answer`: the completion's key."""
     prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
-    _refuse_several(completion, answer, place)
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise RowError(
@@ -343,24 +282,6 @@ def _turns_or_text(value: Any, at: str) -> Any:
     found = parsed_json(value, at)
     is_list = isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found)
     return found if is_list and any((_TURN | {"content"}) & turn.keys() for turn in found) else value
-
-
-def _several(value: Any) -> str | None:
-    """`a list of 3 texts`, if a value can be several answers: texts, or objects that have one each."""
-    if isinstance(value, dict):
-        value = value.get("text")
-    if not isinstance(value, list) or not value:
-        return None
-    if all(isinstance(one, str) for one in value):
-        return f"a list of {counted(len(value), 'text')}"
-    if all(isinstance(one, dict) and "text" in one and not _TURN & one.keys() and "type" not in one for one in value):
-        return f"a list of {counted(len(value), 'object')} with a text"
-    return None
-
-
-def _refuse_several(value: Any, key: str, place: str) -> None:
-    if several := _several(value):
-        raise RowError(f"{place}: {key} is {several}, and {_ONE_ANSWER}")
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
@@ -389,31 +310,27 @@ def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
     other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
         raise RowError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
-    if name != "text":
-        refuse_turn(row, place)
     raise RowError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
 
 
 def _unknown(row: Mapping[str, Any]) -> str:
+    """What is said of a row with the keys of no format: what to write in `data.columns`, or which key may be meant."""
+    plain = {key.strip().casefold(): key for key in row if isinstance(key, str)}
+    for form in FORMATS.values():
+        if all(key in plain for key in form.keys):
+            columns = {key: plain[key] for key in form.keys + form.beside if plain.get(key, key) != key}
+            return f"keys are in small letters, without blanks: data.columns: {write_value(columns)}"
     for ours, theirs in _PAIRS:
         if ours in row and theirs in row:
-            if _several(row[theirs]):
-                return _many_answers(row, ours, theirs)
             beside = {key: name for key, names in _BESIDE_A_PAIR.items() for name in names if name in row and name not in (ours, theirs)}
             pair = ("instruction", "output") if beside else ("prompt", "completion")
-            columns = {pair[0]: ours, pair[1]: theirs, **beside}
-            shown = ", ".join(f"{key}: {name}" for key, name in columns.items() if key != name)
+            columns = {key: name for key, name in {pair[0]: ours, pair[1]: theirs, **beside}.items() if key != name}
             also = f" beside {', '.join(beside.values())}" if beside else ""
-            return f"the row has {ours} and {theirs}{also}; if these are question and answer: data.columns: {{{shown}}}"
-    asked = next((key for key in _QUESTIONS if key in row), None)
-    answers = [key for key, value in row.items() if key != asked and _several(value)]
-    if asked and len(answers) == 1 and not any(key in row for key in ("completion", "output")):
-        return _many_answers(row, asked, answers[0])
-    known = {key for form in FORMATS.values() for key in form.keys}
+            return f"the row has {ours} and {theirs}{also}; if these are question and answer: data.columns: {write_value(columns)}"
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    of_rows = [key for key in lists if not _TURN & row[key][0].keys()]
-    objects = [key for key, value in row.items() if isinstance(value, dict) and value]
-    named = [key for key in row if key not in known and key not in of_rows and key not in objects]
+    turns = [key for key in lists if _TURN & row[key][0].keys()]
+    known = {key for form in FORMATS.values() for key in form.keys}
+    named = [key for key in row if key not in known and (key not in lists or key in turns) and not isinstance(row[key], dict)]
     for form in FORMATS.values():
         for key in form.keys:
             if close := _near(key, named, row):
@@ -422,17 +339,10 @@ def _unknown(row: Mapping[str, Any]) -> str:
         for key, missing in zip(form.keys, form.keys[::-1]):
             if key in row and missing not in row:
                 return f"the row has {key} but no {missing}"
-    if len(lists) == 1 and not of_rows:
-        return f"{lists[0]} is a list of turns: write it as messages, each with role and content"
-    if len(of_rows) > 1:
-        of_each = f"{', '.join(of_rows[:-1])} and {of_rows[-1]} are lists of objects"
-        return f"no known format in the keys; {of_each}: if these are rows, give each list as a file of its own to data.train or data.eval"
-    if of_rows:
-        return f"no known format in the keys; {of_rows[0]} is a list of objects: if these are the rows, give a file that is that list alone"
-    if "positive" in row and (searched := next((key for key in ("anchor", "query", "question") if key in row), None)):
-        return f"{searched} and positive are rows of an embedding model, which is not offered: sentence-transformers trains one"
-    if len(objects) == 1:
-        return f"no known format in the keys; {_one_level_up(objects[0], row)}"
+    if turns:
+        return f"{turns[0]} is a list of turns: data.columns: {{messages: {turns[0]}}}"
+    if lists:
+        return f"no known format in the keys; {lists[0]} is a list of objects: if these are the rows, give a file that is that list alone"
     return f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or text, or name them in data.columns"
 
 
@@ -443,25 +353,9 @@ def _near(key: str, among: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     return difflib.get_close_matches(key, can_be, n=1, cutoff=0.75)
 
 
-def _many_answers(row: Mapping[str, Any], asked: str, key: str) -> str:
-    also = f"; with {', '.join(scores)}, {_LEARN_PAIRS}" if (scores := [name for name in _SCORES if name in row]) else ""
-    return f"the row has {asked} and {key}, {_several(row[key])}; if these are answers: {_ONE_ANSWER}, as prompt and completion{also}"
-
-
-def _one_level_up(key: str, row: Mapping[str, Any]) -> str:
-    """What to do with columns inside another: only a row's own keys are read."""
-    return f"{key} is an object ({_listed(row[key])}), and only a row's own keys are read: write those of {key} one level up"
-
-
 def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     """What to write in `data.columns` in place of a name that the row lacks."""
-    begin = theirs.partition(".")[0]
-    within = [key for key, value in row.items() if isinstance(value, dict) and (key == begin or theirs in value)]
-    if within:
-        return f" (data.columns.{ours}): {_one_level_up(within[0], row)}"
-    named = [key for key in row if isinstance(key, str)]
-    longer = [key for key in named if key.casefold().startswith(column_name(theirs).casefold())]
-    close = longer if len(longer) == 1 else difflib.get_close_matches(theirs.lower(), named, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
     return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours}) among {_listed(row)}"
 
 
@@ -471,15 +365,12 @@ def _listed(row: Mapping[str, Any]) -> str:
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:
     close = _near(key, list(row), row)
-    if close and (several := _several(row[close[0]])):
-        return f", but {close[0]!r}, {several}, and {_ONE_ANSWER}"
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
 def _answer(value: Any, key: str, place: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
-    _refuse_several(value, key, place)
     return _text(value, key, place)
 
 

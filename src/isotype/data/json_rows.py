@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import UsageError
 from ..json_objects import ObjectDecoder, RepeatedKey
-from .progress import Meter
 from .read import Record, decoded_line, ending, first_line, raw_lines, text_lines
 
 MOST = 4 << 30  # bytes of an array's file
@@ -25,22 +24,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
 
 
-def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
     first = first_line(path) if ending(path) == ".json" else ""
     if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
-        yield from _lines(path, name, skip, meter)
+        yield from _lines(path, name, skip)
         return
     before = 0  # the line of the row before
-    for i, record in enumerate(_array(path, name, meter) if first[:1] == "[" else _objects(path, name, meter)):
+    for i, record in enumerate(_array(path, name) if first[:1] == "[" else _objects(path, name)):
         if i >= skip:
             yield replace(record, row=i + 1) if record.line == before else record
         before = record.line
 
 
-def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
+def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
     decoder = ObjectDecoder()
-    for number, offset, raw in raw_lines(path, name, meter):
+    for number, offset, raw in raw_lines(path, name):
         line, wrong = decoded_line(raw, file=name, line=number, offset=offset)
         if not line.strip():
             continue
@@ -72,8 +71,6 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
 def _nearly_json(line: str, at: int) -> str:
     """What to do with a line of what is often taken for JSON lines; "" where that is not known. `at`: where the error is."""
     text, rest = line.strip(), line[at:].strip()
-    if text.startswith(("//", "/*", "#")):
-        return "; JSON has no comments: remove the line"
     if text in ("{", "[", "]", "}"):
         return _SEVERAL_LINES
     if rest == ",":
@@ -88,12 +85,12 @@ def _nearly_json(line: str, at: int) -> str:
 class _Text:
     """A file's text. `at` is where parsing stands in it. Raises UsageError for a file that is too large."""
 
-    def __init__(self, path: Path, name: str, meter: Meter | None) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         if (size := path.stat().st_size) > MOST:
             fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
             raise UsageError(f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a whole", fix=fix)
         self.name, self.at = name, 0
-        self.text = "".join(line for _, line in text_lines(path, name, meter))
+        self.text = "".join(line for _, line in text_lines(path, name))
         self.decoder = ObjectDecoder()
         self._mark, self._line = 0, 1  # a place, and its line
 
@@ -115,16 +112,15 @@ class _Text:
             value, end = self.decoder.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
             line, column = self.place(error.pos)
-            hint = "; JSON has no comments: remove it" if self.text.startswith(("//", "/*", "#"), error.pos) else ""
-            raise UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}{hint}") from None
+            raise UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}") from None
         except (RecursionError, ValueError) as error:
             raise UsageError(f"{self.name}:{line}: {_impossible(error)}") from None
         source, self.at = self.text[self.at : end], end
         return _checked(self.name, line, value, source, self.decoder.repeated)
 
 
-def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
-    text = _Text(path, name, meter)
+def _array(path: Path, name: str) -> Iterator[Record]:
+    text = _Text(path, name)
     text.next_character()
     text.at += 1  # past the opening bracket
     if text.next_character() == "]":
@@ -144,13 +140,12 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
         text.at += 1
-        if text.next_character() == "]":
-            raise UsageError(f"{name}:{line}: broken JSON: a comma before the closing bracket", fix="remove the comma")
+        text.next_character()
 
 
-def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
+def _objects(path: Path, name: str) -> Iterator[Record]:
     """Objects one after another, each over several lines."""
-    text = _Text(path, name, meter)
+    text = _Text(path, name)
     while text.next_character():
         yield text.record()
 

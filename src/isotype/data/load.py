@@ -33,7 +33,7 @@ from .facts import (
 from .formats import Example, FormatName
 from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
-from .progress import Meter, watched
+from .progress import watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
 from .source import Source
@@ -205,12 +205,10 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
-    meter = Meter(one.bytes)
     one.ignored.clear()
-    one.more = False
 
     def handed() -> Iterator[Example]:
-        for found in one.examples(meter=meter):
+        for found in one.examples():
             waiting.append(found)
             if isinstance(found, BadRow):
                 note_bad(found, tally)
@@ -222,40 +220,29 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     read = 0
     encoded = encoder.rows(handed(), tally)
     groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally) if one.only == "preference" else ((row,) for row in encoded)
-    for group in watched(groups, f"tokenising {one.name}", meter):
+    for group in watched(groups, f"tokenising {one.name}"):
         while waiting.popleft() is not group[0][0]:
             read += 1
         for example, row, cut in group:
             writer.add(row, example=read, cut=cut, wanted=example.wanted)
         read += 1
     read += len(waiting)
-    of_source: dict[str, Any] = {"ignored_keys": dict(one.ignored)} | ({"more": True} if one.more else {})
-    of_source |= _encode_texts(one, encoder, writer, tally, meter, already=read) | one.text_counts()
-    return {"tally": tally.as_json(), "read": read} | of_source
+    _encode_texts(one, encoder, writer, tally, already=read)
+    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored)}
 
 
-def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, meter: Meter, *, already: int) -> dict[str, int]:
-    """Writes the windows of a source's plain texts, at most `limit` in all; where some are left out, returns about how many there are.
+def _encode_texts(one: Source, encoder: Encoder, writer: TokenWriter, tally: Tally, *, already: int) -> None:
+    """Writes the windows of a source's plain texts, at most `limit` in all.
 
     already  rows of the source's other files, which count too
     """
-    left, seen = None if one.spec.limit is None else one.spec.limit - already, 0
-
-    def tokens(pieces: Iterator[str]) -> Iterator[list[int]]:
-        nonlocal seen
-        for piece in pieces:
-            ids = encoder.ids(piece)
-            seen += len(ids)
-            yield ids
-
-    for name, pieces in one.texts(meter):
-        for window in watched(encoder.windows(tokens(pieces), name, tally), f"tokenising {name}", meter):
+    left = None if one.spec.limit is None else one.spec.limit - already
+    for name, pieces in one.texts():
+        for window in watched(encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"):
             if left == 0:
-                # not tokenised to its end for a count: the rest of the source is taken to be like what was read of it
-                return {"more": True} if already else {"of_about": round(seen / (meter.share() or 1.0) / encoder.body)}
+                return
             writer.add(window, example=-1, cut=False)
             left = None if left is None else left - 1
-    return {}
 
 
 def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:
@@ -290,7 +277,7 @@ def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
     found = []
     for i, (one, block) in enumerate(zip(sources, rows.blocks)):
-        facts = {key: block.facts[key] for key in ("ignored_keys", "cache", "crlf", "of_about", "more") if key in block.facts}
+        facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
         windows = int((block.example < 0).sum())
         read = {"rows": block.facts["read"] + windows}
         found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})

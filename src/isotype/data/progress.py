@@ -1,12 +1,11 @@
-"""Shows the progress of long work: a live line with the time left if stderr is a terminal, otherwise a plain line every half minute."""
+"""Shows the progress of long work: a live line if stderr is a terminal, otherwise a plain line every half minute."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import IO, Any, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar
 
 from ..wording import counted
 
@@ -15,32 +14,9 @@ _PATIENCE = 1.0  # seconds of silence before the live line appears
 _PLAIN = 30.0  # seconds between lines in a log
 
 
-@dataclass
-class Meter:
-    """How many of a source's bytes (or rows, where it has no bytes) were read. A reader hands over its open file, whose position counts."""
-
-    total: int = 0
-    done: int = 0
-    _file: IO[bytes] | None = None
-
-    def reading(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def read(self, file: IO[bytes]) -> None:
-        """Ends the reading of the current file."""
-        self.done += 0 if file.closed else file.tell()
-        self._file = None
-
-    def share(self) -> float | None:
-        """Between 0 and 1, or None where the total is not known."""
-        if not self.total:
-            return None
-        at = self._file.tell() if self._file is not None and not self._file.closed else 0
-        return min(1.0, (self.done + at) / self.total)
-
-
-def watched(items: Iterable[T], what: str, meter: Meter | None = None) -> Iterator[T]:
-    """The items, counted on a line that appears after a second and vanishes at the end; with `meter` also the time left."""
+def watched(items: Iterable[T], what: str) -> Iterator[T]:
+    """The items, counted on a line that appears after a second and vanishes at the end; with the time left where their number is known."""
+    total = len(items) if isinstance(items, Sized) else 0
     live: Any = None
     if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
@@ -56,7 +32,7 @@ def watched(items: Iterable[T], what: str, meter: Meter | None = None) -> Iterat
             now = time.monotonic()
             if now - start > wait and now - shown > (0.2 if live else _PLAIN):
                 shown = now
-                line = progress(what, count, now - start, meter.share() if meter else None)
+                line = progress(what, count, total, now - start)
                 if live:
                     live.update(line)
                     live.start()
@@ -67,11 +43,11 @@ def watched(items: Iterable[T], what: str, meter: Meter | None = None) -> Iterat
             live.stop()
 
 
-def progress(what: str, count: int, seconds: float, share: float | None) -> str:
-    """`tokenising chats.jsonl: 12,000 rows, 3,400/s, 31%, 0:08 left`"""
+def progress(what: str, count: int, total: int, seconds: float) -> str:
+    """`encoding pictures: 120 rows, 4/s, 31%, 1:08 left`"""
     line = f"{what}: {counted(count, 'row')}, {count / seconds:,.0f}/s"
-    if not share:
+    if not total:
         return line
-    minutes, left = divmod(round(seconds * (1 - share) / share), 60)
+    minutes, left = divmod(round(seconds * (total - count) / count), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{line}, {share:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left:02} left"
+    return f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left:02} left"

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from unicodedata import normalize
-from urllib.parse import unquote
 
 from ..errors import UsageError
 from ..wording import near_file
-from .progress import Meter
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
@@ -39,10 +37,6 @@ _OTHER_KINDS = (
     (b"\x1f\x8b", "compressed with gzip", ".gz"),
     (b"PAR1\x15", "Parquet", ".parquet"),
     (b"PK\x03\x04", "a zip archive, as a spreadsheet (.xlsx) is too", ""),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document of the older kind (.xls)", ""),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", ""),
-    (b"\xfd7zXZ\0", "compressed with xz", ""),
-    (b"BZh91AY&SY", "compressed with bzip2", ""),
 )
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
@@ -89,9 +83,7 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if ending(p) in endings)[:3]
-        hint = f"name a file in it ({', '.join(inside)})" if inside else f"it has no file that ends in {', '.join(endings)}"
-        raise UsageError(f"{name}: is a folder; {hint}")
+        raise UsageError(f"{name}: is a folder; name a file in it")
     try:
         there = path.exists()
     except OSError as error:  # a name longer than a file name may be
@@ -107,11 +99,10 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
         relative = f"relative names begin in the working directory, {Path.cwd()}; a run that has any is resumed where it was started"
         raise UsageError(f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative)
     if not path.is_file():
-        fix = "a run reads its data more than once: write it to a file first, COMMAND > data.jsonl" if path.is_fifo() else None
-        raise UsageError(f"{name}: not a regular file", fix=fix)
+        raise UsageError(f"{name}: not a regular file", fix="a run reads its data more than once: write it to a file first")
     if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):
         said = f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}"
-        raise UsageError(said, fix=converted_by(path) or otherwise)
+        raise UsageError(said, fix=_CONVERTED.get(ending(path)) or otherwise)
     try:
         with path.open("rb") as file:
             if not file.read(1) and not empty:
@@ -131,12 +122,9 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
             if raw.startswith(mark):
                 raise UsageError(f"{file}: the file is {kind}, and no text", fix=_unpacked(file, named))
         raw = raw.removeprefix(b"\xef\xbb\xbf")
-    if (at := raw.find(b"\0")) >= 0:  # every second byte of English in UTF-16; in JSON it is no character
+    if (at := raw.find(b"\0")) >= 0:
         line += raw.count(b"\n", 0, at)
-        place = f"{file}:{line}: byte {offset + at} is zero"
-        if offset == 0 and (utf16 := _utf16(raw)):
-            raise UsageError(f"{place}: UTF-16 without its mark", fix=_converted(file, utf16))
-        raise UsageError(f"{place}, which is no text", fix=_without_zeros(file))
+        raise UsageError(f"{file}:{line}: byte {offset + at} is zero, which is no text", fix=_without_zeros(file))
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -153,19 +141,8 @@ def _converted(file: str, encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
-def _utf16(raw: bytes) -> str | None:
-    """The encoding of bytes of which most in even, or in odd, places are zero, as in UTF-16 of a Latin script."""
-    for first, encoding in ((1, "UTF-16LE"), (0, "UTF-16BE")):
-        places = raw[first:512:2]
-        if 2 * places.count(0) > len(places) > 0:
-            return encoding
-    return None
-
-
 def _unpacked(file: str, named: str) -> str:
     """What to do with a file that is of another kind than its name says."""
-    if Path(file).suffix.lower() == ".gz":
-        return f"gunzip {shlex.quote(file)}   # it was packed twice"
     if named:
         return f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
     return "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
@@ -176,16 +153,16 @@ def _without_zeros(file: str) -> str:
     return f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
 
 
-def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """Line numbers and lines (line ends kept) of a plain or gzipped file."""
-    for number, offset, raw in raw_lines(path, name, meter):
+    for number, offset, raw in raw_lines(path, name):
         yield number, decoded(raw, file=name, line=number, offset=offset)
 
 
-def raw_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, int, bytes]]:
+def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
     """Line numbers, offsets in the file and bytes of the lines of a plain or gzipped file."""
     offset = number = 0
-    with _opened(path, meter) as file:
+    with _opened(path) as file:
         try:
             for number, raw in enumerate(file, start=1):
                 yield number, offset, raw
@@ -199,7 +176,7 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
     try:
         return decoded(raw, file=file, line=line, offset=offset), None
     except UsageError as error:
-        whole = offset == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or (b"\0" in raw and _utf16(raw) is not None))
+        whole = offset == 0 and raw.startswith((b"\xff\xfe", b"\xfe\xff"))
         if whole or not error.message.startswith(f"{file}:{line}: "):
             raise
         return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
@@ -208,7 +185,7 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
 def first_line(path: Path) -> str:
     """The beginning of the first line that is not blank, without white space around it; "" of a file that cannot be read."""
     try:
-        with _opened(path, None) as file:
+        with _opened(path) as file:
             return str(file.read(1 << 16).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").partition("\n")[0].rstrip())
     except _UNREADABLE:
         return ""
@@ -228,16 +205,9 @@ def _unreadable(error: Exception, name: str, line: int) -> UsageError:
 
 
 @contextmanager
-def _opened(path: Path, meter: Meter | None) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as raw:
-        if meter is not None:
-            meter.reading(raw)
-        file: Any = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
-        try:
-            yield file
-        finally:
-            if meter is not None:
-                meter.read(raw)
+        yield gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw  # type: ignore[misc]  # both give bytes by lines
 
 
 def read_text(path: Path, name: str) -> str:
@@ -253,43 +223,24 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_TAKEN_APART = {
-    ".zst": "zstd -d {file}", ".xz": "xz -dk {file}", ".bz2": "bzip2 -dk {file}", ".zip": "unzip {file}", ".7z": "7z x {file}",
-    ".tar": "tar -xf {file}", ".tgz": "tar -xf {file}", ".tar.gz": "tar -xf {file}",
-}  # fmt: skip
-_SAVED_ANEW = {
-    ".xlsx": "save the sheet as CSV in UTF-8", ".xls": "save the sheet as CSV in UTF-8", ".ods": "save the sheet as CSV in UTF-8",
-    ".arrow": "write it as Parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table({file!r}), 'data.parquet')",
-    ".feather": "write it as Parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table({file!r}), 'data.parquet')",
-    ".sqlite": 'sqlite3 -csv -header {file} "SELECT ..." > data.csv', ".db": 'sqlite3 -csv -header {file} "SELECT ..." > data.csv',
-    ".sql": "load it into its database and write the table as CSV",
-    ".pkl": "a pickle can run code and is not opened: write it as JSON lines or Parquet where it was made",
-    ".pickle": "a pickle can run code and is not opened: write it as JSON lines or Parquet where it was made",
-    ".yaml": "write it as JSON, one object a line", ".yml": "write it as JSON, one object a line",
-    ".html": "take its text out into a .txt file", ".pdf": "take its text out into a .txt file",
-    ".docx": "take its text out into a .txt file",
-}  # fmt: skip
-
-
-def converted_by(path: Path) -> str | None:
-    """How a file with another ending becomes one that is read, if that is known."""
-    kind = "".join(path.suffixes[-2:]).lower()
-    kind = kind if kind in _TAKEN_APART else path.suffix.lower()
-    if command := _TAKEN_APART.get(kind):
-        return f"{command.format(file=shlex.quote(str(path)))}, and give the file that comes out"
-    return _SAVED_ANEW[kind].format(file=str(path)) if kind in _SAVED_ANEW else None
+# ending -> how a file becomes one that is read
+_CONVERTED = {
+    **dict.fromkeys((".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"), "unpack it, and give the file that comes out"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV in UTF-8"),
+    **dict.fromkeys((".arrow", ".feather"), "write it as Parquet"),
+    **dict.fromkeys((".sqlite", ".db", ".sql"), "write the table as CSV"),
+    **dict.fromkeys((".pkl", ".pickle"), "a pickle can run code and is not opened: write it as JSON lines or Parquet where it was made"),
+    **dict.fromkeys((".yaml", ".yml"), "write it as JSON, one object a line"),
+    **dict.fromkeys((".html", ".pdf", ".docx"), "take its text out into a .txt file"),
+}
 
 
 def another_name(name: str) -> str | None:
     """What was meant by the name of a file that is not there, where its form says it."""
-    if name.startswith("file://"):
-        return f"give the path alone: {unquote(name.removeprefix('file://localhost').removeprefix('file://'))}"
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         return "a run reads local files: download it first, or name a dataset of the hub, hf:NAME"
     if name == "-":
         return "a run reads its data more than once: write it to a file first, COMMAND > data.jsonl"
-    if re.search(r"\$\w|\$\{|%\w+%", name):
-        return "variables are replaced by the shell only: give the name without quotes, or with ~ for the home folder"
     parts = [part for part in re.split(r"[,;\s]+", name) if part]
     if len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts):
         return f"several sources are a list: data.train=[{', '.join(parts)}], or --data once for each"

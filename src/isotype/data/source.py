@@ -11,7 +11,6 @@ from typing import Any
 from ..config.sources import SourceSpec
 from .bad_rows import BadRow, RowError
 from .formats import Example, FormatName, detect, example, ignored_keys
-from .progress import Meter
 from .read import NoRows, Record
 
 NO_ROWS = "the file holds no rows"
@@ -25,7 +24,6 @@ class Source:
     only      the one format of which the objective learns
     forms     format and reason of each part, in order
     ignored   keys that nothing reads, counted while reading
-    more      whether `limit` left rows unread, known after reading
     """
 
     spec: SourceSpec
@@ -34,7 +32,6 @@ class Source:
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    more: bool = False
 
     @property
     def name(self) -> str:
@@ -53,17 +50,13 @@ class Source:
         """Identifies the content, for the cache's key and for data.json: its `sha256`, or another name."""
         raise NotImplementedError
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
+    def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`: so many are passed over."""
         raise NotImplementedError
 
-    def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
+    def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
         """Plain text files, each a name with its pieces."""
         return iter(())
-
-    def text_counts(self) -> dict[str, Any]:
-        """What data.json has of the plain texts, after they were read: `crlf`, file -> lines that end in CR LF."""
-        return {}
 
     def facts(self) -> dict[str, Any]:
         """The entry of a source in data.json before it is read."""

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,25 +25,21 @@ from .bad_rows import BadRow, RowError
 from .folder import BESIDE_DATA, TRAINED, is_saved, note_splits, without_runs
 from .formats import Example, FormatName, refuse_other_than
 from .json_rows import read_json
-from .progress import Meter
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, JSON_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .source import Source
 from .tables import read_csv, read_parquet, without_nulls_inside
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
 _AS_TEXT = "data.format: text, if it is to be learnt as plain text"
+_AS_TEXTS = "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain text"
 
 
 @dataclass
 class File:
-    """One file of a source, and what its rows are.
-
-    crlf  lines that end in CR LF, of a text, counted while reading
-    """
+    """One file of a source, and what its rows are."""
 
     path: Path
     name: str
-    crlf: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -59,19 +54,17 @@ class File:
         """Whether it is without a byte, or a text without a character but white space."""
         return self.size == 0 or (self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name)))
 
-    def records(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+    def records(self, *, skip: int = 0) -> Iterator[Record]:
         kind = ending(self.path)
         read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
-        return read(self.path, self.name, skip=skip, meter=meter)
+        return read(self.path, self.name, skip=skip)
 
-    def pieces(self, meter: Meter | None = None) -> Iterator[str]:
+    def pieces(self) -> Iterator[str]:
         """A plain text in pieces, together every character of the file."""
         held: list[str] = []
         size, seen = 0, False
-        self.crlf = 0
-        for _, line in text_lines(self.path, self.name, meter):
+        for _, line in text_lines(self.path, self.name):
             held.append(line)
-            self.crlf += line.endswith("\r\n")
             size += len(line)
             seen = seen or not line.isspace()
             if size >= PIECE:
@@ -96,7 +89,7 @@ class FileSource(Source):
             try:
                 kept += [file] if self._takes_format(file) else []
             except RowError as error:
-                raise UsageError(error.message, fix=error.fix or self._advice(file, error.message)) from None
+                raise UsageError(error.message, fix=error.fix or self._advice(file)) from None
         if not kept:
             raise NoRows(f"{self.name}: none of its {of} files holds a row")
         if empty := {file.path for file in self.files if file not in kept}:
@@ -127,18 +120,11 @@ class FileSource(Source):
             return False
         return True
 
-    def _advice(self, file: File, said: str) -> str | None:
+    def _advice(self, file: File) -> str | None:
         """What helps where the first rows of a file have no known columns."""
-        others = {ending(one.path) for one in self.files} - {ending(file.path)}
-        if _no_format(said) and len(others) == 1:
-            rows = Path(os.path.commonpath([one.path.parent for one in self.files])) / "**" / f"*{others.pop()}"
-            return f"if {file.path.name} holds no rows, name the files that do: '{rows}'; if it does, give it as a source of its own"
-        if "data.columns" in said and len(self.files) > 1:
-            return (
-                "data.columns holds for every file of a source: give files with other columns as sources of their own, "
-                "data.train: [{name: ..., columns: {...}}, ...]"
-            )
-        if _no_format(said) and ending(file.path) in (".csv", ".tsv"):
+        if len(self.files) > 1:
+            return "if it holds no rows, name the files that do; if its columns are others, give it as a source of its own"
+        if ending(file.path) in (".csv", ".tsv"):
             return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
         return None
 
@@ -156,7 +142,7 @@ class FileSource(Source):
         several = {"files": len(self.files)} if len(self.files) > 1 else {}
         return several | {"bytes": self.bytes, "sha256": self._digest}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
+    def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         alone = len(self.files) == 1
         left = self.spec.limit
         if left is not None and alone:
@@ -166,25 +152,19 @@ class FileSource(Source):
         tables = [(file, form) for file, (form, _) in zip(self.files, self.forms) if not file.is_text]
         for file, form in tables:
             # of several files, those before the first that is wanted are read through: how many rows they have is not known
-            records = file.records(skip=skip if alone else 0, meter=meter)
-            for found in self.checked(records, form):
+            for found in self.checked(file.records(skip=skip if alone else 0), form):
                 if skip and not alone:
                     skip -= 1
                 else:
                     yield found
                 left = None if left is None else left - 1
                 if left == 0:
-                    self.more = file is not tables[-1][0] or _goes_on(records)
                     return
 
-    def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
+    def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
         for file in self.files:
             if file.is_text:
-                yield file.name, file.pieces(meter)
-
-    def text_counts(self) -> dict[str, Any]:
-        crlf = {file.name: file.crlf for file in self.files if file.crlf}
-        return {"crlf": crlf} if crlf else {}
+                yield file.name, file.pieces()
 
 
 @dataclass
@@ -203,26 +183,12 @@ class StdlibSource(Source):
 
         return {"sha256": hashlib.sha256(json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()).hexdigest()}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
+    def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         from .stdlib import stdlib_pairs
 
-        self.more = self.spec.limit is not None and self.spec.limit < len(stdlib_pairs())
         for pair in stdlib_pairs()[skip : self.spec.limit]:
             turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
             yield Example(f"stdlib:{pair.name}", messages=turns)
-
-
-def _no_format(said: str) -> bool:
-    """Whether an error says that a row has the keys of no format, and none that is written almost like one."""
-    return "no known format in the keys" in said or (": no key '" in said and ", but '" not in said)
-
-
-def _goes_on(records: Iterator[Record]) -> bool:
-    """Whether there is another row; one that breaks the file off is one."""
-    try:
-        return next(records, None) is not None
-    except UsageError:
-        return True
 
 
 def refuse_absent(spec: SourceSpec) -> None:
@@ -275,7 +241,7 @@ def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
         matched, notes = _reached(name, there, below=below)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in BESIDE_DATA]
         if not known:
-            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=_as_texts(path, matched))
+            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=_AS_TEXTS)
         data = [p for p in known if ending(p) in DATA_ENDINGS]
         known = data or known  # a README beside the data is no data
     else:
@@ -288,33 +254,18 @@ def _files(spec: SourceSpec) -> tuple[list[File], list[str]]:
     return [File(existing_file(str(p), endings, empty=len(known) > 1), str(p)) for p in known], notes
 
 
-def _as_texts(folder: Path, files: Sequence[Path]) -> str | None:
-    """How the files of a folder are read as plain texts, by the ending that most of them have."""
-    endings = Counter(ending(file) for file in files if ending(file))
-    if not endings:
-        return None
-    most = endings.most_common(1)[0][0]
-    also = "" if most in CODE_ENDINGS else ", with data.format: text"
-    return f"if its {most} files are to be learnt as plain text: '{folder / '**' / '*'}{most}'{also}"
-
-
 def _reached(name: str, found: Sequence[Path], *, below: Path) -> tuple[list[Path], list[str]]:
     """The files among the names found, in their order, each once, without those of runs, and notes on what is left out.
-    Raises UsageError for a link to a part of the data that is not there.
 
     below  where the search began
     """
     found, runs = without_runs(found, below)
     links = [path for path in found if path.is_symlink() and ending(path) in ENDINGS]
-    if broken := next((path for path in links if not (path.parent.resolve() / path.readlink()).exists()), None):
+    if broken := next((path for path in links if not path.exists()), None):
         raise UsageError(f"{broken}: a link to {broken.readlink()}, which does not exist", fix="restore that file, or remove the link")
     files = [path for path in found if path.is_file()]
     once = list({path.resolve(): path for path in reversed(files)}.values())[::-1]
-    again = len(files) - len(once)
-    notes = [f"{name}: links lead to {counted(again, 'file')} a second time; each is read once"] if again else []
-    if runs:
-        notes.append(f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})")
-    return once, notes
+    return once, [f"{name}: the files of runs are not read ({', '.join(_some(set(runs), below))})"] if runs else []
 
 
 def _some(paths: set[Path], below: Path, most: int = 3) -> list[str]:
@@ -346,31 +297,25 @@ class HubSource(Source):
         # a fingerprint is a hash of the files it was made from and of every step since
         return {"split": self.spec.split, "fingerprint": self.rows._fingerprint, "bytes": self.bytes}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
-        return self.checked(self._records(skip, meter), self.forms[0][0])
+    def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
+        return self.checked(self._records(skip), self.forms[0][0])
 
-    def _records(self, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+    def _records(self, skip: int = 0) -> Iterator[Record]:
         import datasets
 
         rows = self.rows.skip(skip) if skip else self.rows
         limit = self.spec.limit
-        total = None if self.streaming else max(1, len(self.rows))
-        size = self.bytes
         number = skip
         try:
             for value in rows:
                 if limit is not None and number >= limit:
-                    self.more = True
                     return
                 number += 1
-                if meter is not None and total:
-                    meter.done += size // total
                 yield Record(self.name, number, without_nulls_inside(value), "row")
         except UsageError:
             raise
         except (OSError, ValueError, OverflowError, datasets.exceptions.DatasetsError) as error:
-            fix = "leave out the column that holds it, or give the Parquet files" if isinstance(error, OverflowError) else None
-            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}", fix=fix) from error
+            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}") from error
 
 
 def _load(source: HubSource) -> Any:

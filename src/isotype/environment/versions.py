@@ -184,11 +184,6 @@ KNOWN_FAULTS = (
 )
 
 
-def known_fault(package: str, version: str) -> bool:
-    """Whether a version of a package has a fault of `KNOWN_FAULTS`, wherever that applies."""
-    return any(fault.package == package and fault.holds_for(version) for fault in KNOWN_FAULTS)
-
-
 def faults(environment: Mapping[str, Any]) -> list[Finding]:
     """Every finding about an environment as `environment()` gives it."""
     return [*mismatched_pairs(environment["distributions"]), *_known(environment), *_devices(environment), *_variables(environment)]

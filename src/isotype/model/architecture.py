@@ -132,13 +132,8 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
             "missing are batches with an input for the encoder and labels for the decoder",
             fix=DECODERS,
         )
-    if family == "xlnet":
-        raise UsageError(
-            f"model {name}: xlnet learns tokens in permuted orders: its loss is of a position's own token, not the next",
-            fix=DECODERS,
-        )
-    if family == "cpmant":
-        raise UsageError(f"model {name}: cpmant counts on padding on the left, and rows are padded on the right", fix=DECODERS)
+    if family in ("xlnet", "cpmant"):
+        raise UsageError(f"model {name}: {family} does not predict the next token from those before it alone", fix=DECODERS)
     if _sees_later_tokens(architecture, family):
         raise UsageError(
             f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",

@@ -12,7 +12,6 @@ import getpass
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 # a build that takes longer says so, while it runs
 PATIENCE_S = 5.0
-_OURS = re.compile(r"\w+-[0-9a-f]{16}\.(so|lock|\d+\.tmp)")  # a library, its lock, a build that was killed
 
 
 class BuildError(Exception):
@@ -65,11 +63,6 @@ def folder() -> Path:
     raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
 
 
-def built_files() -> list[Path]:
-    """The libraries in the folder and the files that builds left beside them. Nothing else uses them, and a missing one is built again."""
-    return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
-
-
 @cache
 def machine(compiler: str) -> str:
     """What `-march=native` and the compiler make of a source, apart from the source."""
@@ -98,8 +91,6 @@ def library(source: Path) -> ctypes.CDLL:
                 if not built.exists():
                     build(compiler, source, built)
         try:
-            with suppress(OSError):  # somebody else's folder
-                os.utime(built)  # `isotype doctor cache` shows and clears by the last use
             return ctypes.CDLL(str(built))
         except OSError as error:
             # half a file, left by a machine that stopped: build it again, once

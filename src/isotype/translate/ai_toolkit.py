@@ -113,22 +113,17 @@ _OF_PICTURES: dict[str, t.Handler] = {
     "random_crop": p.WINDOWS,
 }
 _NO_EFFECT = {
-    "a trainer of LoRAs": "type",
     "run.folder names the folder": "training_folder",
     "model.device": "device",
-    t.IRRELEVANT: "performance_log_every sqlite_db_path logging.*",
-    "the pipeline's own file says what it is": "model.is_flux model.arch model.is_xl model.is_v2 model.is_v3 model.model_kwargs",
-    "text is encoded once, and the encoders are freed": (
-        "model.quantize_te model.qtype_te train.unload_text_encoder train.cache_text_embeddings"
-    ),
-    "the denoiser is what trains": "train.train_unet",
-    "the pipeline's own scheduler": "train.noise_scheduler sample.sampler",
     "the samples before step 1 are the base's, to compare with": "train.skip_first_sample",
     "in run.samples": "sample.neg sample.seed sample.walk_seed",
-    "one picture a prompt": "sample.num_frames sample.fps",
     "precision.save: adapters are fp32": "save.dtype",
-    "safetensors": "save.save_format",
     p.NOT_UPLOADED: "save.push_to_hub save.hf_*",
+    t.IRRELEVANT: (
+        "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl model.is_v2 model.is_v3 "
+        "model.model_kwargs model.quantize_te model.qtype_te train.unload_text_encoder train.cache_text_embeddings train.train_unet "
+        "train.noise_scheduler sample.sampler sample.num_frames sample.fps save.save_format"
+    ),
 }
 _NOT_OFFERED = {
     "precision.preset: nf4-lora": "model.low_vram model.layer_offloading*",

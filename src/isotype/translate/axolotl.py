@@ -162,13 +162,7 @@ def _times_an_epoch(target: str) -> t.Handler:
 
 
 _NO_EFFECT = {
-    "the model's own class is used": "model_type tokenizer_type tokenizer_use_fast",
     "rows are tokenised once and cached: data.cache": "dataset_prepared_path",
-    "short rows are kept": "min_sample_len",
-    "rows are packed before training, in one way": "sample_packing_*",
-    "evaluation rows are never packed; the loss is the same": "eval_sample_packing",
-    "rows are padded to the longest of their batch; the loss is the same": "pad_to_sequence_len",
-    "embeddings keep their size": "resize_token_embeddings_to_32x",
     "part of train.objective": "dpo_loss_type",
     t.REFERENCE: "precompute_ref_log_probs rl_adapter_ref_model",
     t.OWN_OPS: (
@@ -177,18 +171,16 @@ _NO_EFFECT = {
         "flash_attn_rms_norm gemma4_hybrid_attn_impl use_dsv4_kernels"
     ),
     "samples come by run.sample_every": "dpo_generate_during_eval",
-    "a reward model has one": "num_labels",
-    "seen from the layer": "lora_fan_in_fan_out",
     "evaluations come by train.eval_every, by default ten in a run": "evaluation_strategy",
     "wandb reads its own environment variables (WANDB_NAME, WANDB_MODE, ...)": (
         "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id"
     ),
-    "gradients are summed once a step without DDP": "dp_replicate_size context_* accelerator_config",
-    "given by the launcher": "local_rank",
     "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": (
         "processor_type skip_prepare_dataset remove_unused_columns"
     ),
     t.IRRELEVANT: (
+        "model_type tokenizer_type tokenizer_use_fast min_sample_len sample_packing_* eval_sample_packing pad_to_sequence_len "
+        "resize_token_embeddings_to_32x num_labels lora_fan_in_fan_out dp_replicate_size context_* accelerator_config local_rank "
         "strict debug loss_watchdog_threshold loss_watchdog_patience xformers gc_steps hf_use_auth_token push_dataset_to_hub "
         "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torchdistx_path gptq_groupsize gptq_model_v1 "
         "max_packed_sequence_len batch_size experimental_skip_move_to_device trackio_* tokenizer_use_mistral_common tokenizer_legacy "
@@ -197,36 +189,32 @@ _NO_EFFECT = {
     ),
 }
 _NOT_OFFERED = {
-    "the model's own configuration is used": ("model_config model_quantization_config model_quantization_config_kwargs cls_model_config"),
     "remove repeated rows beforehand": "dataset_exact_deduplication",
     "data.chat_template: a file with this text": "chat_template_jinja",
     "write the system message into the rows": "default_system_message",
     "data.max_pixels is the most pixels of a picture": "image_size image_resize_algorithm",
     "data.shuffle: rows in the order of the file, or shuffled": "curriculum_sampling",
     "the tokenizer's own tokens are used; to change them, save a tokenizer and name it in model.tokenizer": "special_tokens tokens",
-    "a pair's weight is 1": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
-    "ReLoRA is not offered": "relora* jagged_restart_*",
-    "LISA is not offered": "lisa_*",
     "adapter.* has what is offered of PEFT's settings": "peft",
     "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
     "model.init: random builds fresh weights": "reinit_weights",
-    "pruning is not offered": "llmcompressor",
-    "products are bf16, fp16 or fp32": "fp8_* nvfp4_* dsv4_*",
     "model.attention is sdpa, eager, flash or flex; sdpa is used": "xformers_attention",
-    "shifted sparse attention is not offered": "s2_attention",
     t.OWN_OPS: "plugins",
     "stacked experts stay as they are (model.allow_unquantised)": (
         "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe use_sonicmoe llama4_linearized_experts"
     ),
     "train.schedule: wsd has a constant part": "cosine_constant_lr_ratio",
     "train.min_learning_rate is a share of the peak": "eta_min",
-    "warm-up is linear": "lr_quadratic_warmup",
     "the loss is cross-entropy; a loss of your own is a function in Python": "use_eaft eaft_*",
     "isotype train --resume RUN": "auto_resume_from_checkpoints",
     "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
     t.GPUS: (
         "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size "
         "use_ray ray_*"
+    ),
+    t.NO_SETTING: (
+        "model_config model_quantization_config model_quantization_config_kwargs cls_model_config dpo_use_weighting dpo_norm_loss "
+        "dpo_loss_weights relora* jagged_restart_* lisa_* llmcompressor fp8_* nvfp4_* dsv4_* s2_attention lr_quadratic_warmup"
     ),
 }
 

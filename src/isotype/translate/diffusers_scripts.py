@@ -32,17 +32,16 @@ def _with(scheme: str, target: str) -> t.Handler:
 
 
 _NO_EFFECT = {
-    "the pipeline's own files": "variant pretrained_vae_model_name_or_path vae_path",
     "the caption of images.train": "instance_prompt",
     "images.regularisation": "class_data_dir class_prompt with_prior_preservation prior_loss_weight",
-    "of class pictures": "sample_batch_size",
     "the default: images.crop: center": "center_crop",
-    p.SCHEDULER: "prediction_type",
-    "SD3's velocity": "precondition_outputs",
     p.CACHED: "cache_latents cache_dir offload",
     p.NOT_UPLOADED: "push_to_hub hub_*",
-    t.IRRELEVANT: "logging_dir dataloader_num_workers local_rank enable_xformers_memory_efficient_attention set_grads_to_none",
     t.GPUS: "num_processes",
+    t.IRRELEVANT: (
+        "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type precondition_outputs logging_dir "
+        "dataloader_num_workers local_rank enable_xformers_memory_efficient_attention set_grads_to_none"
+    ),
 }
 _NOT_OFFERED = {
     "download it, and name its folder in images.train": "dataset_name",

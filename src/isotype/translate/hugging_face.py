@@ -198,30 +198,21 @@ def _checkpointing(draft: Draft, given: Given) -> None:
 LIGER = t.when_on("model.optimize", True, "switched off; model.optimize is on by default", "Isotype's own ops instead of Liger's")
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
 _TRAINER_NO_EFFECT = {
-    "recomputation is always the non-reentrant one": "gradient_checkpointing_kwargs",
     "train.seed": "data_seed",
     "isotype train trains": "do_train",
     "evaluation rows are held out: data.eval_split": "do_eval",
     "checkpoints come by run.save_every, by default at every evaluation, and one at the end": "save_strategy",
     "the best checkpoint is always kept, and the report names it": "load_best_model_at_end",
-    "the evaluation loss; lower is better": "prediction_loss_only",
     "every line is written: run.log_every": "logging_strategy",
     "everything lies in run.folder, which names the run": "run_name",
-    "a folder that holds a run is never overwritten": "overwrite_output_dir",
-    "nothing is uploaded": "hub_model_id hub_strategy",
-    "always safetensors": "save_safetensors",
-    "checkpoints always hold the optimizer, and can be resumed from": "save_only_model",
-    "metrics.jsonl is always written": "trackio_*",
-    "rows are tokenised before training and read from one array": "dataloader_num_workers",
-    "gradients are summed once a step without DDP": "ddp_find_unused_parameters",
-    "no such limit": "ddp_timeout",
     "model.device; one process uses one device": "device_map",
-    "weights are always loaded that way": "low_cpu_mem_usage",
-    "off in training, on in samples": "use_cache",
     "HF_TOKEN in the environment": "token",
     "losses are always divided by the tokens of the whole step": "average_tokens_across_devices accelerator_config",
-    "tokens a second are always shown": "include_tokens_per_second",
-    "rows of like length are put together where it saves padding": "group_by_length",
+    t.IRRELEVANT: (
+        "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir hub_model_id hub_strategy save_safetensors "
+        "save_only_model trackio_* dataloader_num_workers ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache "
+        "include_tokens_per_second group_by_length"
+    ),
 }
 _TRAINER_NOT_OFFERED = {
     "one learning rate for all weights": "embedding_learning_rate",
@@ -299,38 +290,28 @@ TRAINER: dict[str, t.Handler] = {
 _NO_EFFECT = {
     "train.seed": "dataset_mixture.seed",
     "data.eval names the evaluation data; without it data.eval_split is held out": "dataset_test_split",
-    "rows are packed whole, longest first, and never cut": "packing_strategy",
     "data.packing has no padding": "padding_free",
     "rows with `text` are recognised; another key: data.columns": "dataset_text_field",
     "rows are read by data.* (docs/data.md)": "dataset_num_proc num_proc dataset_kwargs remove_unused_columns",
     "rows are shuffled in every epoch: data.shuffle": "train_sampling_strategy",
-    "the tokenizer's own; the end-of-turn token is always learnt": "eos_token",
-    "always CAUSAL_LM": "task_type",
     "train.seed makes the adapter's first weights": "lora_seed",
     "evaluation runs under the run's precision, and leaves the weights as they are": "fp16_full_eval",
-    "samples come from the model that is trained": "fast_inference",
     t.REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size",
-    "a model with dropout is refused beside a reference": "disable_dropout",
-    "a reward model has one score": "num_labels",
-    "the tokenizer's own": "pad_token padding_value label_pad_token_id pad_to_multiple_of",
-    "of another divergence or loss": "f_alpha_divergence_coef discopop_tau",
-    "of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
-    t.IRRELEVANT: "log_level unsloth_force_compile",
+    t.IRRELEVANT: (
+        "packing_strategy eos_token task_type fast_inference disable_dropout num_labels pad_token padding_value label_pad_token_id "
+        "pad_to_multiple_of f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps log_level "
+        "unsloth_force_compile"
+    ),
 }
 _NOT_OFFERED = {
     "data.chat_template: a file with this text; without it the tokenizer's own is used": "chat_template",
-    "biases are not trained": "lora_bias",
     f"{t.REFERENCE}; another one": "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name model_adapter_name",
     "data.max_length is for prompt and answer together": "max_prompt_length max_completion_length",
-    "every token and every pair counts alike": "use_weighting ld_alpha",
     "one loss: preference.nll is the weight of the chosen answer's likelihood": "loss_weights",
-    "AlphaPO is not offered": "alpha",
     "run.samples shows answers": "generate_during_eval",
-    "LoftQ is not offered": "loftq",
     "adapter.targets takes names of modules, as PEFT understands them": "layers_to_transform",
     "adapter.targets names the modules": "finetune_attention_modules finetune_mlp_modules finetune_last_n_layers",
-    "quantisation-aware training is not offered": "qat_scheme",
-    "the input embedding stays on the device": "offload_embedding",
+    t.NO_SETTING: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
 KEYS: dict[str, t.Handler] = {
     **TRAINER,

@@ -104,17 +104,14 @@ def _tag_dropout(draft: Draft, given: Given) -> None:
 
 _OF_PICTURES_NO_EFFECT = {
     p.BUCKETS: "min_bucket_reso max_bucket_reso bucket_reso_steps",
-    "commas": "caption_separator",
-    ".txt beside the picture, or .caption": "caption_extension",
+    t.IRRELEVANT: "caption_separator caption_extension",
 }
 _OF_PICTURES_NOT_OFFERED = {
-    "pictures are scaled to their bucket, smaller ones too": "bucket_no_upscale",
-    "colours stay as they are": "color_aug",
     "images.crop: windows at random": "face_crop_aug_range",
-    "a picture has one caption a line": "caption_dropout_every_n_epochs secondary_separator keep_tokens_separator",
     "images.trigger: a word before every caption": "caption_prefix caption_suffix",
     "a metadata.jsonl in the folder": "metadata_file in_json",
     "images.masks, where it holds masks": "conditioning_data_dir",
+    t.NO_SETTING: "bucket_no_upscale color_aug caption_dropout_every_n_epochs secondary_separator keep_tokens_separator",
 }
 _OF_PICTURES: dict[str, t.Handler] = {
     **t.table(t.no_effect, _OF_PICTURES_NO_EFFECT),
@@ -137,41 +134,37 @@ _SUBSET: dict[str, t.Handler] = {
     "batch_size": t.count("train.batch_size"),
 }
 _NO_EFFECT = {
-    "part of the pipeline's folder": "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip",
-    p.SCHEDULER: "v_parameterization",
     "its datasets are images.*": "dataset_config",
-    p.PEFT: "network_module",
     "the text encoders stay frozen: adapter.text_encoders is false unless asked": "network_train_unet_only",
-    "raw: the velocity": "model_prediction_type",
-    "the pipeline's own scheduler": "sample_sampler",
-    "the run's folder is the name": "output_name",
     "checkpoints are always written: run.save_every": "save_state save_state_on_train_end resume",
     p.CACHED: (
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk vae_batch_size skip_cache_check"
     ),
-    t.IRRELEVANT: (
-        "logging_dir log_* max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn lowvram highvram "
-        "max_token_length metadata_* training_comment console_* config_file wandb_* torch_compile dynamo_* apply_t5_attn_mask prior_* "
-        "split_mode no_metadata"
-    ),
     t.GPUS: "num_processes num_cpu_threads_per_process ddp_*",
     p.NOT_UPLOADED: "huggingface_*",
+    t.IRRELEVANT: (
+        "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip v_parameterization network_module model_prediction_type "
+        "sample_sampler output_name logging_dir log_* max_data_loader_n_workers persistent_data_loader_workers xformers sdpa "
+        "mem_eff_attn lowvram highvram max_token_length metadata_* training_comment console_* config_file wandb_* torch_compile "
+        "dynamo_* apply_t5_attn_mask prior_* split_mode no_metadata"
+    ),
 }
 _NOT_OFFERED = {
     "adapter.start_from goes on with a PEFT folder": "network_weights",
-    "the denoiser is trained beside its encoders": "network_train_text_encoder_only",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
     p.ADAM: "optimizer_args",
     "train.schedule has no powers and no restarts": "lr_scheduler_num_cycles lr_scheduler_power lr_scheduler_args",
     "diffusion.noise_offset": "noise_offset_type multires_noise_iterations multires_noise_discount adaptive_noise_scale",
-    "noise is Gaussian": "ip_noise_gamma ip_noise_gamma_random_strength",
     "c is constant: diffusion.huber_c": "huber_schedule",
-    "the loss counts every level alike, or by min_snr": "weighting_scheme scale_v_pred_loss_like_noise_pred debiased_*",
     "images.masks names a folder of masks": "masked_loss",
     "run.sample_every counts steps": "sample_every_n_epochs",
     "run.adapters_every counts steps": "save_every_n_epochs",
     "run.adapters_keep counts adapters": "save_last_n_steps",
+    t.NO_SETTING: (
+        "network_train_text_encoder_only ip_noise_gamma ip_noise_gamma_random_strength weighting_scheme "
+        "scale_v_pred_loss_like_noise_pred debiased_*"
+    ),
 }
 _SAMPLINGS = {
     "sigmoid": "logit_normal",

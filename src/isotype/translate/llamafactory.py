@@ -130,38 +130,30 @@ def _saves_memory(name: str) -> t.Handler:
 
 
 _NO_EFFECT = {
-    "PiSSA's start is an exact SVD": "pissa_iter",
     "such an adapter is always saved as an ordinary one, for the untouched base": "pissa_convert",
     t.OWN_OPS: "use_v1_kernels",
     "part of train.objective": "pref_loss",
     "part of the paths in data.train": "dataset_dir",
     "rows are tokenised once and cached by their content: data.cache": "overwrite_cache preprocessing_num_workers tokenized_path",
-    "bitsandbytes' nf4": "quantization_method",
-    "nf4 with double quantisation": "double_quantization",
-    "report.html and report.png are always written": "plot_loss",
+    t.IRRELEVANT: "pissa_iter quantization_method double_quantization plot_loss",
 }
 _NOT_OFFERED = {
     "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": "rope_scaling",
-    "the model is trained as it is": "mixture_of_depths",
     "add tokens to a tokenizer and name it in model.tokenizer": "resize_vocab",
-    "shifted sparse attention is not offered": "shift_attn",
-    "the loss has no classifier of answers": "pref_bco_weight",
-    "every token of an answer counts alike": "ld_alpha",
     t.REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
     "data.loss_on: every answer of a conversation is learnt, or everything": "mask_history",
     "data.train: each source may have a weight": "interleave_probs",
-    "fp8 is not offered; products are bf16": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     t.OTHER_OPTIMIZERS: "use_adam_mini",
     "the loss is cross-entropy; a loss of your own is a function in Python": (
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
-    "KTransformers is not offered": "use_kt kt_*",
-    "rows have text and pictures, no films and no sound": "video_* audio_*",
-    "the language part is trained": "freeze_language_model",
-    "the checkpoint's own processor cuts pictures": "image_do_pan_and_scan crop_to_patches",
     t.GPUS: (
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel "
         "ray_* use_distributed_optimizer overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
+    ),
+    t.NO_SETTING: (
+        "mixture_of_depths shift_attn pref_bco_weight ld_alpha fp8 fp8_backend fp8_enable_fsdp_float8_all_gather use_kt kt_* video_* "
+        "audio_* freeze_language_model image_do_pan_and_scan crop_to_patches"
     ),
 }
 KEYS: dict[str, t.Handler] = {

@@ -26,11 +26,7 @@ def refusal(source: Source) -> str | None:
 
 
 _CONCEPT_NO_EFFECT = {
-    "a name": "name seed type",
-    "concepts that are switched off are left out": "enabled",
-    "repeats": "balancing_strategy",
-    "commas": "tag_delimiter",
-    "nothing is read from folders below, or all of it": "include_subdirectories image_variations text_variations",
+    t.IRRELEVANT: "name seed type enabled balancing_strategy tag_delimiter include_subdirectories image_variations text_variations",
 }
 _CONCEPT: dict[str, t.Handler] = {
     **t.table(t.no_effect, _CONCEPT_NO_EFFECT),
@@ -109,18 +105,13 @@ def _every(target: str, unit: str) -> t.Handler:
 _CHECKPOINTING = {"OFF": "none", "CPU_OFFLOADED": "layers+offload"}
 _WITHOUT = "without LOGIT_NORMAL"
 _NO_EFFECT = {
-    "the pipeline's own file says what it is": "model_type",
     "its concepts are images.*": "concept_file_name",
-    "adapters are fp32": "lora_weight_dtype",
-    "settings of the optimizer that Isotype does not have": "optimizer",
     "part of train.ema": "ema_decay ema_update_step_interval",
-    "the squared error": "mse_strength",
-    "none": "loss_scaler",
-    "of the key before it": "sample_after_unit save_every_unit learning_rate_scaler",
     "run.folder names the folder": "output_model_destination",
     p.NO_TEXT_ENCODER: "text_encoder* unet* prior* transformer* vae* decoder* effnet*",
     "kept: images.cache": "latent_caching cache_dir clear_cache_before_training only_cache",
     t.IRRELEVANT: (
+        "model_type lora_weight_dtype optimizer mse_strength loss_scaler sample_after_unit save_every_unit learning_rate_scaler "
         "__version model_name debug* tensorboard* validation* continue_last_backup backup* rolling_backup* train_device temp_device "
         "dataloader_threads compile enable_async_offloading layer_offload* custom_learning_rate_scheduler scheduler_params frames "
         "save_* sample_definition_file_name samples_to_tensorboard non_ema_sampling sample_* secrets cloud include_train_config "
@@ -130,14 +121,15 @@ _NO_EFFECT = {
 }
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
-    "the loss counts what the mask shows": "unmasked_probability unmasked_weight normalize_masked_area_loss",
-    "DoRA's lengths are of the rows": "lora_decompose_output_axis lora_decompose_norm_epsilon",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
     "adapter.start_from goes on with a PEFT folder": "lora_model_name",
     "diffusion.loss: l2, huber": "mae_strength log_cosh_strength vb_loss_strength huber_strength",
     "diffusion.weighting: min_snr": "loss_weight_fn loss_weight_strength",
-    "noise is Gaussian": "perturbation_noise_weight generalized_offset_noise",
     p.NO_TEXT_ENCODER: "embedding* additional_embeddings",
+    t.NO_SETTING: (
+        "unmasked_probability unmasked_weight normalize_masked_area_loss lora_decompose_output_axis lora_decompose_norm_epsilon "
+        "perturbation_noise_weight generalized_offset_noise"
+    ),
 }
 KEYS: dict[str, t.Handler] = {
     **t.table(t.no_effect, _NO_EFFECT),

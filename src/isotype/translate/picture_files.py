@@ -6,15 +6,14 @@ The keys of a dataset are `dataset.N.KEY`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..doctor.check import shell
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, scalar
 from ..errors import UsageError
-from ..finding import Finding
 from .transforms import Given
 
 DATASET = "dataset"
@@ -36,10 +35,10 @@ _OTHER_NAMES = {  # older or shorter arguments
     "validation_steps": "validation_step_interval", "checkpointing_steps": "checkpoint_step_interval", "rank": "lora_rank",
     "validation_prompts": "validation_prompt", "max_steps": "max_train_steps",
 }  # fmt: skip
-HIDDEN = "(secret)"
-_NAME = re.compile(r"token$|api_?key|secret|passw|access_?key|credential|webhook|_auth$", re.I)
+_HIDDEN = "(secret)"
+_SECRET = r"[\w.-]*(?:token|api_?key|secret|passw\w*|access_?key|credentials?|webhook\w*|_auth)"
 _VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})\b")
-_FLAG = re.compile(r"--?([\w-]+)[= ]+(\S+)")
+_FLAG = re.compile(rf"(--?{_SECRET}[= ]+)\S+", re.I)
 
 
 def tool_of_program(program: str) -> str | None:
@@ -143,43 +142,19 @@ def _tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
         raise UsageError(f"{file}: {error}") from None
 
 
-class Secrets:
-    """The values found in one file."""
-
-    def __init__(self) -> None:
-        self.values: set[str] = set()
-
-    def without(self, given: Given) -> Given:
-        """The key with its secret hidden, whether its name says so, its value does, or a flag inside the value."""
-        text = str(given.value)
-        if _is_secret(given.name) and given.value not in (None, "", True, False):
-            self.values.add(text)
-            return replace(given, value=HIDDEN)
-        self.values |= set(_VALUE.findall(text)) | {value for name, value in _FLAG.findall(text) if _is_secret(name.replace("-", "_"))}
-        return replace(given, value=self.hidden(text)) if isinstance(given.value, str) else given
-
-    def hidden(self, text: str) -> str:
-        for value in sorted(self.values, key=len, reverse=True):
-            text = text.replace(value, HIDDEN)
-        return _VALUE.sub(HIDDEN, text)
-
-    def without_in(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Findings with the secrets hidden in every text."""
-        found = []
-        for finding in findings:
-            texts: dict[str, Any] = {
-                f.name: self.hidden(text) for f in fields(finding) if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
-            }
-            found.append(replace(finding, **texts, details=tuple((name, self.hidden(text)) for name, text in finding.details)))
-        return found
+def without_secret(given: Given) -> Given:
+    """The key with its secret hidden, whether its name says so, its value does, or a flag inside the value."""
+    if re.fullmatch(_SECRET, given.name.rpartition(".")[2], re.I) and given.value not in (None, "", True, False):
+        return replace(given, value=_HIDDEN)
+    return replace(given, value=hidden(given.value)) if isinstance(given.value, str) else given
 
 
-def _is_secret(name: str) -> bool:
-    """By the last part of a key's name: `hub_token`, `aws_secret_access_key`."""
-    return bool(_NAME.search(name.rpartition(".")[2]))
+def hidden(text: str) -> str:
+    """A text with the secrets in it hidden."""
+    return _VALUE.sub(_HIDDEN, _FLAG.sub(rf"\1{_HIDDEN}", text))
 
 
-def simpletuner_keys(read: Tree | str, config: Path, secrets: Secrets) -> list[Given]:
+def simpletuner_keys(read: Tree | str, config: Path) -> list[Given]:
     """The keys of SimpleTuner's JSON or TOML, or of the text of a config.env, and of the dataset file that it names.
 
     Lines of a config.env that are no assignments are skipped; a shell that sources it would run them. Raises UsageError.
@@ -201,7 +176,7 @@ def simpletuner_keys(read: Tree | str, config: Path, secrets: Secrets) -> list[G
             key = str(written).lstrip("-").replace("-", "_")  # their names may begin with `--`
             found[key] = Given(_OTHER_NAMES.get(key, key), value, read.lines.get((written,)), str(written))
     named = next((given.value for given in found.values() if given.name == "data_backend_config"), None)
-    return [secrets.without(given) for given in (*found.values(), *_simpletuner_datasets(named, config))]
+    return [without_secret(given) for given in (*found.values(), *_simpletuner_datasets(named, config))]
 
 
 def _simpletuner_datasets(named: object, config: Path) -> Iterator[Given]:

@@ -17,7 +17,6 @@ NOT_UPLOADED = "nothing is uploaded"
 CACHED = "latents and text are always computed once and kept: images.cache"
 BUCKETS = "buckets follow images.resolution and images.max_aspect"
 NO_TEXT_ENCODER = "adapter.text_encoders trains those of SDXL and Stable Diffusion only, with a LoRA"
-SCHEDULER = "the scheduler's file says what is predicted"
 DECIDES = t.changed("one of the keys that decide precision.preset")
 ADAM = "train.beta1, train.beta2, train.epsilon, train.weight_decay"
 DENSITIES = "diffusion.timesteps: logit_normal, uniform, mode"

@@ -257,15 +257,12 @@ def _crop_style(draft: Draft, given: Given) -> None:
 _OF_PICTURES_NO_EFFECT = {
     "images.resolution is a side in pixels": "resolution_type",
     p.BUCKETS: "crop_aspect_buckets",
-    "pictures are scaled before they are cut": "maximum_image_size target_downsample_size",
-    "a name": "id",
-    "the pictures' folder says it": "type dataset_type",
-    "pictures are opened for their size": "metadata_backend",
     "windows at random are kept, and drawn anew each time: images.crop": "vae_cache_clear_each_epoch",
     _KEPT: (
         "cache_file_suffix text_embeds image_embeds skip_file_discovery preserve_data_backend_cache default write_batch_size "
         "read_batch_size hash_filenames hash_filename"
     ),
+    t.IRRELEVANT: "maximum_image_size target_downsample_size id type dataset_type metadata_backend",
 }
 _OF_PICTURES_NOT_OFFERED = {
     "captions are taken as they are, a line each": "prepend_instance_prompt caption_shuffle caption_filter_list disable_multiline_split",
@@ -290,20 +287,10 @@ _OF_PICTURES: dict[str, t.Handler] = {
 
 
 _NO_EFFECT = {
-    "the model's folder decides": "model_family",
     "its datasets are images.*": "data_backend_config",
     "images.resolution is a side in pixels": "resolution_type",
-    "buckets have sides of whole blocks, by the resolution": "aspect_bucket_rounding aspect_bucket_alignment",
-    "pictures are scaled before they are cut": "target_downsample_size",
-    "the dataset file decides": "instance_prompt",
-    "standard: PEFT's LoRA": "lora_type",
-    "gradients are clipped by their norm": "grad_clip_method",
-    "the average is kept in fp32, and updated every step": "ema_device ema_cpu_only ema_update_interval ema_validation",
-    "of the guidance mode random-range": "flux_guidance_max",
-    "diffusers' attention is PyTorch's scaled_dot_product_attention": "attention_mechanism",
     "LoRA's projections are grouped where they can be: model.optimize": "fuse_qkv_projections",
     "samples are drawn from train.seed, the same at every step": "validation_seed",
-    "switched off": "train_text_encoder controlnet control",
     t.GPUS: "num_processes",
     _KEPT: (
         "vae_* text_encoder_batch_size text_cache_* cache_dir* preserve_data_backend_cache write_batch_size read_batch_size "
@@ -311,9 +298,12 @@ _NO_EFFECT = {
         "skip_file_discovery max_workers torch_num_threads dataloader_prefetch* text_embeds_* enable_multiprocessing"
     ),
     "nothing is uploaded; a secret stays in the environment": "push_* hub_* tracker_* webhook_* hf_token wandb_* huggingface_token",
-    "not part of a run's result": (
-        "disable_benchmark debug_* print_* i_know_what_i_am_doing disable_* override_dataset_config logging_dir dynamo_* env "
-        "simpletuner_* user_* enable_xformers_memory_efficient_attention set_grads_to_none framerate enable_watermark"
+    t.IRRELEVANT: (
+        "model_family aspect_bucket_rounding aspect_bucket_alignment target_downsample_size instance_prompt lora_type "
+        "grad_clip_method ema_device ema_cpu_only ema_update_interval ema_validation flux_guidance_max attention_mechanism "
+        "train_text_encoder controlnet control disable_benchmark debug_* print_* i_know_what_i_am_doing disable_* "
+        "override_dataset_config logging_dir dynamo_* env simpletuner_* user_* enable_xformers_memory_efficient_attention "
+        "set_grads_to_none framerate enable_watermark"
     ),
 }
 _NOT_OFFERED = {
@@ -321,13 +311,10 @@ _NOT_OFFERED = {
     "adapter.dora is for language models": "use_dora",
     "adapter.start_from goes on with a PEFT folder, such as RUN/adapter": "init_lora",
     p.ADAM: "optimizer_config",
-    "noise is Gaussian": "input_perturbation",
-    "every picture counts by its mask, and captions are padded as the pipeline does": "masked_loss_probability",
-    "the objective is flow matching, epsilon or v": "distillation_* tread_config musubi_* sdnq_*",
     "run.samples takes prompts": "validation_prompt_library",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "samples have run.sample_steps, run.sample_size, run.sample_guidance": "validation_* num_eval_images evaluation_type",
-    "DeepSpeed is not offered": "deepspeed_config",
+    t.NO_SETTING: "input_perturbation masked_loss_probability distillation_* tread_config musubi_* sdnq_* deepspeed_config",
 }
 KEYS: dict[str, t.Handler] = {
     **p.SCRIPT,

@@ -14,7 +14,7 @@ from ..doctor.check.python_calls import Call, Unknown, read_notebook
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
 from ..doctor.check.tools import identify
 from ..errors import UsageError
-from .picture_files import Secrets, keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree
+from .picture_files import keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree, without_secret
 from .transforms import Computed, Given
 
 LARGEST = 4 << 20  # bytes
@@ -71,7 +71,6 @@ class Source:
     calls: frozenset[str] = frozenset()
     method: str = ""
     config: str = ""
-    secrets: Secrets = field(default_factory=Secrets)
 
     def get(self, name: str) -> object:
         return next((given.value for given in self.keys if given.name == name), None)
@@ -104,7 +103,7 @@ def read(path: Path, asked: str | None = None) -> Source:
             code, line_of = read_notebook(text)
             return _program(code, path, line_of)
         if suffix == ".env" and is_config_env(set(shell.read(text).variables)):
-            return Source(str(path), "simpletuner", simpletuner_keys(text, path, secrets := Secrets()), secrets=secrets)
+            return Source(str(path), "simpletuner", simpletuner_keys(text, path))
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
             return _commands(text, path)
         if suffix not in (".yaml", ".yml", ".json", ".toml"):
@@ -114,7 +113,7 @@ def read(path: Path, asked: str | None = None) -> Source:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify(tree.data, path.name)
     if "simpletuner" in (asked, tool):
-        return Source(str(path), "simpletuner", simpletuner_keys(tree, path, secrets := Secrets()), secrets=secrets)
+        return Source(str(path), "simpletuner", simpletuner_keys(tree, path))
     if (of_pictures := tool_of_tree(tree, tool)) is not None:
         found = keys_of(of_pictures, tree, path)
         named = next((given.value for given in found if given.name == "dataset_config"), None)
@@ -221,8 +220,7 @@ def _picture_script(tool: str, keys: list[Given], path: Path, script: str) -> So
         file = path.parent / str(said.get("config_file"))
         keys = [*keys, *(given for given in (read(file).keys if file.is_file() else ()) if given.name not in said)]
         keys += kohya_dataset_file(said.get("dataset_config"), path)
-    secrets = Secrets()
-    return Source(str(path), tool, [secrets.without(given) for given in keys], method=script, secrets=secrets)
+    return Source(str(path), tool, [without_secret(given) for given in keys], method=script)
 
 
 def _from_calls(calls: list[Call]) -> Iterator[Given]:

@@ -132,24 +132,19 @@ def _logger(draft: Draft, given: Given) -> None:
 
 _NO_EFFECT = {
     "part of adapter.targets": "model.apply_lora_to_mlp",
-    "safetensors in Hugging Face's format": "checkpointer._component_",
-    "the model's folder says it": "checkpointer.checkpoint_files checkpointer.model_type",
     "run.folder": "checkpointer.output_dir",
-    "part of the reference": "ref_checkpointer",
     "the model's own tokenizer; another one: model.tokenizer": "tokenizer.path",
-    "the model's own tokenizer": "tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path tokenizer.merges_path",
     "part of data.train": "dataset.source dataset.data_files dataset.split",
     "part of data.eval": "dataset_val",
-    "the step is fused where PyTorch can": "optimizer.fused optimizer.foreach",
     "cross-entropy; the head and its loss are computed in chunks (model.optimize)": "loss",
     "part of train.gradient_checkpointing": "enable_activation_offloading",
-    "weights are always loaded that way": "low_cpu_ram",
-    "an adapter is a plain PEFT folder": "save_adapter_weights_only",
     "everything lies in run.folder": "metric_logger.log_dir",
-    "memory is always shown": "log_peak_memory_stats",
     "not a part of the training; isotype doctor trace and benchmarks/ look at programs": "profiler",
-    "the model's component says what is trained": "recipe",
-    t.IRRELEVANT: "name log_level",
+    t.IRRELEVANT: (
+        "checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type ref_checkpointer tokenizer._component_ "
+        "tokenizer.merges_file tokenizer.vocab_path tokenizer.merges_path optimizer.fused optimizer.foreach low_cpu_ram "
+        "save_adapter_weights_only log_peak_memory_stats recipe name log_level"
+    ),
 }
 _NOT_OFFERED = {
     "adapter.targets: [..., lm_head] where the model's head is not tied": "model.apply_lora_to_output",

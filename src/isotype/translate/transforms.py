@@ -13,6 +13,7 @@ from ..config.yaml_text import write_value
 OFF = (None, "", "none", "None", "null", False, "false")  # a key with one of these is switched off
 GPUS = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
+NO_SETTING = "Isotype has no such setting"
 OWN_OPS = "Isotype's own ops are used by default: model.optimize"
 OTHER_OPTIMIZERS = "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have to differ"
 REFERENCE = "the reference is the model as the run starts, with its adapter; its log-probabilities are computed once"

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
+from .picture_files import hidden
 from .source import Source, read
 from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
 
@@ -167,7 +168,14 @@ def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Fin
     record = checked.records[0] if checked.records else None
     if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):
         record.set("storage", "nf4", "qlora_ components quantise the base")
-    return worst_first(source.secrets.without_in(findings)), record
+    return worst_first(map(_without_secrets, findings)), record
+
+
+def _without_secrets(finding: Finding) -> Finding:
+    texts: dict[str, Any] = {
+        f.name: hidden(text) for f in fields(finding) if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
+    }
+    return replace(finding, **texts, details=tuple((name, hidden(text)) for name, text in finding.details))
 
 
 def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:

@@ -46,18 +46,16 @@ def test_backward_and_steps_inside_an_autocast_region(tmp_path: Path):
     assert not check([str(tmp_path / "test_step.py")]).findings
 
 
-def test_of_a_run_folder_only_its_configuration_is_one(tmp_path: Path):
-    run = tmp_path / "runs/first"
-    (run / "checkpoints/step_1").mkdir(parents=True)
+def test_a_run_of_isotype_is_its_plans(tmp_path: Path):
     told = {"template": "chatml", "stage": "sft", "fp16": True, "bf16": True, "finetuning_type": "lora"}
-    for name in ("data.json", "plan.json", "manifest.json", "env.json", "checkpoints/step_1/state.json"):
-        (run / name).write_text(json.dumps(told))
-    for name in ("config.yaml", "resolved.yaml"):
-        (run / name).write_text("train:\n  batch_size: four\n")
-    found = check([str(tmp_path)]).findings
-    assert sorted(os.path.basename(str(f.place.file)) for f in found) == ["config.yaml", "resolved.yaml"]
-    (run / "env.json").unlink()
-    assert len(check([str(tmp_path)]).findings) > 2
+    for name in ("data.json", "plan.json", "manifest.json", "env.json", "resolved.yaml"):
+        (tmp_path / name).write_text(json.dumps(told))
+    assert not check([str(tmp_path)]).findings
+    (tmp_path / "env.json").unlink()
+    assert any(f.severity > Severity.NOTE for f in check([str(tmp_path)]).findings)
+    (tmp_path / "run.yaml").write_text("model:\n  name: m\ntrain:\n  batch_size: four\n")
+    (own,) = check([str(tmp_path / "run.yaml")]).findings
+    assert (own.severity, own.fix) == (Severity.NOTE, f"isotype plan {own.place.file}")
 
 
 def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):

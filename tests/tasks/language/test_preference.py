@@ -139,27 +139,7 @@ def test_conversations_share_the_turns_they_begin_with():
     assert (texts.prompt, texts.completion, texts.rejected.completion) == ("a?", " yes", " yesterday")
 
 
-def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst():
-    from isotype.data.formats import detect, example
-    from isotype.data.read import Record
-
-    def read(columns=None, **row):
-        record = Record("x", 1, {"prompt": "a?", **row})
-        name, why = detect(record, "auto", columns, only="preference")
-        assert name == "preference"
-        assert all(key in why for key in row if key != "prompt")
-        found = example(record, "preference", needs_answer=True, columns=columns)
-        return found.completion or found.messages[-1]["content"], found.rejected.completion or found.rejected.messages[-1]["content"]
-
-    assert read(completions=["a", "b", "c", "d"], scores=[1, 3.5, 3.5, 1]) == ("b", "a")
-    assert read(responses='["a", "b"]', rewards="[0.25, -1]") == ("a", "b")
-    assert read(generations=["a", "b"], ratings=[1, 2]) == ("b", "a")
-    assert read({"completions": "texts", "scores": "marks"}, texts=["a", "b"], marks=[1, 2]) == ("b", "a")
-    assert read(prompt=[ASK], completions=[[BAD], [GOOD]], scores=[1, 2]) == (GOOD["content"], BAD["content"])
-
-
 PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
-SCORED = {"prompt": "a?", "completions": ["b", "c"], "scores": [1, 2]}
 LABELLED = {"prompt": "a?", "completion": "b", "label": True}
 
 
@@ -170,11 +150,6 @@ LABELLED = {"prompt": "a?", "completion": "b", "label": True}
         ("dpo", [PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
         ("dpo", [PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
         ("dpo", [{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
-        ("dpo", [SCORED, SCORED | {"scores": [1]}], {}, "pairs.jsonl:2: completions and scores must be lists of the same length", "skip"),
-        ("dpo", [SCORED, SCORED | {"scores": [1, None]}], {}, "pairs.jsonl:2: scores must be numbers, got [1, null]", "skip"),
-        ("dpo", [SCORED, SCORED | {"scores": [2, 2]}], {}, "pairs.jsonl:2: all scores are 2: no answer is better than another", "skip"),
-        ("sft", [SCORED], {}, "train.objective=dpo learns from pairs", ""),
-        ("kto", [SCORED], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
         ("dpo", [{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
         ("sft", [PAIR], {}, "preference pairs", "train.objective=dpo"),
         ("dpo", [PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),

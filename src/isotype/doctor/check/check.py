@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from ...config import RunConfig
 from ...finding import Finding, Place, Severity
-from ...precision.precision import PRESETS
-from ...precision.resolve import resolve
-from ...precision.rules import Facts as PrecisionFacts
-from ...precision.rules import Setting as PrecisionSetting
-from ...precision.rules import check as check_precision
 from .collect import Collection, collect
 from .rules import RULES
-from .settings import ROLES, Device, Document, Facts, Record, find_device, parse_device
-from .text_files import Tree
+from .settings import ROLES, Document, Facts, Record, parse_device
 from .tools import effective_precision
 
 
 @dataclass
 class Checked:
-    """records: one a run of another tool; own: runs of Isotype itself, which need no record; files: how many were looked at."""
+    """records: one a run of another tool; files: how many were looked at."""
 
     findings: list[Finding]
     records: list[Record]
     files: int
-    own: int = 0
 
 
 def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
@@ -43,19 +33,27 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
     if device is not None:
         parse_device(device)
     found = collect(paths)
-    own = 0
     records, findings = [], [*found.trouble]
     for facts in runs(found, device):
-        if any(d.tool == "isotype" for d in facts.documents):
-            own += 1
-            findings += [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
+        if facts.has("isotype"):
+            findings.append(_own(facts.documents[0]))
             continue
         record = effective_precision(facts)
         if record.roles or any(d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
             records.append(record)
         for function in RULES.values():
             findings += function(record)
-    return Checked(_distinct(findings), records, found.files, own)
+    return Checked(_distinct(findings), records, found.files)
+
+
+def _own(document: Document) -> Finding:
+    return Finding(
+        code="CF099",
+        severity=Severity.NOTE,
+        message="a run of Isotype, whose settings are checked by its own plan",
+        place=Place(file=document.file),
+        fix=f"isotype plan {document.file}",
+    )
 
 
 def _distinct(findings: list[Finding]) -> list[Finding]:
@@ -68,7 +66,7 @@ def _distinct(findings: list[Finding]) -> list[Finding]:
 
 def trouble_without_files(checked: Checked, paths: Iterable[str]) -> Finding | None:
     """A note when nothing was recognised: silence would look like a clean bill."""
-    if checked.records or checked.findings or checked.own:
+    if checked.records or checked.findings:
         return None
     return Finding(
         code="CF099",
@@ -153,9 +151,7 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
                 together += own_launcher
                 used |= {id(d) for d in own_launcher}
                 chosen = named or [d for d in beside if not d.attributes.get("launcher")]
-            several_fit = tool in ("env", "versions", "code", "hardware") or (
-                tool == "checkpoint" and len({os.path.dirname(d.file) for d in chosen}) == 1
-            )
+            several_fit = tool in ("env", "code") or (tool == "checkpoint" and len({os.path.dirname(d.file) for d in chosen}) == 1)
             if named or len(chosen) == 1 or several_fit:
                 together += chosen
                 used |= {id(d) for d in chosen}
@@ -163,7 +159,7 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
     left = [(folder, d) for folder, d in found.documents if d.tool not in MAIN and id(d) not in used]
     by_folder: dict[Path, list[Document]] = {}
     for folder, document in left:
-        if document.tool not in ("env", "code", "checkpoint", "hardware") or not mains:
+        if document.tool not in ("env", "code", "checkpoint") or not mains:
             by_folder.setdefault(folder, []).append(document)
     for documents in by_folder.values():
         counts: dict[str, int] = {}
@@ -175,74 +171,3 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
         if rest:
             made.append(Facts(rest, device))
     return made
-
-
-class _Named:
-    """The device in the form that `resolve` takes; without `--device`, one that has bf16."""
-
-    def __init__(self, device: Device | None) -> None:
-        self.kind = device.kind if device else "cuda"
-        self.name = device.name if device else "this device"
-        self.bf16 = "native" if device is None or device.bf16 else "none"
-
-
-def check_run(document: Document, tree: Tree, facts: Facts) -> Iterator[Finding]:
-    """Unknown keys and bad values with their line, then contradictions between precision settings."""
-    from pydantic import ValidationError
-
-    try:
-        config = RunConfig.model_validate({k: v or {} for k, v in tree.data.items()})
-    except ValidationError as error:
-        for problem in error.errors():
-            yield _bad_value(document, tree, problem)
-        return
-    sources = {".".join(map(str, path)): f"{document.file}:{line}" for path, line in tree.lines.items() if len(path) == 2}
-    given = {k: v for k, v in config.precision.model_dump().items() if v is not None}
-    device = _Named(find_device(facts.device) if facts.device else None)
-    yield from _contradictions(config, given, sources, device)
-
-
-def _contradictions(config: RunConfig, given: dict[str, Any], sources: dict[str, str], device: _Named) -> list[Finding]:
-    """The rules over preset and overrides; `resolve` would stop at the first error, so its table is built from the preset directly."""
-    asked = given.pop("preset", "auto")
-    preset = asked if asked in PRESETS else resolve(device=device, adapter=config.adapter.kind).preset
-    values = PRESETS[preset].but(**given)
-    where = sources.get("precision.preset", "default")
-    by_preset = f"preset {preset}, {where}" if asked != "auto" else f"auto: {preset}"
-    table = {
-        role: PrecisionSetting(value, sources.get(f"precision.{role}", "given") if role in given else by_preset, role in given)
-        for role, value in values.items()
-    }
-    table["preset"] = PrecisionSetting(preset, where, asked != "auto")
-    table["adapter"] = PrecisionSetting(config.adapter.kind, sources.get("adapter.kind", "default"), "adapter.kind" in sources)
-    table["frozen"] = PrecisionSetting("no" if config.adapter.kind == "none" else "yes")
-    table["optimizer_name"] = PrecisionSetting(
-        config.train.optimizer, sources.get("train.optimizer", "default"), "train.optimizer" in sources
-    )
-    return check_precision(PrecisionFacts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
-
-
-def _bad_value(document: Document, tree: Tree, problem: Any) -> Finding:
-    path = tuple(problem["loc"])
-    while path and path not in tree.lines:
-        path = path[:-1]
-    key = ".".join(map(str, problem["loc"]))
-    fix = None
-    if problem["type"] == "extra_forbidden":
-        section = RunConfig.model_fields.get(str(problem["loc"][0]))
-        known = (
-            list(section.annotation.model_fields)
-            if len(problem["loc"]) > 1 and section and section.annotation
-            else list(RunConfig.model_fields)
-        )
-        near = get_close_matches(str(problem["loc"][-1]), known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-    return Finding(
-        code="CF096",
-        severity=Severity.ERROR,
-        message=f"{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}",
-        place=Place(file=document.file, line=tree.lines.get(path), symbol=key),
-        cause="unknown keys are refused: a typo would have no effect" if problem["type"] == "extra_forbidden" else "the schema of a run",
-        observed=str(problem.get("input"))[:80],
-        fix=fix,
-    )

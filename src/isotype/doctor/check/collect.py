@@ -11,14 +11,13 @@ from dataclasses import replace
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
 from .programs import from_environment, from_python, from_script
 from .python_calls import read_notebook
 from .rules.autocast_regions import autocast_around_backward
-from .settings import Document, is_version_file, read_versions, truth
+from .settings import Document
 from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
 from .tools import identify
 
@@ -26,14 +25,13 @@ SKIPPED_FOLDERS = {
     ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",
     ".cache",
 }  # fmt: skip
-# what a run leaves: its configuration is in two of its files, the others say what came of it
-_RUN, _ITS_CONFIGURATION = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}, {"resolved.yaml", "config.yaml"}
+_RUN = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}  # what a run of Isotype leaves
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
 MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
 _SUFFIXES = {
     ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".safetensors",
-    ".lock", ".cfg", ".jsonc",
+    ".jsonc",
 }  # fmt: skip
 
 
@@ -44,7 +42,6 @@ class Collection:
         self.documents: list[tuple[Path, Document]] = []
         self.trouble: list[Finding] = []
         self.files = 0
-        self.trees: dict[str, Tree] = {}  # of Isotype's own files, which have their own reader
 
 
 def collect(paths: Iterable[str]) -> Collection:
@@ -71,7 +68,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
         if set(files) >= _RUN:
             folders.clear()
-            files = [name for name in files if name in _ITS_CONFIGURATION]
+            continue
         for name in sorted(files):
             path = Path(here, name)
             if may_be_configuration(name) and path.is_file():  # no pipe, no link to nowhere
@@ -80,7 +77,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def may_be_configuration(name: str) -> bool:
     """By the name of the file alone."""
-    return Path(name).suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name)
+    return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
 
 
 def _shown(path: Path) -> str:
@@ -104,9 +101,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
             return
         text = path.read_text(encoding="utf-8", errors="replace")
-        if is_version_file(name):
-            keep(read_versions(text, name, shown))
-        elif suffix == ".py":
+        if suffix == ".py":
             found.trouble += autocast_around_backward(text, shown)
             for made in from_python(text, shown):
                 keep(made)
@@ -126,8 +121,6 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
             read = _document(tree, name, shown)
             if read is None and explicit:
                 found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
-            if read is not None and read.tool == "isotype":
-                found.trees[shown] = tree
             keep(read)
         elif explicit:
             raise UsageError(f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python and safetensors")
@@ -154,23 +147,16 @@ def _trouble(file: str, line: int | None, what: str, severity: Severity = Severi
 
 
 def _document(tree: Tree, name: str, shown: str) -> Document | None:
-    tool, inside = identify(tree.data, name), ""
-    if tool is None and (inside := _arguments_within(tree.data)):
-        tool = "hf"
+    tool = identify(tree.data, name)
     tables: set[str] = set()
     if tool is None and name.endswith(".toml"):  # kohya's scripts take the keys of all tables as if there were no tables
         tables = {key for key, value in tree.data.items() if isinstance(value, dict)}
         flat = {k: v for key in tables for k, v in tree.data[key].items()} | {k: v for k, v in tree.data.items() if k not in tables}
         tool = "kohya" if identify(flat, name) == "kohya" else None
-    if tool in (None, "model") and _both_halves_within(tree.data):
-        tool = "other"
     if tool is None:
         return None
     document = Document(tool, shown)
     for key, value, line in tree.leaves():
-        if not key.startswith(inside):
-            continue
-        key = key.removeprefix(inside)
         if tool == "kohya" and key.partition(".")[0] in tables:
             key = key.partition(".")[2]
         document.add(key.removeprefix("--"), value, line, written=key)
@@ -179,46 +165,6 @@ def _document(tree: Tree, name: str, shown: str) -> Document | None:
             if key.startswith(("bnb_", "load_in_")):
                 document.settings[f"quantization_config.{key}"] = setting
     return document
-
-
-_ARGUMENTS = re.compile(r"(?:^|\.)(?:Seq2Seq)?TrainingArguments$|(?:^|\.)(?:SFT|DPO|GRPO|ORPO|CPO|KTO|Reward|RLOO)Config$")
-
-
-_SECTION = re.compile(r"^(?:hf_|sft_)?(?:training|trainer|train)_?(?:arguments|args|config)$|^sft_config$")
-
-
-def _arguments_within(data: Any, prefix: str = "", depth: int = 3) -> str:
-    """The dotted prefix of a mapping that Hydra makes into training arguments (its `_target_` says so), or that is called so.
-
-    Empty for none, or for several.
-    """
-    found = []
-    for key, value in data.items() if isinstance(data, dict) and depth else ():
-        if isinstance(value, dict):
-            here = f"{prefix}{key}."
-            named = _ARGUMENTS.search(str(value.get("_target_", ""))) or (_SECTION.match(str(key)) and {"bf16", "fp16"} & set(value))
-            found.append(here if named else _arguments_within(value, here, depth - 1))
-    found = [f for f in found if f]
-    return found[0] if len(found) == 1 else ""
-
-
-_TRAINS = re.compile(r"learning_rate|^lr$|optim|epochs|max_(?:steps|update|iters)|batch_size|max_tokens")
-
-
-def _both_halves_within(data: Any) -> bool:
-    """Whether a mapping in a training configuration of any tool switches both fp16 and bf16 on."""
-
-    def keys(node: Any) -> Iterator[str]:
-        for key, value in node.items() if isinstance(node, dict) else ():
-            yield str(key)
-            yield from keys(value)
-
-    def both(node: Any, depth: int = 6) -> bool:
-        if not isinstance(node, dict) or not depth:
-            return False
-        return (truth(node.get("fp16")) is True and truth(node.get("bf16")) is True) or any(both(v, depth - 1) for v in node.values())
-
-    return both(data) and any(_TRAINS.search(key) for key in keys(data))
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .settings import Facts, Record, Setting, dtype_of, release, truth
+from .settings import Facts, Record, Setting, dtype_of, truth
 
 MODEL_DTYPE = (
     "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
@@ -182,7 +182,6 @@ def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
 def _trainers_default(facts: Facts) -> tuple[int | None, Setting | None]:
     """transformers' arguments without a version are FSDP2 since 5.10; accelerate's own file without one stays FSDP1."""
     asked = next((s for tool in ("hf", "llamafactory") if (s := facts.get(f"{tool}.fsdp")) and s.value not in ("", [], False)), None)
-    pinned = facts.get("versions.transformers")
-    if asked is None or "fsdp" in facts.word("accelerate.distributed_type") or (pinned and release(str(pinned.value)) < (5, 10)):
+    if asked is None or "fsdp" in facts.word("accelerate.distributed_type"):
         return None, None
     return 2, asked

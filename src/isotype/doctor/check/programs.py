@@ -1,7 +1,4 @@
-"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as documents of their tools.
-
-SimpleTuner's config.env is read as a shell reads it and as SimpleTuner's own line reader does; where they differ on precision is a finding.
-"""
+"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as documents of their tools."""
 
 from __future__ import annotations
 
@@ -32,13 +29,9 @@ def is_config_env(names: set[str]) -> bool:
 
 
 def read_config_env(text: str, file: str) -> Document | None:
-    """The document, or None when the variables are not SimpleTuner's.
-
-    attributes  `own`: variable -> the value its own reader takes, where the shell's differs
-    """
+    """The document, or None when the variables are not SimpleTuner's."""
     variables = shell.read(text).variables
-    own = shell.read_line_by_line(text)
-    if not is_config_env(set(variables) | set(own)):
+    if not is_config_env(set(variables)):
         return None
     document = Document("simpletuner", file, attributes={"reader": "config.env"})
     for name, assignment in variables.items():
@@ -49,11 +42,6 @@ def read_config_env(text: str, file: str) -> Document | None:
     if extra:
         for key, value in shell.arguments(extra.value.split()).items():
             document.add(key, value, extra.line, written=f"TRAINER_EXTRA_ARGS:--{key}")
-    document.attributes["own"] = {
-        name: (assignment.value, own[name].value, assignment.line)
-        for name, assignment in variables.items()
-        if name in own and " ".join(assignment.value.split()) != own[name].value and (name in MAPPED or name == "TRAINER_EXTRA_ARGS")
-    }
     return document
 
 

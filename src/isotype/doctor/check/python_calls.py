@@ -40,7 +40,6 @@ def read(text: str) -> list[Call]:
         raise Unreadable(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
     names = _constants(tree)
     conditional = _conditional(tree)
-    _written_later(tree, names, conditional)
     scopes = _scopes(tree)
     targets = {
         id(node.value): node.targets[0].id
@@ -76,7 +75,6 @@ def read(text: str) -> list[Call]:
             elif isinstance(spread := _value(keyword.value, names), dict):
                 call.arguments.update({str(k): (v, keyword.value.lineno) for k, v in spread.items()})
         calls.append(call)
-    calls += _settings_classes(tree, names)
     return sorted(calls, key=lambda c: c.line)
 
 
@@ -98,43 +96,6 @@ def _scopes(tree: ast.Module) -> dict[int, int]:
             visit(child, inner)
 
     visit(tree, 0)
-    return found
-
-
-def _written_later(tree: ast.Module, names: dict[str, ast.expr], conditional: set[int]) -> None:
-    """`config["fp16"] = True` after `config = {...}` or `dict(...)`: the name's value gains the item; under a condition it is dropped."""
-    for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript) and isinstance(target.value, ast.Name)
-        ):
-            continue
-        made, key = names.get(target.value.id), target.slice
-        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-            continue
-        value = ast.copy_location(ast.Name("<only when run>", ast.Load()), node) if id(node) in conditional else node.value
-        if isinstance(made, ast.Dict):
-            made.keys.append(key)
-            made.values.append(value)
-        elif isinstance(made, ast.Call) and _dotted(made.func) == "dict":
-            made.keywords.append(ast.keyword(key.value, value))
-
-
-def _settings_classes(tree: ast.Module, names: dict[str, ast.expr]) -> list[Call]:
-    """`class Args(TrainingArguments): fp16: bool = True`: a class that gives another one's settings new defaults, as a call of it."""
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        fields: dict[str, tuple[Any, int]] = {}
-        for item in node.body:
-            target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0] if isinstance(item, ast.Assign) else None
-            value = item.value if isinstance(item, (ast.AnnAssign, ast.Assign)) else None
-            if not isinstance(target, ast.Name) or value is None:
-                continue
-            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] == "field":
-                value = next((k.value for k in value.keywords if k.arg == "default"), value)
-            fields[target.id] = (_value(value, names), value.lineno)
-        found += [Call(_dotted(base).rpartition(".")[2], "", node.lineno, dict(fields)) for base in node.bases if fields]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Assignments and commands of a shell script or an env file: as a shell reads them, and as SimpleTuner's own line reader does.
+"""Assignments and commands of a shell script or an env file: as a shell reads them.
 
 No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are read; `$(...)` is left as it stands.
 """
@@ -143,27 +143,6 @@ def _split(text: str) -> list[list[tuple[str, bool]]]:
     if started:
         words.append((current, single))
     return [*commands, words] if words else commands
-
-
-def read_line_by_line(text: str) -> dict[str, Assignment]:
-    """As SimpleTuner's own reader takes a config.env: an assignment a line, quotes only at both ends, no expansion, comments kept."""
-    found: dict[str, Assignment] = {}
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.strip()
-        if not line or line.startswith("#") or "=" not in line:
-            continue
-        line = line.removeprefix("export ")
-        name, _, value = line.partition("+=") if "+=" in line else line.partition("=")
-        name, value = name.strip(), value.strip()
-        if "+=" in line:
-            value = " ".join(value.strip('"').strip("'").split())
-            before = found[name].value + " " if name in found else ""
-            found[name] = Assignment(name, before + value, number)
-            continue
-        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-            value = value[1:-1]
-        found[name] = Assignment(name, " ".join(value.split()), number)
-    return found
 
 
 def arguments(words: list[str]) -> dict[str, str | bool]:

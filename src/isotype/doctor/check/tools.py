@@ -50,13 +50,6 @@ def identify(data: Any, name: str = "") -> str | None:
         return "isotype"
     if all(str(k).isupper() for k in data) and not any(isinstance(v, dict) for v in data.values()):
         return "env"
-    if keys <= {"device", "gpu", "hardware", "gpu_name", "accelerator", "num_gpus", "platform"} and keys & {
-        "gpu",
-        "gpu_name",
-        "hardware",
-        "device",
-    }:
-        return "hardware"
     keys |= {f"{k}.{inner}" for k, v in data.items() if isinstance(v, dict) for inner in v}
     if _mentions_component(data):
         return "torchtune"
@@ -377,12 +370,11 @@ def effective_precision(facts: Facts) -> Record:
 def _device(facts: Facts) -> Device | None:
     if facts.device:
         return find_device(facts.device)
-    for setting in (facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu"),):
-        if setting:
-            return find_device("cpu")
+    if facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu"):
+        return find_device("cpu")
     if facts.word("lightning.accelerator", "lightning.trainer.accelerator") == "cpu" or facts.word("torchtune.device") == "cpu":
         return find_device("cpu")
-    named = facts.get("hardware.gpu", "hardware.gpu_name", "hardware.hardware", "hardware.device", "env.GPU_NAME", "env.GPU")
+    named = facts.get("env.GPU_NAME", "env.GPU")
     return find_device(str(named.value)) if named else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.sources import PictureSource
-from ...data.progress import Meter, watched
+from ...data.progress import watched
 from ...errors import UsageError
 from .picture_files import InFile, Picture, files_of, pictures_among
 
@@ -96,9 +96,7 @@ def write_missing(todo: Sequence[ToDraw], facts: dict[str, Any], draw: Callable[
     for folder, caption in {one.path.parent: one.caption for one in todo}.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_text(json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8")
-    meter = Meter(total=len(todo))
-    for one, png in zip(todo, watched(draw(todo), "drawing class pictures", meter)):
+    for one, png in zip(watched(todo, "drawing class pictures"), draw(todo)):
         unfinished = one.path.with_suffix(".part")
         unfinished.write_bytes(png)
         os.replace(unfinished, one.path)
-        meter.done += 1

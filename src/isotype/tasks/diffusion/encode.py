@@ -26,7 +26,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from ...data.bad_rows import BadRow
 from ...data.cache_folder import bound, cache_folder, evict
 from ...data.pictures import opened
-from ...data.progress import Meter, watched
+from ...data.progress import watched
 from ...dtypes import name, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
@@ -226,9 +226,8 @@ class Encoder:
             if isinstance(encoder, torch.nn.Module):
                 encoder.to(self.device).requires_grad_(False)
                 self._note("text_encoder", f"weights of {part}", next(encoder.parameters()).dtype)
-        meter = Meter(total=len(missing))
         with torch.no_grad():
-            for start in watched(range(0, len(missing), AT_ONCE), "encoding captions", meter):
+            for start in watched(range(0, len(missing), AT_ONCE), "encoding captions"):
                 some = list(missing[start : start + AT_ONCE])
                 made: Mapping[str, Sequence[Tensor] | Tensor]
                 if family.sees_control:
@@ -240,7 +239,6 @@ class Encoder:
                     self._note("text_encoder", f"{what} embeddings", tensor[0].dtype)
                 for i, one in enumerate(some):
                     self.store.put(keys[one], {what: tensor[i] for what, tensor in made.items()})
-                meter.done += len(some)
         del pipe, encoder
         release(self.device)
 
@@ -252,9 +250,7 @@ class Encoder:
         }  # fmt: skip
         rows: list[list[Row]] = []
         todo = dict[str, _Todo]()
-        meter = Meter(total=len(pictures))
-        for picture in watched(pictures, "reading pictures", meter):
-            meter.done += 1
+        for picture in watched(pictures, "reading pictures"):
             try:
                 windows = self._windows(picture, shaped, shapes)
             except (BadPicture, OSError) as error:
@@ -293,10 +289,8 @@ class Encoder:
         vae = self.folder.vae(to_torch(self.precision.vae)).to(self.device).eval().requires_grad_(False)
         self._note("vae", "weights", next(vae.parameters()).dtype)
         refused = set()
-        meter = Meter(total=len(todo))
         with torch.no_grad():
-            for key, (picture, window, mirrored) in watched(todo.items(), "encoding pictures", meter):
-                meter.done += 1
+            for key, (picture, window, mirrored) in watched(todo.items(), "encoding pictures"):
                 try:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)

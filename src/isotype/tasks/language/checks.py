@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import counted
 from .batches import collate, model_inputs, takes_one_row
-
-if TYPE_CHECKING:
-    pass
 
 FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}

@@ -9,10 +9,6 @@ RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in 
 
 _OTHERS = {
     CODE: docstring_page(CODE, autocast_around_backward),
-    "CF096": """# CF096: a key or value that Isotype's schema of a run refuses
-
-Unknown keys are refused, since a typo would have no effect. `isotype init --schema` prints every key.
-""",
     "CF099": """# CF099: a file cannot be read
 
 The file looks like a configuration and does not parse (the line is named), or holds nothing that `isotype doctor check` knows. Nothing in

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ....dtypes import torch_word
-from ....environment.versions import known_fault
 from ....finding import Finding, Place, Severity
 from ....pages import registered
 from ....pages.sheets import Entry, Section, sections
@@ -67,7 +66,7 @@ def found(
     return Finding(code="", severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details))
 
 
-error, warning = (partial(found, severity) for severity in (Severity.ERROR, Severity.WARNING))
+error = partial(found, Severity.ERROR)
 
 
 def _evaluated_before_training(r: Record) -> Setting | None:
@@ -109,11 +108,6 @@ def _precision_plugin(r: Record) -> Setting | None:
     return next((s for name, s, text in given if "plugins" in name.split(".") and "precision" in text), None)
 
 
-def _pinned_packages(r: Record) -> str | None:
-    document = r.facts.tool("versions")
-    return " ".join(sorted(document.attributes.get("names", ()))) if document else None
-
-
 _QUANTO = "precision with quanto"
 _SHARED: dict[str, Callable[[Record], Any]] = {
     "accumulates": lambda r: r.accumulates,
@@ -126,12 +120,10 @@ _SHARED: dict[str, Callable[[Record], Any]] = {
     "evaluated before training": _evaluated_before_training,
     "full": lambda r: r.full,
     "learning rate": lambda r: r.learning_rate,
-    "pinned packages": _pinned_packages,
     "precision plugin": _precision_plugin,
     "rounded activations": _rounded_activations,
     "undivided size": _undivided_size,
     "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
-    "versions file": lambda r: document.file if (document := r.facts.tool("versions")) else None,
     "device": lambda r: r.device,
     "fsdp": lambda r: uses_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
@@ -151,7 +143,6 @@ _READINGS: dict[str, Callable[[Any], Any]] = {
     " as dtype": dtype_of,
     " as text": str,
     " as torch": torch_word,
-    " as true": lambda value: str(value).replace("mixed", "true"),
     " as truth": truth,
     " as type": lambda value: type(value).__name__,
     " in lower case": lambda value: str(value).lower(),
@@ -173,7 +164,6 @@ class Facts(Known):
     by ROLE                the setting that decided a role
     deepspeed KEY          a setting of DeepSpeed's, wherever the tool keeps it
     has TOOL               whether a file of the tool is there
-    known fault PACKAGE    whether the pinned version has one (`environment.versions`)
     unknown TOOL.KEY       whether a program computes the value
 
     and the names of `_SHARED`; `NAME as dtype` and the other endings of `_READINGS` read a value so, those of `_OF_KEYS` a setting's key.
@@ -226,9 +216,6 @@ class Facts(Known):
                 return deepspeed_setting(facts, rest)
             case "has":
                 return facts.has(rest)
-            case "known":
-                pinned = facts.get(f"versions.{rest.removeprefix('fault ')}")
-                return pinned is not None and known_fault(rest.removeprefix("fault "), str(pinned.value))
             case "unknown":
                 tool, _, key = rest.partition(".")
                 return any(key in d.attributes.get("unknown", ()) for d in facts.documents if d.tool == tool)

@@ -1,16 +1,15 @@
-"""Rules that look at every key of a file: two halves side by side, words and keys that a tool refuses or drops, settings by release."""
+"""Rules that look at every key of a file: two halves side by side, words and keys that a tool refuses or drops."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from ....dtypes import torch_word
 from ....finding import Finding
 from ..model_settings import deepspeed_setting, fsdp_version, uses_fsdp
 from ..python_calls import Name
-from ..settings import NEWEST, Record, Setting, dtype_of, outside, release, truth
-from .base import error, rule, warning
+from ..settings import Record, Setting, dtype_of, truth
+from .base import error, rule
 
 _PAIRS = (
     ("hf.bf16_full_eval", "hf.fp16_full_eval"),
@@ -22,7 +21,7 @@ _PAIRS = (
 def _siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
     """`bf16` and `fp16` both on in the same section, for any tool."""
     for document in r.facts.documents:
-        if document.tool in ("env", "versions", "checkpoint", "hardware", "code"):
+        if document.tool in ("env", "checkpoint", "code"):
             continue
         for key, fp16 in document.settings.items():
             prefix, _, last = key.rpartition(".")
@@ -83,78 +82,6 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     fix=f"evaluate in the same half as training: remove {full.key}",
                     wins="DeepSpeed refuses to start",
                 )
-
-
-_UNKNOWN_KEYS = {  # what a tool does with a key that it does not know
-    "axolotl": (warning, "axolotl drops keys that it does not know, without a word"),
-    "llamafactory": (error, "LLaMA-Factory stops: arguments that no parser uses"),
-    "accelerate": (warning, "the launcher drops what it does not know in a section, and stops at keys of its own level"),
-    "trl": (error, "TRL stops: unexpected argument"),
-    "transformers": (error, "transformers stops: TypeError, unexpected keyword argument"),
-}
-_STILL_NAMED = ("axolotl.unsloth_", "axolotl.flash_attn_rms_norm")  # newer releases know the name in order to refuse it
-
-
-@rule("CF040")
-def missing_settings(r: Record) -> Iterator[Finding]:
-    """A setting that the tool's version does not have
-
-    **Why it matters.** Arguments come and go with versions: transformers 5 raises "unexpected keyword argument" for
-    `half_precision_backend`, TRL 0.28 for `use_liger_loss`; axolotl before 0.17 drops `fp32_norms` without a word, and accelerate before
-    1.6 knows no `fsdp_version` and takes FSDP1. Where no version is pinned, only what the newest one has lost is told.
-
-    **Example.** `half_precision_backend: auto`, `no_cuda: true`; `fp32_norms: true` beside `axolotl==0.15.0`.
-
-    **What to do.** The newer name, or a version that has the setting.
-    """
-    for setting, span, pinned in outside(r.facts):
-        if span.package == "axolotl" and truth(setting.value) is False:
-            continue
-        gone = pinned is None or release(str(pinned.value)) > span.since
-        say, today = _UNKNOWN_KEYS[span.package]
-        if gone and span.setting.startswith(_STILL_NAMED):
-            say, today = error, "axolotl stops at validation"
-        written = pinned.key if pinned is not None else span.package
-        yield say(
-            f"{setting.key} no longer exists" if gone else f"{setting.key} does not exist yet in {written}",
-            setting,
-            pinned,
-            cause=f"{span.releases} has it, and newer releases do not" if gone else f"{span.releases} has it",
-            fix=(span.instead if " " in span.instead else f"{span.instead}: {_shown(setting)}")
-            if gone
-            else f"{span.package}>={'.'.join(map(str, span.since))}, or remove it",
-            wins=today,
-            holds=f"{span.package} {NEWEST[span.package]}" if pinned is None else None,
-        )
-
-
-def _shown(setting: Setting) -> str:
-    value = setting.value
-    return str(value).lower() if isinstance(value, bool) else str(value).strip()
-
-
-@rule("CF029")
-def env_read_two_ways(r: Record) -> Iterator[Finding]:
-    """config.env means one thing to the shell and another to SimpleTuner
-
-    **Why it matters.** SimpleTuner reads the file itself, line by line: it does not expand `${NAME}`, keeps a trailing comment as
-    part of the value, and joins no
-    continued lines. What is valid shell can be refused, or silently differ.
-
-    **Example.** `TRAINER_EXTRA_ARGS="${TRAINER_EXTRA_ARGS} --gradient_precision=unmodified"`.
-
-    **What to do.** Write plain values, one a line, comments on their own lines; `TRAINER_EXTRA_ARGS+=" --flag"` to append.
-    """
-    for document in r.facts.documents:
-        for name, (shell_value, own_value, _line) in document.attributes.get("own", {}).items():
-            setting = document.settings.get(f"variable.{name}")
-            yield warning(
-                f"{name}: the shell reads {shell_value!r}, SimpleTuner {own_value!r}",
-                setting,
-                cause="SimpleTuner's own reader expands no variables, keeps trailing comments and joins no lines",
-                fix=f'write the value out on one line: {name}="{shell_value}"',
-                wins="SimpleTuner's reader, unless the file is sourced first",
-            )
 
 
 _NOT_TORCHS = ("bf16", "fp16", "fp32")
@@ -227,37 +154,20 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
                 )
 
 
-_POLICY = re.compile(r"^(?:fsdp_config\.)?(?:fsdp_)?mixed_precision_policy(?:\.|$)")
-
-
 @rule("CF060")
 def policy_keys(r: Record) -> Iterator[Finding]:
-    """A mixed precision policy with a key of the other FSDP version, or in a file that nobody reads it from
+    """A mixed precision policy with a key of the other FSDP version
 
-    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one. A policy is
-    handed over in Python: neither `accelerate launch` nor the trainers' `fsdp_config` read one from a file, so that the dtypes
-    written there have no effect, and everything follows mixed precision.
+    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one.
 
-    **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"buffer_dtype": "bf16"})`;
-    `fsdp_config: {mixed_precision_policy: {reduce_dtype: fp32}}` in accelerate's YAML.
+    **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"buffer_dtype": "bf16"})`.
 
-    **What to do.** The keys of the version that is used; the policy in Python.
+    **What to do.** The keys of the version that is used.
     """
     f = r.facts
     version, by = fsdp_version(f)
     for document in f.documents:
         if document.tool != "fsdp" or document.attributes.get("reader") != "python":
-            policy = next((s for k, s in document.settings.items() if _POLICY.search(k)), None)
-            if policy is not None:
-                yield warning(
-                    "mixed_precision_policy in a file has no effect",
-                    policy,
-                    by or uses_fsdp(f),
-                    cause="neither accelerate's launcher nor the trainers read a policy from a file: every dtype follows mixed_precision",
-                    fix="FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the program, or remove it",
-                    wins="FSDP casts, reduces and keeps buffers in the mixed precision",
-                    holds="accelerate 1.15, transformers 5.23, axolotl 0.18",
-                )
             continue
         for key, setting in document.settings.items():
             section, _, last = key.rpartition(".")
