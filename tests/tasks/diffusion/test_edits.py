@@ -36,6 +36,8 @@ def test_an_edit_trains_draws_exports_and_resumes(drawn, studio, tmp_path, famil
     assert json.loads((tmp_path / "plain/precision.json").read_text())["violations"] == []
     (sample,) = json.loads((tmp_path / "plain/samples/step_4.json").read_text())["samples"]
     assert sample["prompt"] == "green on white (circle_0.png)"
+    ask("report", tmp_path / "plain")
+    assert "<figcaption>before the edit</figcaption>" in (tmp_path / "plain/report.html").read_text()
 
     class Killed(Callback):
         def on_step(self, moment):

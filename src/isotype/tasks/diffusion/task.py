@@ -53,7 +53,7 @@ from .refused import refuse_unfit
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, sample, texts_of
 from .sizes import RunSizes
-from .told import data_facts, data_lines, examples
+from .told import before_edits, data_facts, data_lines, examples
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -449,7 +449,7 @@ class DiffusionTask:
         by_size = {str(size): count for size, count in sorted(Counter(row.size for row in self._encoded()).items())}
         return {
             "data.json": {**self.plan_facts(), "train_pictures_by_size": by_size, "made": self.encoder.made, "found": self.encoder.found},
-            "examples.json": examples(self.gathered.train),
+            "examples.json": {**examples(self.gathered.train), "before": before_edits(self.prompts)},
         }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:

@@ -12,6 +12,7 @@ from .loss import Objective
 from .picture_files import Picture
 from .pictures import Gathered, captions_of
 from .pixels import BadPicture, as_webp
+from .sample import Prompt
 from .sizes import RunSizes
 
 EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
@@ -60,9 +61,18 @@ def examples(pictures: Sequence[Picture]) -> dict[str, Any]:
     for picture in pictures[:EXAMPLES]:
         with suppress(BadPicture, OSError):
             halves = [half for half in (picture.control, picture.content) if half is not None]
-            webps = [base64.b64encode(as_webp(half.read(), side=EXAMPLE_SIDE)).decode() for half in halves]
+            pictures_shown = [_small(half.read()) for half in halves]
             parts = [{"text": caption + "\n", "learnt": False} for caption in picture.captions[:EXAMPLES]]
             times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
             where = f"{Path(picture.where).name}{times}"
-            shown.append({"which": where, "parts": parts, "pictures": [f"data:image/webp;base64,{webp}" for webp in webps]})
+            shown.append({"which": where, "parts": parts, "pictures": pictures_shown})
     return {"examples": shown}
+
+
+def before_edits(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Prompt as the report shows it -> the picture that it edits, small."""
+    return {prompt.shown: _small(prompt.control.read_bytes()) for prompt in prompts if prompt.control is not None}
+
+
+def _small(picture: bytes) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(as_webp(picture, side=EXAMPLE_SIDE)).decode()}"
