@@ -11,12 +11,27 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from isotype.doctor.check import check
+from isotype.config.load import load
+from isotype.environment.hardware import by_name
 from isotype.errors import UsageError
-from isotype.finding import Severity
+from isotype.precision import resolve
 from isotype.translate import Fate, translate
 
+TASK_ROLES = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", "ema": "fp32"}
 SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
+
+
+def contradictions(file: Path) -> list[str]:
+    """Of the precision settings of a configuration of Isotype, on a GPU that has bf16: codes of warnings, and errors as they are told."""
+    config = load(file).config
+    roles = {role: value for role, value in config.precision.model_dump().items() if value is not None}
+    try:
+        resolved = resolve(
+            roles, device=by_name("h100"), adapter=config.adapter.kind, optimizer=config.train.optimizer, task_roles=TASK_ROLES
+        )
+    except UsageError as error:
+        return [str(error)]
+    return [finding.code for finding in resolved.warnings]
 
 
 def outcome(file: Path) -> tuple[str, ...]:
@@ -29,7 +44,7 @@ def outcome(file: Path) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "run.yaml")
         written.write_text(result.text, encoding="utf-8")
-        wrong = [finding.code for finding in check([str(written)]).findings if finding.severity > Severity.NOTE]
+        wrong = contradictions(written)
     unknown = [entry.given.name for entry in result.outcomes if "does not know this key" in entry.note]
     return ("translated", result.tool, *[str(result.counts[fate]) for fate in Fate], " ".join(unknown), " ".join(wrong))
 

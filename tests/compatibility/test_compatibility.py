@@ -51,7 +51,7 @@ def test_a_run_is_resumed_where_it_was(written, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_its_report_can_be_made(written, name):
-    page = write_report(Path(name)).page.read_text()
+    page = write_report(Path(name)).read_text()
     assert f"{metrics(written / name)[-1]['eval_loss']:.2f}" in page
 
 

@@ -50,6 +50,13 @@ def run(count: int, config: Path | None = None, **given: Any) -> tuple[int, str]
     return ended(start(count, "-m", "tests.distributed.worker", json.dumps({"config": config and str(config), **paths})))
 
 
+def succeeds(count: int, config: Path | None = None, **given: Any) -> str:
+    """Everything that such a run said, which ends well."""
+    status, said = run(count, config, **given)
+    assert status == 0, said
+    return said
+
+
 def children_of(pid: int) -> list[int]:
     """Processes whose parent this is."""
     found = []

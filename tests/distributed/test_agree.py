@@ -15,7 +15,7 @@ from isotype.distributed.agree import (
     refuse_folder_of_another_machine,
     refuse_other_precision,
 )
-from isotype.distributed.rank import Batching, Rank, find_rank, run_to_go_on_with
+from isotype.distributed.rank import Batching, Rank, find_rank
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
 from isotype.precision.precision import PRESETS
@@ -84,7 +84,7 @@ def test_more_processes_than_gpus(monkeypatch):
     assert refused.value.fix == "start 2, or model.device: cpu"
 
 
-# --- Which process of a run this is, what a launcher's variables may not say, and what a restart by torchrun finds.
+# --- Which process of a run this is, and what a launcher's variables may not say.
 
 
 TORCHRUN = {
@@ -121,23 +121,6 @@ def test_variables_that_contradict_each_other_are_refused(environ, said):
 
 def test_a_batch_script_of_slurm_is_one_process():
     assert find_rank({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
-
-
-def test_only_a_restart_continues_a_run(tmp_path):
-    first = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
-    again = first | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    folder = str(tmp_path)
-    assert run_to_go_on_with(folder, again) is None  # it died before the run was begun
-    (tmp_path / "resolved.yaml").touch()
-    assert run_to_go_on_with(folder, again) == tmp_path
-    assert run_to_go_on_with(folder, first) is None
-    assert run_to_go_on_with(folder, {}) is None
-
-
-def test_a_folder_with_the_time_in_its_name_is_refused():
-    assert run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
-    with pytest.raises(UsageError, match="another name at each start"):
-        run_to_go_on_with("runs/{name}", {"TORCHELASTIC_MAX_RESTARTS": "3"})
 
 
 # --- The rows of a step are the same on any number of processes; rows of several shapes take a micro-batch for each shape.

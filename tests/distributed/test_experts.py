@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from isotype.tasks.choose import train
-from tests.distributed.processes import run
+from tests.distributed.processes import run, succeeds
 from tests.models import MIXTURES, save_with_tokenizer, tiny
 from tests.published import write_experts
 from tests.results import close_runs, same_records
@@ -51,8 +51,7 @@ def test_two_processes_make_the_run_of_one(case, kind, family, mixture, tmp_path
     sections, loss, weight = CASES[case]
     assert train(mixture(family, "one", **sections)) == 0
     mixture(family, "two", **sections, parallel={"kind": kind})
-    status, said = run(2, tmp_path / "two.yaml")
-    assert status == 0, said
+    succeeds(2, tmp_path / "two.yaml")
     close_runs(tmp_path / "one", tmp_path / "two", loss=loss, weight=weight)
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
 
@@ -84,14 +83,12 @@ def test_adapters_on_packed_experts_are_those_of_one_process(family, kind, kille
     }  # fmt: skip
     assert train(configured("one", **sections)) == 0
     configured("two", **sections, parallel={"kind": kind})
-    status, said = run(2, tmp_path / "two.yaml")
-    assert status == 0, said
+    succeeds(2, tmp_path / "two.yaml")
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-5, weight=2e-3)
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     if killed:
         configured("killed", **sections, parallel={"kind": kind})
         assert run(2, tmp_path / "killed.yaml", fault=[1, 4, "die"])[0] == 1
-        status, said = run(2, resume=tmp_path / "killed")
-        assert status == 0, said
+        succeeds(2, resume=tmp_path / "killed")
         adapter = "adapter/adapter_model.safetensors"
         assert (tmp_path / "killed" / adapter).read_bytes() == (tmp_path / "two" / adapter).read_bytes()

@@ -3,7 +3,6 @@
 import json
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -11,18 +10,17 @@ from tests.distributed.processes import ended, environment, run
 from tests.warm import ROOT, interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture
 def given(configured, tmp_path):
-    """What the worker is given for a run of the toy task."""
+    """What the worker is given."""
     configured("run", adapter={"kind": "none"})
-    return {"config": str(tmp_path / "run.yaml"), "toy": True}
+    return {"config": str(tmp_path / "run.yaml")}
 
 
-def launched(module, *options, given, program=None):
-    command = [program or interpreter(), "-m", module, *options, "-m", "tests.distributed.worker", json.dumps(given)]
+def launched(*options, given):
+    command = [interpreter(), "-m", "torch.distributed.run", *options, "-m", "tests.distributed.worker", json.dumps(given)]
     environ = environment() | {"PYTHON_EXEC": interpreter()}  # that of torchrun's processes
     return subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -33,27 +31,15 @@ def on_two_machines(processes, *, given):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     where = ("--nnodes", "2", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    both = [launched(TORCHRUN, *where, given=given) for _ in range(2)]
+    both = [launched(*where, given=given) for _ in range(2)]
     (one, first), (other, second) = (ended(process) for process in both)
     return [one, other], first + second
 
 
-@pytest.mark.parametrize(("more", "who"), [({}, "torchrun"), ({"group": True}, "another program")], ids=["torchrun", "group"])
-def test_torchrun_or_a_process_group_that_exists_is_one_run_of_two_processes(given, more, who):
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given | more))
+def test_torchrun_starts_one_run_of_two_processes(given):
+    status, said = ended(launched("--nproc-per-node", "2", given=given))
     assert status == 0, said
-    assert f"2 on one machine, started by {who}" in said
-    assert said.count("step 6/6  loss") == 1
-
-
-@pytest.mark.full
-def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
-    configured("run")
-    given = {"command": ["train", str(tmp_path / "run.yaml")], "fault": [1, 4, "die"]}
-    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", given=given))
-    assert status == 0, said
-    assert "MP001 step 4: rank 1 on " in said
-    assert "resume    from step 2" in said
+    assert "2 on one machine, started by torchrun" in said
     assert said.count("step 6/6  loss") == 1
 
 
@@ -65,19 +51,11 @@ def test_two_torchruns_are_two_machines(given):
     assert said.count("step 6/6  loss") == 1
 
 
-@pytest.mark.full
-def test_accelerate_that_starts_one_process_of_two(given):
-    # its process finds it by the command of its parent
-    status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given, program=sys.executable))
-    assert status == 0, said
-    assert "accelerate was asked for 2 processes and started one; isotype train --processes 2 starts them" in said
-
-
 # --- What happens to one of two processes is decided once for both: one message, one exit status, nothing left running.
 
 
 @pytest.fixture
-def toy(configured, tmp_path):
+def file(configured, tmp_path):
     configured("run", adapter={"kind": "none"})
     return tmp_path / "run.yaml"
 
@@ -85,14 +63,14 @@ def toy(configured, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ([1, 4, "nan"], ("NF001 step 4: the loss is not finite", "(rank 1)")),
+        ([1, 4, "weight"], ("NF001 step 4: the loss is not finite", "(rank 1)")),
         ([0, 4, "full"], ("CK001 could not write ", "No space left on device")),
         ([1, 4, "raise"], ("rank 1: ValueError: a row that nobody expected",)),
     ],
     ids=lambda value: value[-1],
 )
-def test_what_stops_one_process_stops_both_with_one_message(toy, tmp_path, fault, said):
-    status, told = run(2, toy, toy=True, fault=fault)
+def test_what_stops_one_process_stops_both_with_one_message(file, tmp_path, fault, said):
+    status, told = run(2, file, fault=fault)
     assert status == 1, told
     assert all(words in told for words in said), told
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step_2'}" in told
@@ -107,8 +85,8 @@ def test_a_part_of_a_weight_that_is_not_finite_is_named_with_its_process(configu
     assert "NF001 step 3: the loss is not finite, parameter model.norm.weight is not finite (rank 1)" in said
 
 
-def test_an_interrupt_of_one_process_saves_and_ends_both(toy, tmp_path):
-    status, said = run(2, toy, toy=True, fault=[1, 3, "interrupt"])
+def test_an_interrupt_of_one_process_saves_and_ends_both(file, tmp_path):
+    status, said = run(2, file, fault=[1, 3, "interrupt"])
     assert status == 130, said
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["status"], result["steps"]) == ("interrupted", 3)

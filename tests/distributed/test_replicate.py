@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from isotype.config.load import load
-from isotype.tasks.choose import train as train_language
-from isotype.training.run import train
-from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
+from isotype.tasks.choose import train
+from tests.distributed.processes import GUARD, children_of, ended, environment, run, start, succeeds
 from tests.results import close_runs, metrics, same_result
-from tests.training.toy_task import ToyTask
 from tests.warm import interpreter
 
 pytestmark = pytest.mark.timeout(900)
@@ -23,7 +21,7 @@ LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate":
 
 
 @pytest.fixture
-def toy(configured, tmp_path):
+def file_of(configured, tmp_path):
     def make(folder, **sections):
         configured(folder, adapter={"kind": "none"}, **sections)
         return tmp_path / f"{folder}.yaml"
@@ -32,7 +30,7 @@ def toy(configured, tmp_path):
 
 
 def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
-    assert train_language(configured("one", **LORA)) == 0
+    assert train(configured("one", **LORA)) == 0
     configured("two", **LORA)
     # the command, whose processes are forks of one that has imported everything
     arguments = ["isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
@@ -54,27 +52,25 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     assert "reduce" not in precision["unobserved"]
 
 
-def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(toy, tmp_path):
-    status, said = run(2, toy("whole"), toy=True)
-    assert status == 0, said
+def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(file_of, tmp_path):
+    succeeds(2, file_of("whole"))
     whole = tmp_path / "whole"
-    status, said = run(2, toy("killed"), toy=True, fault=[1, 4, "die"])
+    status, said = run(2, file_of("killed"), fault=[1, 4, "die"])
     assert status == 1
     assert "MP001 step 4: rank 1 on " in said
     assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
     assert said.count("isotype: ") == 1  # one message
-    status, said = run(2, toy=True, resume=tmp_path / "killed")
-    assert status == 0, said
+    succeeds(2, resume=tmp_path / "killed")
     same_result(whole, tmp_path / "killed")
     # gone on with by one process: the same rows, told that dropout draws differently
     shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
     (loaded, folder) = load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True), tmp_path / "killed"
-    assert train(loaded, ToyTask(loaded.config), resume=folder) == 0
-    assert metrics(folder, "points") == metrics(whole, "points")
+    assert train(loaded, resume=folder) == 0
+    assert metrics(folder, "tokens") == metrics(whole, "tokens")
 
 
-def test_a_refusal_before_anything_is_started(toy, tmp_path):
-    toy("run")
+def test_a_refusal_before_anything_is_started(file_of, tmp_path):
+    file_of("run")
     command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml"), "--processes", "3"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
     assert done.returncode == 2
@@ -88,9 +84,9 @@ def test_a_refusal_before_anything_is_started(toy, tmp_path):
 @pytest.mark.parametrize(
     ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]
 )
-def test_a_process_that_does_not_come_is_named(toy, what, said_of_it):
+def test_a_process_that_does_not_come_is_named(file_of, what, said_of_it):
     process = start(2, "-m", "tests.distributed.worker",
-                    json.dumps({"config": str(toy("run", parallel={"timeout": 12})), "toy": True, "fault": [1, 4, what]}),
+                    json.dumps({"config": str(file_of("run", parallel={"timeout": 12})), "fault": [1, 4, what]}),
                     farewell=1.0)  # fmt: skip
     status, said = ended(process)
     assert status == 1
@@ -99,9 +95,9 @@ def test_a_process_that_does_not_come_is_named(toy, what, said_of_it):
 
 
 @pytest.mark.slow
-def test_one_interrupt_of_the_launcher_saves_and_ends_all(toy, tmp_path):
-    file = toy("run", train={"steps": 100_000, "eval_every": 50_000})
-    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file), "toy": True}))
+def test_one_interrupt_of_the_launcher_saves_and_ends_all(file_of, tmp_path):
+    file = file_of("run", train={"steps": 100_000, "eval_every": 50_000})
+    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file)}))
     metrics = tmp_path / "run/metrics.jsonl"
     until = time.monotonic() + GUARD
     while time.monotonic() < until and not (metrics.is_file() and metrics.read_text().count("loss") > 3):
@@ -116,9 +112,9 @@ def test_one_interrupt_of_the_launcher_saves_and_ends_all(toy, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
-    file = toy("run", train={"steps": 100_000, "eval_every": 50_000})
-    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file), "toy": True}))
+def test_processes_end_with_a_launcher_that_is_killed(file_of, tmp_path):
+    file = file_of("run", train={"steps": 100_000, "eval_every": 50_000})
+    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file)}))
     until = time.monotonic() + GUARD
     while time.monotonic() < until and process.poll() is None and not (tmp_path / "run/metrics.jsonl").is_file():
         time.sleep(0.2)
@@ -190,7 +186,6 @@ def test_a_process_whose_rows_have_no_picture_adds_nothing_to_the_tower(vlm, tmp
         (tmp_path / f"{name}.yaml").write_text(json.dumps(sections))
         return tmp_path / f"{name}.yaml"
 
-    assert train_language(load(given("one"), [], {})) == 0
-    status, said = run(2, given("two"))
-    assert status == 0, said
+    assert train(load(given("one"), [], {})) == 0
+    succeeds(2, given("two"))
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)

@@ -11,8 +11,7 @@ from isotype.config.load import load
 from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from tests.distributed.processes import run
-from tests.distributed.test_launchers import on_two_machines
+from tests.distributed.processes import run, succeeds
 from tests.models import tiny
 from tests.results import close_runs, read, same_records, trained_tensors
 
@@ -65,38 +64,13 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
     assert train(configured("one", **sections)) == 0
     configured("two", **sections, parallel={"kind": "shard"})
-    status, said = run(2, tmp_path / "two.yaml")
-    assert status == 0, said
+    said = succeeds(2, tmp_path / "two.yaml")
     assert "gloo: shard (parallel.kind), each computes 2 x 2 rows of each step" in said
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-5, weight=0.0)
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
     whole = trained_tensors(tmp_path / "two")["model.norm.weight"]
     assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=pytest.mark.full)])
-def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
-    """On a CPU the setting is refused; here the copies are made all the same, on the spot."""
-    base = tmp_path / "base"
-    shutil.copytree(workshop.base, base)
-    config = AutoConfig.from_pretrained(base)
-    config.num_hidden_layers = 5  # the last two calls keep what they have on the device
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
-    sections = {"model": {"name": str(base)}}
-    sections["train"] = STEPS | {"gradient_checkpointing": "layers"}
-    assert train(configured("one", **sections)) == 0
-    sections["train"] = STEPS | {"gradient_checkpointing": "layers+offload"}
-    configured("two", **sections, parallel={"kind": kind})
-    status, said = run(2, tmp_path / "two.yaml", offload=tmp_path / "fetched")
-    assert status == 0, said
-    assert "recompute layers+offload: all of 5" in said
-    for rank in (0, 1):  # two steps' two passes at least, and the inputs of three layers
-        assert int((tmp_path / f"fetched.{rank}").read_text()) >= 2 * 2 * 3, said
-    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
 
 
 @pytest.mark.slow
@@ -114,8 +88,7 @@ def test_two_processes_make_the_run_of_one(case, kind, configured, tmp_path):
     sections = {**sections, "train": STEPS | sections.get("train", {})}
     assert train(configured("one", **sections)) == 0
     configured("two", **sections, parallel={"kind": kind})
-    status, said = run(2, tmp_path / "two.yaml")
-    assert status == 0, said
+    succeeds(2, tmp_path / "two.yaml")
     close_runs(tmp_path / "one", tmp_path / "two", loss=loss, weight=weight)
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     if "run" in sections:
@@ -133,8 +106,7 @@ def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight
     steps = {"steps": 2, "batch_size": 2, "accumulate": 1, "eval_every": 2}
     sections = {"model": {"name": str(base)}, "data": {"packing": True}, "precision": {"preset": "fp32"}, "train": steps, **FULL}
     configured("two", **sections, parallel={"kind": "shard"})
-    status, said = run(2, tmp_path / "two.yaml")
-    assert status == 0, said
+    succeeds(2, tmp_path / "two.yaml")
 
 
 @pytest.mark.slow
@@ -156,8 +128,7 @@ def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_pa
         resolved = folder / "resolved.yaml"
         before = path[2 * number - 1]
         resolved.write_text(resolved.read_text().replace(f"kind: {before}", f"kind: {kind}", 1))
-        status, said = run(count, resume=folder) if count > 1 else (train(load(resolved, [], {}, resolved=True), resume=folder), "")
-        assert status == 0, said
+        succeeds(count, resume=folder) if count > 1 else (train(load(resolved, [], {}, resolved=True), resume=folder), "")
     close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
 
 
@@ -172,25 +143,6 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     assert "rank 1 on " in said
     assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
     assert said.count("isotype: ") == 1
-    status, said = run(2, resume=tmp_path / "killed")
-    assert status == 0, said
+    succeeds(2, resume=tmp_path / "killed")
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
-    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
-    sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
-    assert train(configured("one", **sections)) == 0
-    configured("four", **sections, parallel={"kind": "hybrid"})
-    statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
-    assert statuses == [0, 0], said
-    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
-    close_runs(tmp_path / "one", tmp_path / "four", loss=2e-5, weight=2e-3)
-    same_records(tmp_path / "one", tmp_path / "four", sums="fp32")
-    assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
-        "tensors.1.safetensors",
-        "tensors.safetensors",
-    ]

@@ -1,18 +1,11 @@
 """One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
-command         arguments of `isotype`, which is then run instead
-toy             the toy task instead of the language task
-group           the process group is there before the run
-offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
-                tensors that came back from host memory
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
-                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`) or has a target that is
-                not a number (`nan`, of the toy task), or an element of its part of a weight is none (`weight`). `refuse`, at step 0: its
-                preflight finds too small a disk
+                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`), or an element of its
+                part of a weight is not a number (`weight`). `refuse`, at step 0: its preflight finds too small a disk
 """
 
-import atexit
 import errno
 import json
 import math
@@ -25,11 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed
 
 from isotype.config.load import load
 from isotype.errors import IsotypeError
 from isotype.precision.parts import local_part
+from isotype.tasks.choose import task_of
 from isotype.training import loop as loop_module
 from isotype.training.loop import Loop
 from isotype.training.run import train
@@ -67,14 +60,11 @@ def with_fault(rank: int, step: int, what: str) -> None:
         nonlocal at
         at = (loop.world.rank, number)
         if at == (rank, step) and what == "weight":
-            local_part(loop.model.model.norm.weight)[0] = math.nan
+            local_part(loop.model.model.norm.weight).data[0] = math.nan
         steps(loop, number)
 
     def batches(task, stream, batching, **options):
-        if at == (rank, step) and what == "nan":
-            take = stream.take
-            stream.take = lambda count: [(x, math.nan) for x, _ in take(count)]
-        elif at == (rank, step) and what != "weight":
+        if at == (rank, step) and what != "weight":
             act(what)
         return takes(task, stream, batching, **options)
 
@@ -86,50 +76,15 @@ def with_fault(rank: int, step: int, what: str) -> None:
     Loop._step, Loop._sample, loop_module.batches_of_rank = one_step, sample, batches
 
 
-def with_offload(file: str) -> None:
-    """Moves what recomputed layers keep, however small, and counts what is fetched."""
-    from isotype.training import setup
-    from isotype.training.memory import offload
-
-    setup.check_settings = lambda *_, **__: None
-    offload.SMALLEST = 1
-    fetch, fetched = offload.HostMemory._fetch, 0
-
-    def counted(memory, away):
-        nonlocal fetched
-        fetched += away.here is None
-        fetch(memory, away)
-
-    offload.HostMemory._fetch = counted
-    atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(str(fetched)))
-
-
 def main() -> int:
     given = json.loads(sys.argv[1])
-    if given.get("offload"):
-        with_offload(given["offload"])
-    if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if given.get("fault"):
         with_fault(*given["fault"])
-    if given.get("command"):
-        from isotype.cli.app import main as command
-
-        sys.argv = ["isotype", *given["command"]]
-        command()
     torch.set_num_threads(1)
     resume = Path(given["resume"]) if given.get("resume") else None
     loaded = load(resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None)
-    if given.get("toy"):
-        from tests.training.toy_task import ToyTask
-
-        task = ToyTask(loaded.config)
-    else:
-        from isotype.tasks.choose import task_of
-
-        task = task_of(loaded.config)
-    if given.get("group"):
-        torch.distributed.init_process_group("gloo")  # as Ray Train does before it calls the training function
     try:
-        return train(loaded, task, resume=resume)
+        return train(loaded, task_of(loaded.config), resume=resume)
     except IsotypeError as error:
         if not error.shown_elsewhere:
             print(f"isotype: {error}", file=sys.stderr)

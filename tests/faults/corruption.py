@@ -81,13 +81,9 @@ def _beside(workshop: Workshop, name: str, where: random.Random) -> Trial:
 def _gone_on(workshop: Workshop, folder: Path, what: str, *, said: str, start: str, recipe: str = FIRST,
              weights_only: bool = False) -> Trial:  # fmt: skip
     """Resumes a damaged run; `weights_only`: what was lost of the curves is lost."""
-    ended, wrong = workshop.ends_as_undisturbed(folder, workshop.undisturbed(recipe)[0])
-    wrong = [what for what in wrong if not (weights_only and what.startswith("metrics"))]
-    lines = [line for line in ended.output.splitlines() if line.startswith("resume")]
-    if ended.status == 0 and not (any(said in line for line in lines) and any(start in line for line in lines)):
-        wrong.append(f"expected {said!r} and {start!r}, said: {lines}")
-    message = "; ".join(" ".join(line.split()) for line in lines)
-    return Trial(
-        part="corruption", what=what, survived=ended.status == 0, identical=not wrong, message=message,
-        wrong="; ".join(wrong) + (f" ({folder})" if wrong else ""),
-    )  # fmt: skip
+    ended, wrong, different = workshop.ends_as_undisturbed(folder, workshop.undisturbed(recipe)[0])
+    lines = [" ".join(line.split()) for line in ended.output.splitlines() if line.startswith("resume")]
+    if not wrong and not (any(said in line for line in lines) and any(start in line for line in lines)):
+        wrong = [f"expected {said!r} and {start!r}, said: {lines}"]
+    different = [place for place in different if not (weights_only and place.startswith("metrics"))]
+    return Trial(part="corruption", what=what, wrong=wrong, different=different, message="; ".join(lines))

@@ -21,15 +21,14 @@ from typing import Any
 
 from isotype.errors import IsotypeError
 
-from .hostile import TARGETS, Target
-from .material import Material
+from .child import WRITES, fork
+from .hostile import TARGETS, Material, Target
 from .trial import Trial
 from .workshop import Workshop
 
 SLOW, HUNG = 20, 180  # seconds of computing after which an input is interrupted, and of waiting after which its process is killed
 MEMORY = 4 << 30  # bytes an input may take beyond what the process holds
 CHUNK = 1000  # inputs in one process
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = {"os.mkdir": 1, "os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.truncate": 1, "os.symlink": 2, "os.link": 2, "os.chmod": 1}
 _NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn", "socket.connect",
           "socket.bind", "pickle.find_class", "shutil.chown")  # fmt: skip
@@ -51,52 +50,34 @@ def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int) -> Iterator[Trial
             refused += told
             done += count
             yield count
-        causes: dict[str, list[int]] = {}
-        for number, what in faults:
-            causes.setdefault(what, []).append(number)
-        for what, numbers in causes.items():
-            again = f"{len(numbers)} inputs, the first {name}:{numbers[0]}"
-            yield Trial(part="fuzz", what=f"{name}: a fault", survived=False, identical=None, wrong=f"{what} ({again})")
-        yield Trial(
-            part="fuzz",
-            what=f"{name}, {done:,} inputs",
-            survived=not faults,
-            identical=None,
-            message=f"{refused:,} refused with one message",
-        )
+        for cause in dict.fromkeys(what for _, what in faults):
+            numbers = [number for number, what in faults if what == cause]
+            again = f"{cause} ({len(numbers)} inputs, the first {name}:{numbers[0]})"
+            yield Trial(part="fuzz", what=f"{name}: a fault", wrong=[again])
+        wrong = ["faults"] if faults else []
+        yield Trial(part="fuzz", what=f"{name}, {done:,} inputs", wrong=wrong, message=f"{refused:,} refused with one message")
 
 
 def _chunk(material: Material, name: str, target: Target, seed: int, first: int, count: int) -> tuple[int, int, list[tuple[int, str]]]:
     """(inputs done, refused, [(input, fault)]) of a process that ran to its end, died or hung; the input it died on is done too."""
     shared = mmap.mmap(-1, 16)  # inputs done, inputs refused
     log = material.workshop.log()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _inputs(material, name, target, seed, first, count, shared, log)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    at, since = 0, time.monotonic()
-    while True:
-        ended, how = os.waitpid(pid, os.WNOHANG)
-        done, refused = struct.unpack("qq", shared[:16])
-        if ended:
-            break
+    pid = fork(lambda: _inputs(material, name, target, seed, first, count, shared, log))
+    at, since, died = 0, time.monotonic(), ""
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        done, _ = struct.unpack("qq", shared[:16])
         if done != at:
             at, since = done, time.monotonic()
-        elif time.monotonic() - since > HUNG:
+        elif time.monotonic() - since > HUNG and not died:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            how = -1
-            break
+            died = f"hung for {HUNG} s"
         time.sleep(0.01)
+    done, refused = struct.unpack("qq", shared[:16])
     shutil.rmtree(material.workshop.folder / "fuzz", ignore_errors=True)
     faults = [(f["input"], f["what"]) for f in map(json.loads, log.read_text().splitlines())] if log.exists() else []
-    if how == 0:
+    if ended[1] == 0:
         return done, refused, faults
-    died = f"hung for {HUNG} s" if how == -1 else f"the process died with {os.waitstatus_to_exitcode(how)}"
-    return done + 1, refused, [*faults, (first + done, died)]
+    return done + 1, refused, [*faults, (first + done, died or f"the process died with {os.waitstatus_to_exitcode(ended[1])}")]
 
 
 def _inputs(material: Material, name: str, target: Target, seed: int, first: int, count: int, shared: mmap.mmap, log: Path) -> None:
@@ -162,7 +143,7 @@ def _watch(event: str, arguments: tuple[Any, ...], place: str, watching: list[bo
     paths: tuple[Any, ...] = ()
     if event == "open":
         path, mode, flags = arguments
-        writes = (isinstance(mode, str) and any(c in mode for c in "wax+")) or (isinstance(flags, int) and flags & _WRITES)
+        writes = (isinstance(mode, str) and any(c in mode for c in "wax+")) or (isinstance(flags, int) and flags & WRITES)
         paths = (path,) if writes else ()
     elif event in _PATHS:
         paths = arguments[: _PATHS[event]]

@@ -10,15 +10,13 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from isotype.precision.precision import PRESETS
 
-from .child import Child, Ended, run
-from .operations import before_operation, operations_of
+from .child import Child, before_operation, die, run, wait
 from .trial import Trial
 from .workshop import FIRST, RECIPES, Workshop
 
@@ -43,45 +41,35 @@ def _chain(workshop: Workshop, recipe: str, moments: random.Random, *, most: int
     from isotype.runs.checkpoint.store import CheckpointStore
 
     undisturbed, ended = workshop.undisturbed(recipe)
-    operations = operations_of(workshop, recipe)
     folder = workshop.new_folder()
     settings = workshop.settings(folder, recipe)
     store, newest = CheckpointStore(folder / "checkpoints"), 0
-    killed: list[tuple[str, str, str]] = []
+    killed: list[tuple[str, list[str]]] = []
     for _ in range(3 * most):
         if len(killed) == most:
             break
         how = moments.choices(("by the clock", "within a save", "before a file operation"), (2, 1, 1))[0]
-        before = before_operation(moments.randint(1, operations), die) if how == "before a file operation" else None
+        before = before_operation(moments.randint(1, workshop.operations(recipe)), die) if how == "before a file operation" else None
         child = Child(workshop.go_on(folder, settings), workshop.log(), before=before)
         if how == "by the clock":
-            status = child.wait(kill_after=moments.uniform(0, ended.seconds)).status
+            (died,) = wait([child], kill=[0], after=moments.uniform(0, ended.seconds))
         elif how == "within a save":
-            status = child.wait(kill_after=moments.uniform(0, SAVE_SECONDS), once=_saves_begin(folder, moments.randint(1, 4))).status
+            (died,) = wait([child], kill=[0], after=moments.uniform(0, SAVE_SECONDS), once=_saves_begin(folder, moments.randint(1, 4)))
         else:
-            status = child.wait().status
-        if status == 0:
+            (died,) = wait([child])
+        if died.status == 0:
             break
-        step, passed = store.newest_whole()
-        lost = f"the newest whole checkpoint fell from step {newest} to {step}" if (step or 0) < newest else "; ".join(passed)
-        if status != -signal.SIGKILL:
-            lost = f"ended with {status} before it was killed: {child.log.read_text()[-1500:]}"
+        step, lost = store.newest_whole()
+        if (step or 0) < newest:
+            lost = [f"the newest whole checkpoint fell from step {newest} to {step}", *lost]
+        if died.status != -signal.SIGKILL:
+            lost = [f"ended with {died.status} before it was killed: {died.output[-1500:]}"]
         newest = max(newest, step or 0)
-        killed.append((how, _moment(folder), lost))
-    last_run, wrong = workshop.ends_as_undisturbed(folder, undisturbed, settings)
+        killed.append((f"SIGKILL {how}, {_moment(folder)}", lost))
+    last_run, wrong, different = workshop.ends_as_undisturbed(folder, undisturbed, settings)
     said = next((line for line in last_run.output.splitlines() if line.startswith("resume ")), "started again")
-    return [
-        Trial(
-            part="kills", what=f"SIGKILL {how}, {where}", survived=last_run.status == 0 and not lost, identical=not wrong,
-            message=" ".join(said.split()), wrong="; ".join([*([lost] if lost else []), *wrong]) + (f" ({folder})" if wrong else ""),
-        )
-        for how, where, lost in killed
-    ]  # fmt: skip
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # the signal is on its way
+    message = " ".join(said.split())
+    return [Trial(part="kills", what=what, wrong=lost + wrong, different=different, message=message) for what, lost in killed]
 
 
 def _saves_begin(folder: Path, number: int) -> Callable[[], bool]:
@@ -158,24 +146,17 @@ def _trial(workshop: Workshop, optimizer: str, preset: str, adapter: str) -> Tri
     whole, killed = workshop.new_folder(), workshop.new_folder()
     ended = run(["train", str(workshop.settings(whole, FIRST, **sections))], workshop.log())
     if ended.status in REFUSED:
-        wrong = "" if ended.clear and not (whole / "resolved.yaml").exists() else f"refused unclearly: {ended.output[-800:]}"
-        return Trial(part="matrix", what=what, survived=not wrong, identical=None, message=_refusal(ended), wrong=wrong)
+        clear = ended.clear and not (whole / "resolved.yaml").exists()
+        wrong = [] if clear else [f"refused unclearly: {ended.output[-800:]}"]
+        return Trial(part="matrix", what=what, wrong=wrong, message="refused: " + ended.told("\n  where"))
     if ended.status != 0:
-        return _failed(what, f"the run ended with {ended.status}: {ended.output[-800:]}")
+        return Trial(part="matrix", what=what, wrong=[f"the run ended with {ended.status}: {ended.output[-800:]}"])
     died = run(["train", str(workshop.settings(killed, FIRST, **sections))], workshop.log(), before=_die_after_a_save)
     if died.status != -signal.SIGKILL or not (killed / f"checkpoints/step_{KILLED_AFTER}/DONE").is_file():
-        return _failed(what, f"the killed run ended with {died.status}: {died.output[-800:]}")
-    wrong = "; ".join(workshop.ends_as_undisturbed(killed, whole)[1])
+        return Trial(part="matrix", what=what, wrong=[f"the killed run ended with {died.status}: {died.output[-800:]}"])
+    _, wrong, different = workshop.ends_as_undisturbed(killed, whole)
     shutil.rmtree(whole)
-    return Trial(part="matrix", what=what, survived=True, identical=not wrong, message=f"killed after step {KILLED_AFTER}", wrong=wrong)
-
-
-def _failed(what: str, why: str) -> Trial:
-    return Trial(part="matrix", what=what, survived=False, identical=None, wrong=why)
-
-
-def _refusal(ended: Ended) -> str:
-    return "refused: " + " ".join(ended.error.removeprefix("isotype: ").partition("\n  where")[0].split())
+    return Trial(part="matrix", what=what, wrong=wrong, different=different, message=f"killed after step {KILLED_AFTER}")
 
 
 def _die_after_a_save() -> None:

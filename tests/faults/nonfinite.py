@@ -83,18 +83,13 @@ def _planned(times: int) -> list[tuple[str, Callable[[Loop], None], str]]:
 def _trial(workshop: Workshop, what: str, inject: Callable[[Loop], None], recipe: str, at: int) -> Trial:
     folder = workshop.new_folder()
     ended = run(["train", str(workshop.settings(folder, recipe))], workshop.log(), before=lambda: _before_step(at, inject))
-    wrong = []
-    good = (at - 1) // EVERY * EVERY
+    wrong, good = list[str](), (at - 1) // EVERY * EVERY
     if ended.status != 1 or not ended.clear or "NF001" not in ended.error:
-        wrong.append(f"exit {ended.status} at step {at}: {ended.output[-1500:]}")
+        wrong = [f"exit {ended.status} at step {at}: {ended.output[-1500:]}"]
     elif f"step_{good}" not in ended.error:
-        wrong.append(f"NaN at step {at}: the message does not name step_{good}: {ended.error}")
-    _, different = workshop.ends_as_undisturbed(folder, workshop.undisturbed(recipe)[0])
-    message = " ".join(ended.error.removeprefix("isotype: ").partition("  saved")[0].split())
-    return Trial(
-        part="nan", what=f"NaN into {what}", survived=not wrong, identical=not different, message=message,
-        wrong="; ".join(wrong + different) + (f" ({folder})" if wrong or different else ""),
-    )  # fmt: skip
+        wrong = [f"NaN at step {at}: the message does not name step_{good}: {ended.error}"]
+    _, stuck, different = workshop.ends_as_undisturbed(folder, workshop.undisturbed(recipe)[0])
+    return Trial(part="nan", what=f"NaN into {what}", wrong=wrong + stuck, different=different, message=ended.told("  saved"))
 
 
 def _before_step(at: int, inject: Callable[[Loop], None]) -> None:

@@ -10,15 +10,12 @@ import random
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .child import HANGS, HUNG, Child, Ended
-from .kills import die
-from .operations import before_operation, operations_of
+from .child import HUNG, Child, Ended, before_operation, die, wait
 from .trial import Trial, differences
 from .workshop import RECIPES, Workshop
 
@@ -43,12 +40,11 @@ def rank_trials(workshop: Workshop, *, kills: int, seed: int) -> Iterator[Trial]
         shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}}
         if (recipe, kind) not in undisturbed:
             folder = workshop.new_folder()
-            begun = time.monotonic()
-            ended = Together(workshop, ["train", str(workshop.settings(folder, recipe, **shared))]).wait()
+            ended = wait(together(workshop, ["train", str(workshop.settings(folder, recipe, **shared))]))
             if any(one.status for one in ended):
-                yield Trial(part="ranks", what="undisturbed", survived=False, identical=None, wrong=ended[0].output[-1500:])
+                yield Trial(part="ranks", what="undisturbed", wrong=[ended[0].output[-1500:]])
                 return
-            undisturbed[recipe, kind] = folder, time.monotonic() - begun
+            undisturbed[recipe, kind] = folder, ended[0].seconds
         yield _one(workshop, recipe, how, moments, shared, *undisturbed[recipe, kind])
 
 
@@ -58,22 +54,22 @@ def _one(
     folder = workshop.new_folder()
     settings = workshop.settings(folder, recipe, **shared)
     killed = (1,) if how.startswith("the other") else (0, 1) if how.startswith("both") else (0,)
-    before = before_operation(moments.randint(1, operations_of(workshop, recipe)), die) if how.endswith("operation") else None
-    run = Together(workshop, workshop.go_on(folder, settings), before=before)
-    ended = run.wait(killed=() if before else killed, after=moments.uniform(0.1, seconds))
+    before = before_operation(moments.randint(1, workshop.operations(recipe)), die) if how.endswith("operation") else None
+    children = together(workshop, workshop.go_on(folder, settings), before=before)
+    ended = wait(children, kill=() if before else killed, after=moments.uniform(0.1, seconds))
     wrong = [] if all(one.status == 0 for one in ended) else _wrong(ended, killed)
-    message = next((line for one in ended for line in one.output.splitlines() if "MP00" in line), "")
-    again = Together(workshop, workshop.go_on(folder, settings)).wait()
-    survived = not wrong and all(one.status == 0 for one in again)
-    if not all(one.status == 0 for one in again):
+    again = wait(together(workshop, workshop.go_on(folder, settings)))
+    different = []
+    if any(one.status for one in again):
         wrong.append(f"did not go on: {' '.join(str(one.status) for one in again)}: {again[0].output[-1500:]}")
     else:
-        wrong += differences(folder, undisturbed)
-    if not wrong:
+        different = differences(folder, undisturbed)
+    if not wrong and not different:
         shutil.rmtree(folder)
-    what = f"{shared['parallel']['kind']}: SIGKILL of {how}"
-    return Trial(part="ranks", what=what, survived=survived, identical=not wrong, message=message,
-                 wrong="; ".join(wrong) + (f" ({folder}, {recipe})" if wrong else ""))  # fmt: skip
+    return Trial(
+        part="ranks", what=f"{shared['parallel']['kind']}: SIGKILL of {how}", wrong=wrong, different=different,
+        message=next((line for one in ended for line in one.output.splitlines() if "MP00" in line), ""),
+    )  # fmt: skip
 
 
 def _wrong(ended: Sequence[Ended], killed: Sequence[int]) -> list[str]:
@@ -90,45 +86,16 @@ def _wrong(ended: Sequence[Ended], killed: Sequence[int]) -> list[str]:
     return found
 
 
-@dataclass
-class Together:
+def together(workshop: Workshop, arguments: Sequence[str], *, before: Callable[[], None] | None = None) -> list[Child]:
     """A command as several processes of one run, started by nobody: their variables are set here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
 
-    workshop: Workshop
-    arguments: Sequence[str]
-    before: Callable[[], None] | None = None
+    def sit(rank: int) -> None:
+        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in of_rank.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        if rank == 0 and before is not None:
+            before()
 
-    def __post_init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-
-        def seated(rank: int) -> Callable[[], None]:
-            def sit() -> None:
-                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_PORT": port}
-                os.environ.update({name: str(value) for name, value in of_rank.items()} | {"MASTER_ADDR": "127.0.0.1"})
-                if rank == 0 and self.before is not None:
-                    self.before()
-
-            return sit
-
-        self.children = [Child(self.arguments, self.workshop.log(), before=seated(rank)) for rank in range(PROCESSES)]
-
-    def wait(self, *, killed: Sequence[int] = (), after: float = 0.0) -> list[Ended]:
-        """Waits for all; `killed` are killed `after` seconds from now."""
-        begun, statuses = time.monotonic(), dict[int, int]()
-        while len(statuses) < PROCESSES:
-            since = time.monotonic() - begun
-            for rank, child in enumerate(self.children):
-                if rank in statuses:
-                    continue
-                if (status := child.poll()) is not None:
-                    statuses[rank] = status
-                elif since > HANGS:
-                    child.kill()
-                    os.waitpid(child.pid, 0)
-                    statuses[rank] = HUNG
-                elif rank in killed and since >= after:
-                    child.kill()
-            time.sleep(0.002)
-        return [Ended(statuses[rank], child.log.read_text(errors="replace"), 0.0) for rank, child in enumerate(self.children)]
+    return [Child(arguments, workshop.log(), before=partial(sit, rank)) for rank in range(PROCESSES)]

@@ -13,7 +13,7 @@ import pytest
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.faults import fuzz
-from tests.faults.material import Material
+from tests.faults.hostile import Material
 from tests.faults.trial import differences
 from tests.faults.workshop import Workshop
 from tests.warm import interpreter

@@ -11,42 +11,41 @@ from typing import Any
 class Trial:
     """A fault done to a run.
 
-    part       kills, disk, corruption, nan, matrix, ranks
-    what       the fault, as a row of the table
-    survived   the command ended as it should, said what happened in one message, and the run could go on to its end
-    identical  the run that went on ended bit for bit as the undisturbed one; None where there is no such run
-    message    what a user was told, first lines
-    wrong      why the trial is a failure, or empty
+    part, what  the fault, as a row of the table
+    wrong       why it did not survive: the command did not end as it should, or say what happened in one message, or could not go on
+    different   where the run that went on is not, bit for bit, the undisturbed one; None where there is no such run
+    message     what a user was told, first lines
     """
 
     part: str
     what: str
-    survived: bool
-    identical: bool | None
+    wrong: list[str]
+    different: list[str] | None = None
     message: str = ""
-    wrong: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.survived and self.identical is not False and not self.wrong
+        return not self.wrong and not self.different
 
 
 def summarise(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     """A row for each fault: how many, survived, identical, and one message of them."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
-        row = rows.setdefault(
-            (trial.part, trial.what),
-            {"part": trial.part, "what": trial.what, "trials": 0, "survived": 0, "resumed": 0, "identical": 0, "message": "", "wrong": []},
-        )
-        row["trials"] += 1
-        row["survived"] += trial.survived
-        row["resumed"] += trial.identical is not None
-        row["identical"] += bool(trial.identical)
-        row["message"] = row["message"] or trial.message
-        if trial.wrong:
-            row["wrong"].append(trial.wrong)
-    return list(rows.values())
+        rows.setdefault((trial.part, trial.what), []).append(trial)
+    return [
+        {
+            "part": part,
+            "what": what,
+            "trials": len(those),
+            "survived": sum(not t.wrong for t in those),
+            "resumed": sum(t.different is not None for t in those),
+            "identical": sum(not t.wrong and t.different == [] for t in those),
+            "message": next((t.message for t in those if t.message), ""),
+            "wrong": ["; ".join(t.wrong + (t.different or [])) for t in those if not t.passed],
+        }
+        for (part, what), those in rows.items()
+    ]
 
 
 def as_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -65,8 +64,7 @@ def as_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 # --- Whether two runs ended alike, bit for bit: the result, the last checkpoint, the metrics, the samples.
 
 
-# what a clock or another process decides
-_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes", "mfu"}
+_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes", "mfu"}  # what a clock or another process decides
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:
@@ -104,6 +102,5 @@ def _state(checkpoint: Path) -> dict[str, Any] | None:
     if not (checkpoint / "state.json").is_file():
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    for name in ("trained_seconds", "sampled_seconds"):
-        state.get("progress", {}).pop(name, None)
+    state.get("progress", {}).pop("trained_seconds", None)
     return state

@@ -10,7 +10,7 @@ from typing import Any
 
 from isotype.errors import RunError
 
-from .child import Ended, elsewhere, run
+from .child import Ended, elsewhere, on_operation, run
 from .trial import differences
 
 STEPS, EVERY = 12, 3  # checkpoints at 3, 6, 9 and 12
@@ -35,11 +35,13 @@ class Workshop:
         self._numbers = itertools.count()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._undisturbed: dict[str, tuple[Path, Ended]] = {}
+        self._operations: dict[str, int] = {}
 
     @cached_property
     def base(self) -> Path:
         """A Llama of about 120,000 parameters and its tokenizer."""
-        elsewhere(self._make_base)
+        if elsewhere(self._make_base) != 0:
+            raise RunError("the model for the trials could not be made")
         return self.folder / "base"
 
     def _make_base(self) -> None:
@@ -76,13 +78,7 @@ class Workshop:
             "model": {"name": str(self.base), "device": "cpu"},
             "data": {"train": str(self.data), "eval_split": 0.1, "max_length": 64},
             "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 1e-3, "eval_every": EVERY},
-            "run": {
-                "folder": str(folder),
-                "sample_tokens": 4,
-                "report": False,
-                "samples": ["How much is 1 plus 1?"],
-                "sample_every": EVERY,  # how many fit into their share of the time is for the clock to say
-            },
+            "run": {"folder": str(folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
         for more in (RECIPES[recipe], sections):
             for section, values in more.items():
@@ -116,13 +112,25 @@ class Workshop:
             return ["train", "--resume", str(folder)]
         return ["train", str(settings)]
 
-    def ends_as_undisturbed(self, folder: Path, undisturbed: Path, settings: Path | None = None) -> tuple[Ended, list[str]]:
-        """The run that goes on, and what is wrong with its end; a folder that ended well is removed."""
-        ended = run(self.go_on(folder, settings), self.log())
-        wrong = differences(folder, undisturbed) if ended.status == 0 else [f"did not go on: {ended.output[-1500:]}"]
-        if not wrong:
+    def operations(self, recipe: str = FIRST) -> int:
+        """How often an undisturbed run of `recipe` changes files."""
+        if recipe not in self._operations:
+            folder, counted = self.new_folder(), self.log()
+            with counted.open("wb", buffering=0) as file:
+                settings = self.settings(folder, recipe)
+                run(["train", str(settings)], self.log(), before=on_operation(lambda: file.write(b".")))
+            self._operations[recipe] = counted.stat().st_size
             shutil.rmtree(folder)
-        return ended, wrong
+        return self._operations[recipe]
+
+    def ends_as_undisturbed(self, folder: Path, undisturbed: Path, settings: Path | None = None) -> tuple[Ended, list[str], list[str]]:
+        """The run that goes on, what is wrong with that, and with its end; a folder that ended well is removed."""
+        ended = run(self.go_on(folder, settings), self.log())
+        if ended.status != 0:
+            return ended, [f"did not go on ({folder}): {ended.output[-1500:]}"], []
+        if not (different := differences(folder, undisturbed)):
+            shutil.rmtree(folder)
+        return ended, [], different
 
 
 def _rows() -> list[dict[str, Any]]:

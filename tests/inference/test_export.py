@@ -1,8 +1,7 @@
-"""Results as llama.cpp, Ollama and vLLM read them: read back by transformers, or computed as their readers compute."""
+"""Results as llama.cpp and Ollama read them: read back by transformers, or computed as their readers compute."""
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from tests.commands import ask
+from tests.gguf_files import TEXTS, splitting
 from tests.models import FAMILIES as SETTINGS
 from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -23,29 +22,6 @@ from isotype.inference.gguf_file import FAMILIES, WHOLE, export_adapter, export_
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.inference.ollama import turns_of
-from isotype.inference.vllm import export_vllm
-
-TEXTS = ["How much is 12 plus 7?", "It's  12,\n\n  and héllo ✓", "<|im_start|>user\nHi<|im_end|>\n"]
-
-
-def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that splits as Qwen 2 does; by default with ChatML."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    from isotype.data.chat import NAMED
-    from isotype.inference.gguf_tokenizer import _WORDS
-
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(pattern or _WORDS % ""), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size - 8, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(TEXTS * 9, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = NAMED["chatml"].text
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +82,21 @@ def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
     torch.testing.assert_close(logits(read), logits(rounded))
 
 
-def test_a_gguf_file_as_a_base_is_refused_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
+def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
     gguf = pytest.importorskip("gguf")
-    folder = saved(tmp_path / "model", "llama", tokenizer, hidden_size=64)
+    folder = saved(tmp_path / "model", "phi3", tokenizer, hidden_size=64)
     (tmp_path / "gguf").mkdir()
     file = tmp_path / "gguf/model.gguf"
     export_model(folder, file, "Q8_0")
     (tmp_path / "rows.jsonl").write_text('{"text": "one row of text"}\n' * 8)
     for given in (file, file.parent):
-        with pytest.raises(UsageError, match="a GGUF file, whose blocks are not trained on") as refused:
+        with pytest.raises(UsageError, match="GGUF files of phi3 are not read") as refused:
             ask("plan", "--model", given, "--data", tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     code = str(refused.value.fix).removeprefix("transformers widens it: ").partition("; then")[0]
     exec(f"from transformers import *; {code}", {})
     blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
-    weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.up_proj.weight
+    weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.gate_up_proj.weight
     assert torch.equal(weight.float(), torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type)).bfloat16().float())
     assert "int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
 
@@ -239,27 +215,6 @@ def test_an_adapter_on_its_base_is_the_merged_model(tmp_path: Path, tokenizer, f
     assert changed == sum(p.endswith("lora_A.weight") for p in load_file(adapter / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, PATTERNS], ids=["lora", "rslora", "patterns"])
-def test_vllm_computes_what_peft_does(tmp_path: Path, tokenizer, settings: dict) -> None:
-    base = saved(tmp_path / "base", "llama", tokenizer, torch.float32)
-    adapter = adapter_of(tmp_path / "adapter", base, **settings)
-    command = export_vllm(adapter, tmp_path / "out", "mine")
-    assert command.startswith(f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules mine={tmp_path / 'out'}")
-    read = json.loads((tmp_path / "out/adapter_config.json").read_text())
-    # vLLM's PEFTHelper: one scale, from these three alone
-    scale = read["lora_alpha"] / (math.sqrt(read["r"]) if read["use_rslora"] else read["r"])
-    tensors = load_file(tmp_path / "out/adapter_model.safetensors")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter))
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
-    for name, layer in layers.items():
-        a, b = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")
-        assert a.shape[0] <= read["r"]
-        torch.testing.assert_close(scale * b @ a, layer.get_delta_weight("default"))
-    assert 2 * len(layers) == len(tensors)
-    same = [(folder / "adapter_model.safetensors").read_bytes() for folder in (tmp_path / "out", adapter)]
-    assert (same[0] == same[1]) == (settings is not PATTERNS)
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
@@ -272,10 +227,9 @@ def test_vllm_computes_what_peft_does(tmp_path: Path, tokenizer, settings: dict)
 def test_adapters_that_a_reader_misreads_are_refused(tmp_path: Path, tokenizer, family: str, settings: dict, said: str) -> None:
     pytest.importorskip("gguf")
     adapter = adapter_of(tmp_path / "adapter", saved(tmp_path / "base", family, tokenizer, torch.float32), **settings)
-    for export in (lambda: export_vllm(adapter, tmp_path / "out", "x"), lambda: export_adapter(adapter, tmp_path / "x.gguf")):
-        with pytest.raises(UsageError, match=said) as refused:
-            export()
-        assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
+    with pytest.raises(UsageError, match=said) as refused:
+        export_adapter(adapter, tmp_path / "x.gguf")
+    assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
 
 
 def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokenizer) -> None:
@@ -336,14 +290,3 @@ def test_ollama_gets_weights_template_and_stop_tokens(tmp_path: Path, tokenizer)
     merge(load_run(adapter), tmp_path / "merged")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
     torch.testing.assert_close(logits(read), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)))
-
-
-def test_a_folder_for_ollamas_own_converter_has_what_it_reads(tmp_path: Path, tokenizer) -> None:
-    """Its converter reads `rope_theta` beside `rope_parameters`, which transformers 5 does not write."""
-    folder = saved(tmp_path / "model", "mixtral", tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    export_language(folder, tmp_path / "out", to="ollama", kind=None, name="x")
-    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM .\nTEMPLATE ")
-    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 1e6
-    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["add_bos_token"] is False
-    same = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("model", "out")]
-    torch.testing.assert_close(logits(same[0]), logits(same[1]), rtol=0, atol=0)

@@ -11,7 +11,7 @@ from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED
 from isotype.optimize.trl_head import fused_head_of
-from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, attached, curve, plain
 
 pytest.importorskip("trl")
 
@@ -189,8 +189,7 @@ def test_what_is_no_trainer_is_refused(models):
 
 
 def test_twice_in_training_and_after_it_are_refused(models):
-    trainer = trainer_of("Trainer", models)
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(trainer_of("Trainer", models), "fp32")
     with pytest.raises(UsageError, match="attached already"):
         attach(trainer, "fp32")
     detach(trainer)
@@ -214,21 +213,18 @@ def test_twice_in_training_and_after_it_are_refused(models):
 @pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=pytest.mark.full), "bf16-pure"])
 def test_after_a_training_that_raised_detach_and_attach_work(precision, models):
     """The refusal of a preflight names a fix."""
-    trainer = plain(Setting(models, "full", bf16=True, rate=0.0))
-    attach(trainer, precision, quiet=True)
+    trainer = attached(plain(Setting(models, "full", bf16=True, rate=0.0)), precision)
     with pytest.raises(PreflightError, match="PF003"):
         trainer.train()
     detach(trainer)
     trainer.args.learning_rate = 2e-3
     attach(trainer, precision, quiet=True)
-    fresh = plain(Setting(models, "full", bf16=True))
-    attach(fresh, precision, quiet=True)
+    fresh = attached(plain(Setting(models, "full", bf16=True)), precision)
     assert curve(trainer) == curve(fresh)
 
 
 def test_a_trainer_that_is_not_attached_does_not_train_the_model_of_one_that_is(models, tmp_path):
-    first = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 1}))
-    attach(first, "fp32", quiet=True, preflight=False)
+    first = attached(plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 1})), "fp32", preflight=False)
     first.train()
     arguments = TrainingArguments(output_dir=str(tmp_path / "second"), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True)
     second = Trainer(first.model, arguments, train_dataset=Encoded())

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from isotype.integrations import attach, detach
-from tests.integrations.trainers import TRAINERS, WORDS, Setting, curve, tokenizer, words
+from tests.integrations.trainers import TRAINERS, WORDS, Setting, attached, curve, tokenizer, words
 from tests.models import tiny
 
 pytest.importorskip("trl")
@@ -35,8 +35,7 @@ class Generates(TrainerCallback):
 def test_a_callbacks_generation_leaves_no_trace_on_training(name, form, precision, sampled, models):
     curves = []
     for generating in (False, True):
-        trainer = TRAINERS[name](Setting(models, form, bf16=True, checkpointing=True))
-        attach(trainer, precision, quiet=True, preflight=False)
+        trainer = attached(TRAINERS[name](Setting(models, form, bf16=True, checkpointing=True)), precision, preflight=False)
         if generating:
             callback = Generates(do_sample=sampled)
             trainer.add_callback(callback)
@@ -47,8 +46,7 @@ def test_a_callbacks_generation_leaves_no_trace_on_training(name, form, precisio
 
 
 def test_rollouts_draw_other_completions_at_every_step(models):
-    trainer = TRAINERS["GRPO"](Setting(models, more={"max_completion_length": 12}))
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(TRAINERS["GRPO"](Setting(models, more={"max_completion_length": 12})), "fp32")
     seen = []
     trainer.reward_funcs[0] = lambda completions, **_: [seen.append(c) or len(set(c.split())) for c in completions]
     trainer.train()
@@ -84,8 +82,7 @@ def trainer_of(name, folder, tmp_path, stored=torch.float32):
     ("name", "precision"), [("DPO", "bf16-mixed"), ("GRPO", "bf16-mixed"), pytest.param("DPO", "bf16-pure", marks=pytest.mark.full)]
 )
 def test_policy_and_reference_are_equal_before_step_1(name, precision, stored, uneven, tmp_path):
-    trainer = trainer_of(name, uneven, tmp_path, stored)
-    attach(trainer, precision, quiet=True)
+    trainer = attached(trainer_of(name, uneven, tmp_path, stored), precision)
     trainer.train()
     first = next(row for row in trainer.state.log_history if "loss" in row)
     if name == "GRPO":

@@ -6,14 +6,13 @@ from transformers import Trainer, TrainerCallback
 
 from isotype.errors import RunError, UsageError
 from isotype.integrations import attach
-from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Setting, attached, curve, plain
 
 pytest.importorskip("trl")
 
 
 def test_a_non_finite_loss_stops_with_the_module_before_any_weight_moves(models):
-    trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True, preflight=False)
+    trainer = attached(plain(Setting(models, "full")), "fp32", preflight=False)
     assert trainer.args.logging_nan_inf_filter is False
     layer = trainer.model.model.layers[1].mlp
     hook = layer.down_proj.register_forward_hook(lambda m, args, out: out * float("inf") if m.training else out)
@@ -25,8 +24,7 @@ def test_a_non_finite_loss_stops_with_the_module_before_any_weight_moves(models)
 
 
 def test_a_non_finite_gradient_stops_with_its_parameter(models):
-    trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True, preflight=False)
+    trainer = attached(plain(Setting(models, "full")), "fp32", preflight=False)
     weight = trainer.model.model.layers[0].self_attn.q_proj.weight
     weight.register_hook(lambda g: g * float("nan"))
     with pytest.raises(RunError, match=r"the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj.weight"):
@@ -34,14 +32,12 @@ def test_a_non_finite_gradient_stops_with_its_parameter(models):
 
 
 def test_logs_say_which_share_of_the_weights_changed(models):
-    trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True, preflight=False)
+    trainer = attached(plain(Setting(models, "full")), "fp32", preflight=False)
     trainer.train()
     shares = [row["share_changed"] for row in trainer.state.log_history if "loss" in row]
     assert len(shares) == 3
     assert min(shares) > 0.9
-    frozen = plain(Setting(models, "full", rate=0.0))
-    attach(frozen, "fp32", quiet=True, preflight=False)
+    frozen = attached(plain(Setting(models, "full", rate=0.0)), "fp32", preflight=False)
     frozen.train()
     assert {row["share_changed"] for row in frozen.state.log_history if "loss" in row} == {0.0}
 
@@ -61,8 +57,7 @@ def test_a_full_evaluation_in_bf16_leaves_the_model_as_it_was(models):
     unmodified = plain(Setting(models, bf16=True, more={"bf16_full_eval": True}))
     unmodified.evaluate()
     assert {p.dtype for p in unmodified.model.parameters()} == {torch.bfloat16}
-    trainer = plain(Setting(models, bf16=True, more={"bf16_full_eval": True}))
-    attach(trainer, "bf16-lora", quiet=True)
+    trainer = attached(plain(Setting(models, bf16=True, more={"bf16_full_eval": True})), "bf16-lora")
     before = {n: p.dtype for n, p in trainer.model.named_parameters()}
     trainer.evaluate()
     assert {n: p.dtype for n, p in trainer.model.named_parameters()} == before
@@ -124,8 +119,7 @@ def test_a_resumed_run_is_bit_for_bit_the_whole_one(models, tmp_path):
     more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     runs = []
     for resumed in (False, True):
-        trainer = plain(setting(models, **more))
-        attach(trainer, "bf16-pure", quiet=True, preflight=False)
+        trainer = attached(plain(setting(models, **more)), "bf16-pure", preflight=False)
         torch.manual_seed(0)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
         moments = [s["exp_avg"] for s in trainer.optimizer.optimizer.state.values()]
@@ -140,7 +134,6 @@ def test_a_trainer_that_makes_another_optimizer_is_refused_before_the_first_step
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
             return self.optimizer
 
-    trainer = plain(setting(models), Own)
-    attach(trainer, "bf16-pure", quiet=True)
+    trainer = attached(plain(setting(models), Own), "bf16-pure")
     with pytest.raises(UsageError, match=r"Own\.create_optimizer at test_guards\.py:\d+ makes SGD: it would find no gradient"):
         trainer.train()

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotype.integrations import attach, detach
-from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+from isotype.integrations import detach
+from tests.integrations.trainers import TRAINERS, Setting, attached, curve, plain
 
 pytest.importorskip("trl")
 
@@ -20,8 +20,7 @@ def heads(folder):
 
 @pytest.mark.parametrize("name", ["ORPO", pytest.param("CPO", marks=pytest.mark.full)])
 def test_preference_losses_need_no_logits(name, models, tmp_path):
-    trainer = TRAINERS[name](Setting(models, more={"output_dir": str(tmp_path / "out")}))
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(TRAINERS[name](Setting(models, more={"output_dir": str(tmp_path / "out")})), "fp32")
     trainer.train()
     assert set(heads(tmp_path)) == {"linear_cross_entropy", "selected_logits", "linear_log_probs"}
 
@@ -48,8 +47,7 @@ def whole(logits, labels, kept):
 @pytest.mark.parametrize(("loss", "read"), [(selected, False), (whole, True)])
 def test_a_users_own_loss_is_the_same_and_what_it_reads_is_counted(loss, read, models, tmp_path):
     want = curve(plain(Setting(models), own(loss)))
-    trainer = plain(Setting(models, more={"output_dir": str(tmp_path / "out")}), own(loss))
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(plain(Setting(models, more={"output_dir": str(tmp_path / "out")}), own(loss)), "fp32")
     assert curve(trainer) == pytest.approx(want, rel=1e-5)
     assert any(re.match(r"logits computed: softmax at test_logits.py:\d+", op) for op in heads(tmp_path)) == read
     assert heads(tmp_path)["linear_log_probs"] == 1
@@ -62,8 +60,7 @@ def test_a_head_that_peft_trains_in_full_is_fused_and_its_gradient_is_fp32(tied,
     config = setting.peft()
     config.modules_to_save, config.target_modules, config.ensure_weight_tying = ["embed_tokens", "lm_head"], ["q_proj"], tied
     object.__setattr__(setting, "peft", lambda *_: config)
-    trainer = TRAINERS["SFT"](setting)
-    attach(trainer, "bf16-lora", quiet=True)
+    trainer = attached(TRAINERS["SFT"](setting), "bf16-lora")
     curve(trainer)
     assert heads(tmp_path) == {"linear_log_probs": 1}
     record = json.loads((tmp_path / "out" / "isotype" / "precision.json").read_text())

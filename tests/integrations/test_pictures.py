@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from isotype.integrations import attach
-from tests.integrations.trainers import curve
+from tests.integrations.trainers import attached, curve
 
 pytest.importorskip("trl")
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
@@ -26,7 +26,7 @@ def rows(kind, pictures=True):
     return made
 
 
-def trainer_of(base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictures=True, steps=2, bf16=False, **more):
+def trainer_of(base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictures=True, steps=2, **more):
     import trl
     from datasets import Dataset
     from peft import LoraConfig
@@ -36,11 +36,11 @@ def trainer_of(base, folder, kind="SFT", *, targets=LANGUAGE, model=None, pictur
     lengths = {"GRPO": {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}}.get(kind, {"max_length": None})
     args = getattr(trl, f"{kind}Config")(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, learning_rate=2e-3, logging_steps=1, report_to=[],
-        bf16=bf16, use_cpu=True, save_strategy="no", gradient_checkpointing=False, disable_tqdm=True, **lengths,
+        bf16=False, use_cpu=True, save_strategy="no", gradient_checkpointing=False, disable_tqdm=True, **lengths,
     )  # fmt: skip
     given = {"reward_funcs": longest} if kind == "GRPO" else {}
     return getattr(trl, f"{kind}Trainer")(
-        model or AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16 if bf16 else torch.float32), args=args,
+        model or AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32), args=args,
         train_dataset=Dataset.from_list(rows(kind, pictures)), peft_config=LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"),
         processing_class=AutoProcessor.from_pretrained(base) if pictures else AutoTokenizer.from_pretrained(base), **given, **more,
     )  # fmt: skip
@@ -72,18 +72,10 @@ def test_losses_with_pictures_are_the_unattached_trainers(kind, vlm, tmp_path):
     assert "PF014" not in found
 
 
-def test_losses_in_bf16_are_near_the_unattached_trainers(vlm, tmp_path):
-    want = curve(trainer_of(vlm("gemma3"), tmp_path / "plain", bf16=True))
-    attached = trainer_of(vlm("gemma3"), tmp_path / "attached", bf16=True)
-    attach(attached, precision="bf16-lora", quiet=True)
-    assert curve(attached)[::2] == pytest.approx(want[::2], abs=1e-3)
-
-
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_adapters_of_a_tower_that_sees_no_picture_are_named(kind, vlm, tmp_path):
     """`all-linear` puts them there, and on rows of text no gradient arrives."""
-    trainer = trainer_of(vlm("gemma3"), tmp_path, kind, targets="all-linear", pictures=False, steps=1)
-    attach(trainer, precision="fp32", quiet=True)
+    trainer = attached(trainer_of(vlm("gemma3"), tmp_path, kind, targets="all-linear", pictures=False, steps=1), "fp32")
     trainer.train()
     found, _ = said(tmp_path)
     assert "get no usable gradient: base_model.model.model.vision_tower." in found["PF014"]
@@ -94,7 +86,6 @@ def test_an_adapter_on_the_class_for_text_is_told_that_it_will_not_load(vlm, tmp
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(vlm("qwen3_5"), dtype=torch.float32)
-    trainer = trainer_of(vlm("qwen3_5"), tmp_path, targets=["q_proj"], model=model, pictures=False, steps=1)
-    attach(trainer, precision="fp32", quiet=True)
+    trainer = attached(trainer_of(vlm("qwen3_5"), tmp_path, targets=["q_proj"], model=model, pictures=False, steps=1), "fp32")
     trainer.train()
     assert "will not load onto the released model (Qwen3_5ForConditionalGeneration)" in said(tmp_path)[0]["PF024"]

@@ -11,14 +11,13 @@ from transformers import Trainer, TrainerCallback
 from isotype.errors import PreflightError, RunError, UsageError
 from isotype.integrations import attach
 from isotype.observe import is_observed
-from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, attached, curve, plain
 
 pytest.importorskip("trl")
 
 
 def run(name, models, tmp_path, *, precision="bf16-lora", **more):
-    trainer = TRAINERS[name](Setting(models, bf16=precision != "fp32", more={"output_dir": str(tmp_path), **more}))
-    attach(trainer, precision, quiet=True)
+    trainer = attached(TRAINERS[name](Setting(models, bf16=precision != "fp32", more={"output_dir": str(tmp_path), **more})), precision)
     trainer.train()
     return trainer, lambda file: json.loads((tmp_path / "isotype" / f"{file}.json").read_text())
 
@@ -90,8 +89,7 @@ def test_the_schedule_of_a_run_is_observed_and_the_step_after_a_change(models, t
 def test_a_run_with_preflight_is_bit_for_bit_the_run_without(name, models):
     curves = []
     for preflight in (True, False):
-        trainer = TRAINERS[name](Setting(models))
-        attach(trainer, "fp32", quiet=True, preflight=preflight)
+        trainer = attached(TRAINERS[name](Setting(models)), "fp32", preflight=preflight)
         curves.append(curve(trainer))
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
         curves.append(weights.tolist())
@@ -121,12 +119,10 @@ def test_rows_without_labels_are_refused_before_step_1(models):
 
 
 def test_a_learning_rate_of_zero_is_refused_unless_skipped(models, tmp_path):
-    trainer = plain(Setting(models, rate=0.0))
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(plain(Setting(models, rate=0.0)), "fp32")
     with pytest.raises(PreflightError, match=r"PF003 the learning rate is 0(.|\n)*where     learning_rate(.|\n)*attach\(..., skip=\{"):
         trainer.train()
-    trainer = plain(Setting(models, rate=0.0, more={"output_dir": str(tmp_path)}))
-    attach(trainer, "fp32", quiet=True, skip={"PF003": "a dry run"})
+    trainer = attached(plain(Setting(models, rate=0.0, more={"output_dir": str(tmp_path)})), "fp32", skip={"PF003": "a dry run"})
     trainer.train()
     skipped = json.loads((tmp_path / "isotype" / "preflight.json").read_text())["skipped"]
     assert {"code": "PF003", "check": "updates survive rounding into the trained dtype", "reason": "a dry run"} in skipped
@@ -149,8 +145,7 @@ def test_settings_without_effect_are_refused(given, words, models):
 def test_a_resumed_run_goes_on_in_its_record(models, tmp_path):
     more = {"output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run("Trainer", models, tmp_path, precision="fp32", **{k: v for k, v in more.items() if k != "output_dir"})
-    trainer = plain(Setting(models, rate=5e-4, more={**more, "lr_scheduler_type": "constant"}))
-    attach(trainer, "fp32", quiet=True)
+    trainer = attached(plain(Setting(models, rate=5e-4, more={**more, "lr_scheduler_type": "constant"})), "fp32")
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     rows = [json.loads(line) for line in (tmp_path / "isotype" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
@@ -169,8 +164,9 @@ def test_an_update_that_moves_no_weight_is_refused_where_gradients_ask_for_one(s
         def compute_loss(self, *args, **kwargs):
             return share * super().compute_loss(*args, **kwargs)
 
-    trainer = plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 2}), Copies)
-    attach(trainer, "fp32", quiet=True, preflight=False)
+    trainer = attached(
+        plain(Setting(models, form="full", more={"output_dir": str(tmp_path), "max_steps": 2}), Copies), "fp32", preflight=False
+    )
     if share:
         with pytest.raises(RunError, match="step 1 changed no weight, and its gradients and learning rate are not zero: AdamW"):
             trainer.train()

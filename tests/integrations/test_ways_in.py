@@ -1,8 +1,7 @@
-"""The thin ways in: a callback, the plugins of axolotl and ms-swift, stood in for by their interface; TRL's own scripts with one line."""
+"""The thin ways in: a callback, the plugin of axolotl, stood in for by its interface; TRL's own scripts with one line."""
 
 import importlib
 import json
-import runpy
 import sys
 import types
 from importlib import import_module
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from transformers import TrainerCallback
 
 from isotype.errors import UsageError
 from isotype.integrations import IsotypeCallback
@@ -78,23 +76,6 @@ def test_axolotls_plugin_attaches_with_the_precision_of_the_configuration(models
     assert trainer.__dict__[ATTACHED].resolved.preset == "bf16-lora"
     assert "isotype attached to SFTTrainer" in capsys.readouterr().out
     monkeypatch.delitem(sys.modules, "isotype.integrations.axolotl")
-
-
-def test_ms_swifts_external_plugin(models, monkeypatch):
-    import isotype.integrations.swift as ours
-
-    callbacks = types.ModuleType("swift.callbacks")
-    callbacks.callbacks_map = {}
-    monkeypatch.setitem(sys.modules, "swift", types.ModuleType("swift"))
-    monkeypatch.setitem(sys.modules, "swift.callbacks", callbacks)
-    runpy.run_path(ours.__file__)
-    monkeypatch.setenv("ISOTYPE_PRECISION", "fp32")
-    trainer = plain(Setting(models))
-    made = callbacks.callbacks_map["isotype"](trainer.args, trainer)
-    assert isinstance(made, TrainerCallback)
-    trainer.add_callback(made)
-    trainer.train()
-    assert trainer.__dict__[ATTACHED].resolved.preset == "fp32"
 
 
 # --- The scripts that TRL ships, from its installed package, with one line added: they run to their end and say what was fused.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isotype.integrations import attach
 from tests.models import quantised, tiny
 
 WORDS = 93
@@ -232,6 +233,12 @@ TRAINERS = {
     "Trainer": plain, "Seq2SeqTrainer": seq2seq, "SFT": sft, "DPO": dpo, "KTO": kto, "GRPO": grpo, "RLOO": rloo, "Reward": reward,
     "Distillation": distillation, "OnlineDPO": online_dpo, "GKD": gkd, "ORPO": orpo, "CPO": cpo,
 }  # fmt: skip
+
+
+def attached(trainer: Any, precision: str, **more: Any) -> Any:
+    """The trainer, to which Isotype is attached without a word."""
+    attach(trainer, precision, quiet=True, **more)
+    return trainer
 
 
 def curve(trainer: Any) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .program import program
 from .tiny import HIDDEN, MLP, Attention, Rotary, Tiny, tiny
@@ -29,17 +29,6 @@ class Fp32MLP(MLP):
             return F.linear(F.silu(F.linear(x.float(), self.up.weight)), self.down.weight).to(x.dtype)
 
 
-class Fp32Convolution(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            mixed = self.mix(x.float().transpose(1, 2)).transpose(1, 2)
-        return super().forward(mixed.to(x.dtype))
-
-
 class Fp32Attention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -51,14 +40,6 @@ class NarrowTable(Rotary):
         angles = torch.outer(torch.arange(x.shape[1]).to(torch.bfloat16), self.inv_freq.bfloat16())
         angles = torch.cat([angles, angles], -1)
         return angles.cos().float().to(x.dtype), angles.sin().float().to(x.dtype)
-
-
-class ScaledEmbedding(Tiny):
-    """The embedding is scaled in fp64."""
-
-    def embedded(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        return (x.double() * HIDDEN**0.5).to(x.dtype)
 
 
 def narrow_loss(run) -> None:
@@ -94,13 +75,6 @@ class WideProduct(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         return (dy.float() @ w.float()).to(x.dtype), dy.flatten(0, 1).float().t() @ x.flatten(0, 1).float()
-
-
-class Fp16Backward(WideProduct):
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return (dy.half() @ w.half()).to(x.dtype), (dy.flatten(0, 1).t() @ x.flatten(0, 1)).float()
 
 
 def with_function(function: type[torch.autograd.Function]) -> type[MLP]:
@@ -224,11 +198,6 @@ def swap_buffer(run) -> None:
     run.model.rotary.inv_freq = run.model.rotary.inv_freq.bfloat16()
 
 
-def swap_forward(run) -> None:
-    mlp = run.model.layers[0].mlp
-    mlp.forward = lambda x: in_fp16(mlp, x)
-
-
 def swap_module(run) -> None:
     new = Fp16MLP()
     new.load_state_dict(run.model.layers[0].mlp.state_dict())
@@ -264,21 +233,18 @@ class CustomOp(MLP):
         return super().forward(x - narrow_mean(x.detach()))
 
 
-for made in (Fp16MLP, Fp32MLP, Fp32Convolution, RunningMean, DoubleAccumulator, CompiledMLP, CustomOp):
+for made in (Fp16MLP, Fp32MLP, RunningMean, DoubleAccumulator, CompiledMLP, CustomOp):
     program(made.__name__, lambda made=made: tiny(mlp=made))
 for made in (Fp32Attention, DistanceBias):
     program(made.__name__, lambda made=made: tiny(attention=made))
 program("NarrowTable", lambda: tiny(rotary=NarrowTable))
-program("ScaledEmbedding", ScaledEmbedding)
 for change in (narrow_loss, accumulated_in_bf16, norm_of_gradients_in_bf16, recast):
     program(change.__name__, tiny, prepare=change)
 program("custom_backward_sums_in_bf16", lambda: tiny(mlp=with_function(NarrowSum)))
 program("custom_backward_multiplies_in_fp32", lambda: tiny(mlp=with_function(WideProduct)))
-program("custom_backward_multiplies_in_fp16", lambda: tiny(mlp=with_function(Fp16Backward)))
 program("optimizer_sums_in_bf16", tiny, prepare=with_optimizer(torch.bfloat16, torch.float32))
 program("optimizer_keeps_bf16", tiny, prepare=with_optimizer(torch.float32, torch.bfloat16))
 program("optimizer_in_fp64", tiny, prepare=with_optimizer(torch.float64, torch.float32))
 program("bf16_table_buffer", with_buffer_in(torch.bfloat16))
 program("buffer_swapped_later", tiny, steps=4, before_step=at_step(3, swap_buffer))
-program("forward_swapped_later", tiny, steps=4, before_step=at_step(3, swap_forward))
 program("module_swapped_later", tiny, steps=4, before_step=at_step(3, swap_module))

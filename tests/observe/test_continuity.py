@@ -13,72 +13,55 @@ from isotype.errors import DtypeError, RunError
 from isotype.observe.continuity import Continuity
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.tasks.choose import task_of
 from isotype.training.run import train
-from tests.training.toy_task import ToyTask
-
-
-class WithTable(nn.Module):
-    """Adds a table of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.linspace(0.1, 0.9, 16))
-
-    def forward(self, x):
-        return x + self.table.sum() * 0
-
-
-class Task(ToyTask):
-    """`at_evaluation(model)` runs in each evaluation after step 0's."""
-
-    evaluations = 0
-
-    def network(self, precision, device):
-        return nn.Sequential(*super().network(precision, device), WithTable().to(device))
-
-    def evaluate(self, model, device, **given):
-        self.evaluations += 1
-        if self.evaluations > 1:
-            self.at_evaluation(model)
-        return super().evaluate(model, device, **given)
-
-    def rehearse_evaluation(self, model, device, *, dtype):
-        return super().evaluate(model, device, dtype=dtype)
-
-    def at_evaluation(self, model) -> None: ...
 
 
 @pytest.fixture
 def task(configured):
+    """A run, and its task; `act(model)` runs in each evaluation after step 0's."""
+
     def make(act=None, **sections):
         given = {"steps": 6, "learning_rate": 1e-2, "eval_every": 2}
-        loaded = configured("run", adapter={"kind": "none"}, train=given | sections.pop("train", {}), **sections)
-        made = Task(loaded.config)
-        if act is not None:
-            made.at_evaluation = act
+        loaded = configured("run", adapter={"targets": ["q_proj"]}, train=given | sections.pop("train", {}), **sections)
+        made, evaluations = task_of(loaded.config), []
+        evaluate = made.evaluate
+
+        def acting(model, device, **options):
+            evaluations.append(model)
+            if act is not None and len(evaluations) > 1:
+                act(model)
+            return evaluate(model, device, **options)
+
+        made.evaluate = acting
         return loaded, made
 
     return make
 
 
+def trained(model, kind):
+    return next(p for name, p in model.named_parameters() if p.requires_grad and kind in name)
+
+
 def round_weight(model):
-    model[0].weight.data.copy_(model[0].weight.bfloat16())
+    trained(model, "lora_A").data.copy_(trained(model, "lora_A").bfloat16())
 
 
 def round_table(model):
-    model[-1].table = model[-1].table.bfloat16().float()
+    table = model.get_base_model().model.rotary_emb
+    table.inv_freq = table.inv_freq.bfloat16().float()
 
 
 def shift_weight(model):
-    model[3].bias.data += 1e-3
+    trained(model, "lora_B").data += 1e-3
 
 
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (round_weight, "weight 0.weight was rounded to bf16"),
-        (round_table, "buffer 4.table was rounded to bf16"),
-        (shift_weight, "weight 3.bias was changed"),
+        (round_weight, "lora_A.default.weight was rounded to bf16"),
+        (round_table, "rotary_emb.inv_freq was rounded to bf16"),
+        (shift_weight, "lora_B.default.weight was changed"),
     ],
 )
 def test_what_an_evaluation_changes_ends_the_run_before_the_next_update(act, said, task, tmp_path):
@@ -93,7 +76,7 @@ class Rounds(Callback):
 
 
 def test_a_callback_that_rounds_a_buffer_is_named(task):
-    with pytest.raises(RunError, match=r"CB001 step 1: Rounds.on_step changed 4.table"):
+    with pytest.raises(RunError, match=r"CB001 step 1: Rounds.on_step changed .*rotary_emb.inv_freq"):
         train(*task(), callbacks=[Rounds()])
 
 
@@ -127,7 +110,7 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
     said = record["not watched"]
     assert any("other steps than these: " + ", ".join(map(str, record["observed_at"])) in what for what in said)
     assert any(what.startswith("evaluations, but for one batch") for what in said)
-    page = write_report(tmp_path / "run").page.read_text()
+    page = write_report(tmp_path / "run").read_text()
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
 
 

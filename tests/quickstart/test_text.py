@@ -58,7 +58,7 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert {"prompt", "before", "after", "reference"} == set(said["samples"][0])
     assert quickstart(made, share=0.01) == 0
     shown = capsys.readouterr().out
-    assert "loss of pretrain" in shown
+    assert "loss of pretrain  " in shown
     assert f"> {said['samples'][0]['prompt']}" in shown
     assert str(made / "tune" / "report.html") in shown
 

@@ -1,13 +1,8 @@
-"""The page of a run: whole runs, dead runs, hostile text; its picture and its verdict."""
+"""The page of a run: whole runs, dead runs, hostile text; its verdict."""
 
 import json
 import re
-import shutil
-import subprocess
-from base64 import b64encode
-from hashlib import sha256
 from html.parser import HTMLParser
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +10,6 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.report import write_report
-from isotype.report.picture import picture
 from isotype.report.record import read_run
 from isotype.report.verdicts import verdict
 from isotype.report.write import render
@@ -65,12 +59,12 @@ def test_everything_is_on_the_page(whole_run: Path) -> None:
     page = page_of(whole_run)
     words = (
         "done|Loss|Gradient norm|clip 1|Share changed|Tokens per second|Peak memory|1 min 15 s|7 rows were cut|12 bf16|run.yaml:9|"
-        "because 0|because 100|in the data|packages.torch|2.13.0|some/model|16 of 17 checks passed|updates survive rounding|PF011|"
-        "a smaller train.batch_size|shared disk|How many rows have how many tokens|3 of 9 tokens are learnt|train.weight_decay|run.yaml:12"
+        "because 0|because 100|in the data|torch|2.13.0|some/model|16 of 17 checks passed|updates survive rounding|PF011|"
+        "a smaller train.batch_size|shared disk|3 of 9 tokens are learnt|weight_decay|run.yaml:12"
     )
     assert [word for word in words.split("|") if word not in page.text] == []
     assert page.text.index("because 0") < page.text.index("because 100") < page.text.index("because 50"), "first and last, then between"
-    assert 'PeftModel.from_pretrained(base, "' in page.text
+    assert f"isotype merge {whole_run}" in page.text
 
 
 def test_it_needs_no_network_and_allows_no_script(whole_run: Path) -> None:
@@ -85,48 +79,27 @@ def test_it_needs_no_network_and_allows_no_script(whole_run: Path) -> None:
 
 def pictures_of(path: Path, steps: tuple[int, ...] = (0, 5, 10), **files: Any) -> Path:
     """A diffusion run with an average, whose prompts are HOSTILE, and `a dog` with two seeds."""
-    from matplotlib.pyplot import imsave
+    from PIL import Image
 
     asked = [(prompt, whose) for whose in ({}, {"weights": "average"}) for prompt in (HOSTILE, "a dog", "a dog")]
     names = {(s, i): f"samples/step_{s}_{i}.png" for s in steps for i in range(len(asked))}
     moments = [{"step": s, "samples": [{"prompt": p, "file": names[s, i], **w} for i, (p, w) in enumerate(asked)]} for s in steps]
     run_folder(path, samples=moments, plan={"task": "diffusion", "total": 10}, **{"metrics": [step(1)], **files})
     for (s, i), name in names.items():
-        imsave(path / name, [[(s / 10, i / 10, 0.5)]])
+        Image.new("RGB", (1, 1), (25 * s, 25 * i, 128)).save(path / name)
     return path
 
 
 def test_pictures_are_beside_the_base_and_the_average_by_step(tmp_path: Path) -> None:
     text = html_of(pictures_of(tmp_path / "run"))
-    page = Page(text)
+    policy = next(a["content"] for _, a in Page(text).tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     cards = text[: text.index('id="curves"')].split('<div class="card sample drawn">')[1:]
     shown = ["step 0, the base", "step 5, trained", "step 5, average", "step 10, trained", "step 10, average"]
     assert [re.findall("<figcaption>(.*?)</figcaption>", card) for card in cards] == 3 * [shown], "a card a prompt"
     files = [re.findall(r"samples/step_(\d+_\d+)", card) for card in cards]
     assert files == [[f"0_{i}", f"5_{i}", f"5_{i + 3}", f"10_{i}", f"10_{i + 3}"] for i in range(3)]
-    assert [a["max"] for _, a in page.tags if a.get("type") == "range"] == ["1", "1", "1"]
     assert text.index('id="samples"') < text.index('id="curves"') < text.index('id="data"') < text.index('id="precision"')
-
-
-def test_the_one_script_of_a_page_with_pictures_is_named_by_its_hash(tmp_path: Path) -> None:
-    text = html_of(pictures_of(tmp_path / "run"))
-    page = Page(text)
-    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
-    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
-    named = b64encode(sha256(script.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'; img-src data:"
-    assert [tag for tag, _ in page.tags].count("script") == 1
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_the_slider_shows_one_step(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    after = subprocess.run(["chromium", *options, f"file://{tmp_path}/page.html"], capture_output=True, text=True, check=True).stdout
-    assert re.findall(r'<div class="step" data-step="(\d+)"( hidden="")?>', after)[:4] == [
-        ("5", ""), ("10", ' hidden=""'), ("5", ' hidden=""'), ("10", ""),
-    ]  # fmt: skip
-    assert re.findall("<output>(.*?)</output>", after) == ["step 5", "step 10", "step 10"]
 
 
 def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -> None:
@@ -138,7 +111,6 @@ def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -
     start = rows.index(["noise level", "step 0", "step 1"])
     assert rows[start + 1 : start + 3] == [["0 to 500", "0.75", "0.75"], ["500 to 1,000", "0.25", "0.25"]]
     assert ["training pictures of 24 x 40", "2"] in rows
-    assert "range" not in [attributes.get("type") for _, attributes in Page(text).tags], "nothing to slide through"
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
@@ -163,7 +135,7 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     page = page_of(folder)
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img"})
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert page.text.count("alert('ran')") >= 15
+    assert page.text.count("alert('ran')") >= 12
     assert str(271828 * 314159) not in page.text, "Jinja ran what a run wrote"
 
 
@@ -219,45 +191,6 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         write_report(run, tmp_path / "missing" / "page.html")
     assert not list(run.glob(".report*"))
-
-
-# --- The picture of a run.
-
-
-Image = pytest.importorskip("PIL.Image")
-
-
-def drawn(folder: Path):
-    return Image.open(BytesIO(picture(read_run(folder)))).convert("RGB")
-
-
-def test_it_is_wide_enough_to_read_and_holds_curves_and_text(whole_run: Path) -> None:
-    image = drawn(whole_run)
-    assert image.width == 1440
-    assert 1200 < image.height < 3000
-    colours = {colour for _, colour in image.getcolors(1 << 20)}
-    assert {(0x25, 0x63, 0xC4), (0xB8, 0x50, 0x0F), (0xF5, 0xF5, 0xF2), (0xFF, 0xFF, 0xFF)} <= colours, "both curves, page and cards"
-
-
-def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> None:
-    colours = {(0, 10): (255, 0, 0), (0, 20): (0, 255, 0), (1, 10): (0, 0, 255), (1, 20): (255, 255, 0)}
-    moments = []
-    for step_ in (10, 20):
-        files = []
-        for i in (0, 1):
-            file = tmp_path / f"a/samples/step_{step_}_{i}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (32, 32), colours[i, step_]).save(file)
-            files.append({"prompt": f"prompt {i}", "answer": "a picture", "file": f"samples/step_{step_}_{i}.png"})
-        moments.append({"step": step_, "samples": files})
-    image = drawn(run_folder(tmp_path / "a", resolved="model:\n  name: x\n", samples=moments))
-    places = {}
-    for key, colour in colours.items():
-        seen = [(x, y) for x in range(0, image.width, 4) for y in range(0, image.height, 4) if image.getpixel((x, y)) == colour]
-        assert len(seen) > 100, f"{key}: the picture is large enough to see"
-        places[key] = seen[0]
-    assert places[0, 10][1] == places[0, 20][1] < places[1, 10][1] == places[1, 20][1], "a row a prompt"
-    assert places[0, 10][0] == places[1, 10][0] < places[0, 20][0] == places[1, 20][0], "a column a step"
 
 
 # --- The verdict on top of a report: base against tuned loss, and whether the declared precision was kept.

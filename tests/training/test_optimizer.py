@@ -11,7 +11,7 @@ from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
 from isotype.training.ema import Ema
 from isotype.training.optimizer import MixedAdamW, build_optimizer
-from isotype.training.schedule import FREE_SAMPLE_SECONDS, learning_rate, sample_seconds
+from isotype.training.schedule import learning_rate
 
 
 def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
@@ -91,7 +91,7 @@ def test_an_average_follows_its_weights_in_fp32():
     torch.testing.assert_close(ema.averages["weight"].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-# --- The learning rate; the time left counts the pauses between steps, and samples keep to their share of the time.
+# --- The learning rate.
 
 
 def course(total=100, **train):
@@ -126,8 +126,3 @@ def test_weight_decay_is_on_matrices_only():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     optimizer = build_optimizer(model, TrainSection(weight_decay=0.1), PRESETS["fp32"], lambda p: p.grad)
     assert {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]} == {2: 0.1, 1: 0.0}
-
-
-def test_samples_may_take_a_tenth_of_the_steps():
-    assert sample_seconds(1000.0) == 100.0
-    assert sample_seconds(5.0) == FREE_SAMPLE_SECONDS

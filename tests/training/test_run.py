@@ -11,12 +11,10 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.results import losses, metrics, read, same_result
-from tests.training.toy_task import ToyTask
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
-from isotype.config.write import resolved_yaml
-from isotype.errors import RunError, UsageError
+from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
@@ -153,10 +151,8 @@ def test_fewer_steps_than_were_made_are_refused_and_change_nothing(configured, t
 
 
 def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(configured, tmp_path, capsys):
-    run, own = tmp_path / "run", tmp_path / "own.yaml"
-    own.write_text(resolved_yaml(configured(train={"schedule": "constant"}), {}))
-    assert train(load(own)) == 0
-
+    run = tmp_path / "run"
+    assert train(configured(train={"schedule": "constant"})) == 0
     resolved = (run / "resolved.yaml").read_text()
     assert train(load(run / "resolved.yaml", ["train.steps=8"], resolved=True), resume=run) == 0
     assert "note " not in capsys.readouterr().out.split("resume ")[-1]
@@ -170,15 +166,6 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(conf
             train(load(run / "resolved.yaml", ["train.steps=9"], resolved=True), resume=run)
         assert f"resolved.yaml was edited by hand: {key.replace(chr(92), '')}" in capsys.readouterr().out
         (run / "resolved.yaml").write_text((run / "resolved.yaml").read_text().replace(after, before, 1))
-
-    own.write_text(own.read_text().replace("learning_rate", "trian", 1))
-    assert train(load(run / "resolved.yaml", ["train.steps=9"], resolved=True), resume=run) == 0
-    said = capsys.readouterr().out
-    assert f"{own} has changed since the run was begun" in said
-    assert "config.yaml has changed" not in said
-    (run / "config.yaml").write_text("train: {}\n")
-    assert train(load(run / "resolved.yaml", ["train.steps=10"], resolved=True), resume=run) == 0
-    assert f"{run / 'config.yaml'} has changed since the run was begun" in capsys.readouterr().out
 
 
 def test_one_folder_holds_one_run(default_run, configured):
@@ -204,39 +191,6 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(confi
     assert result_of(run) == result
 
 
-def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.training import loop
-
-    original = loop.Loop._step
-
-    def poisoned(self, step):
-        if step == 4:
-            next(p for p in self.model.parameters() if p.requires_grad).data.fill_(float("nan"))
-        original(self, step)
-
-    monkeypatch.setattr(loop.Loop, "_step", poisoned)
-    with pytest.raises(RunError, match=r"NF001 step 4(.|\n)*step_2"):
-        train(configured())
-    assert result_of(tmp_path / "run")["status"] == "failed"
-
-
-def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.runs.checkpoint import atomic_folder
-
-    original = atomic_folder.seal
-
-    def full(aside):
-        if aside.name == ".step_4.partial":
-            raise OSError(28, "No space left on device")
-        original(aside)
-
-    monkeypatch.setattr(atomic_folder, "seal", full)
-    with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
-        train(configured())
-    monkeypatch.undo()
-    assert train(configured(), resume=tmp_path / "run") == 0
-
-
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
 def test_an_impossible_folder_is_a_usage_error(configured, path):
     with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"):
@@ -259,43 +213,10 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
 
 
-# --- The loop runs a task that it has never heard of: trains, reports, resumes after a kill, all with the same code.
+# --- `data.eval` as sets by name: a loss for each, and early stopping by all of them.
 
 
-@pytest.fixture
-def toy(configured):
-    def make(folder: str = "run", **sections):
-        loaded = configured(folder, adapter={"kind": "none"}, **sections)
-        return loaded, ToyTask(loaded.config)
-
-    return make
-
-
-def test_a_toy_task_trains_and_reports(toy, tmp_path, capsys):
-    loaded, task = toy(train={"steps": 40, "learning_rate": 1e-2, "eval_every": 10})
-    assert run_module.train(loaded, task) == 0
-    said = capsys.readouterr().out
-    assert "pt/s" in said
-    assert "40 points" in said
-    rows = metrics(tmp_path / "run")
-    steps = [row for row in rows if "loss" in row]
-    assert steps[-1]["points"] == 40 * 4
-    assert steps[-1]["learnt"] == 4
-    assert not any(word in row for row in rows for word in ("tokens", "supervised"))
-    evaluations = [row for row in rows if row.get("event") == "evaluation"]
-    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    assert evaluations[-1]["eval_points"] == 8
-    assert evaluations[-1]["eval_loss_last"] == 0.0
-    assert (read(tmp_path / "run", "result")["status"], read(tmp_path / "run", "result")["points"]) == ("done", 160)
-    assert read(tmp_path / "run", "precision")["violations"] == []
-    assert read(tmp_path / "run", "plan")["task"] == "toy"
-    assert "sin(1.0)" in write_report(tmp_path / "run").page.read_text()
-
-
-# --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.
-
-
-def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+def test_every_named_set_has_a_loss(configured: Any, workshop: Any, tmp_path: Path) -> None:
     lines = Path(workshop.chats).read_text().splitlines(keepends=True)
     ours, other, odd = tmp_path / "train.jsonl", tmp_path / "more.jsonl", tmp_path / "odd.jsonl"
     ours.write_text("".join(lines[6:]))
@@ -304,9 +225,8 @@ def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, wor
         json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}) + "\n"
     )
     data = {"train": str(ours), "eval": {"like": str(other), "odd": [str(odd)]}}
-    settings = {"steps": 4, "eval_every": 2, "patience": 9, "stop_on": "like", "learning_rate": 0.01}
+    settings = {"steps": 4, "eval_every": 2, "patience": 9, "learning_rate": 0.01}
     assert train(configured(data=data, train=settings)) == 0
-    assert "(best of like)" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row.get("event") == "evaluation"]
     assert [row["step"] for row in evaluations] == [0, 2, 4]
@@ -314,7 +234,7 @@ def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, wor
         low, high = sorted((row["eval_loss_like"], row["eval_loss_odd"]))
         assert low < row["eval_loss"] < high
     result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["best_eval_loss"] == min(row["eval_loss_like"] for row in evaluations)
+    assert result["best_eval_loss"] == min(row["eval_loss"] for row in evaluations)
     write_report(tmp_path / "run")
     page = (tmp_path / "run/report.html").read_text()
     assert "Evaluation loss, like" in page

@@ -45,7 +45,7 @@ INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trac
 }
 # a package that an installation without extras lacks -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
-    ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
+    ("torch", "transformers", "peft", "safetensors", "jinja2", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "PIL": "vision", "gguf": "gguf"}
 # commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too

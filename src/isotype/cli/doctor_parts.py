@@ -264,13 +264,8 @@ def kernels(
     arch: Annotated[
         str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90).")
     ] = "",
-    binary: Annotated[
-        bool,
-        typer.Option("--binary", help="Also compile to machine code: registers, spills, shared memory (seconds per kernel and target)."),
-    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
-    notes: Annotated[bool, typer.Option("--notes", help="Also print notes in full.")] = False,
 ) -> None:
     """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 
@@ -281,7 +276,7 @@ def kernels(
 
         isotype doctor kernels kernels.py:silu_mul --arch sm_80,sm_90,sm_100,gfx942
 
-        isotype doctor kernels my_package.ops.rms_norm --binary
+        isotype doctor kernels my_package.ops.rms_norm
     """
     import warnings
 
@@ -294,17 +289,17 @@ def kernels(
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.kernels.target import check_target
 
-        report = check_target(target, targets, binary=binary)
+        report = check_target(target, targets)
     names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
     subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
     shown = report.findings
     if not json_output:
-        hidden = [] if notes else [f for f in shown if f.severity == Severity.NOTE]
+        hidden = [f for f in shown if f.severity == Severity.NOTE]
         shown = [f for f in shown if f not in hidden]
-        for remark in dict.fromkeys([*report.remarks, *report.usages]):
+        for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:
-            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--notes)"
-    facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "usages", "remarks")}
+            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--json)"
+    facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
     status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

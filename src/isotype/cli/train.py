@@ -81,7 +81,6 @@ def train(
     A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail
     (exit 3): `preflight.json` has all of it.
     """
-    from ..entry.train import of_this_start
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
@@ -90,7 +89,6 @@ def train(
             settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
             device="cuda" if gpus else None,
         )  # fmt: skip
-        loaded, resume = of_this_start(loaded, resume)
         status = _launched(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)

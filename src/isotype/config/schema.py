@@ -263,7 +263,7 @@ class AdapterSection(Section):
 class PrecisionSection(Section):
     preset: Literal["auto", "fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"] = "auto"
     """A named precision; `isotype plan` shows what each role becomes and why."""
-    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
+    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf"] | None = None
     """Frozen weights. A checkpoint that was published quantised is taken as it is; a declared word must be what it is."""
     trainable: Dtype | None = None
     """Weights that are trained."""
@@ -415,8 +415,6 @@ class TrainSection(Section):
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
     """Stop after so many evaluations without a better loss."""
-    stop_on: str | None = None
-    """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
 
     @model_validator(mode="before")
     @classmethod
@@ -442,8 +440,7 @@ class RunSection(Section):
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     sample_every: Annotated[int, Field(ge=0)] | None = None
-    """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
-    training (10 seconds are always allowed)."""
+    """Steps between samples, 0 for none; by default a quarter of the run. The first are taken before step 1, the last after the last."""
     samples: list[str | dict[str, Any]] = []
     """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none. Of pictures each may be a
     mapping: `{prompt: a dog, negative: blurry, size: 768, steps: 30, guidance: 5, seed: 7}`."""
@@ -458,23 +455,19 @@ class RunSection(Section):
     observe_every: PositiveInt = 100
     """Steps between observations of every dtype (step 1 is always observed)."""
     report: bool = True
-    """Write report.html and report.png."""
+    """Write report.html."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
     push_to_hub: str | None = None
-    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own. Token and name are checked before the
-    run; an upload that fails does not fail it."""
-    push_merged: bool = False
-    """Push the adapter merged into its base, instead of the adapter."""
-    push_private: bool = True
-    """Whether a repository that is made for it is private."""
+    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own; a new one is private. Token and name are
+    checked before the run; an upload that fails does not fail it."""
 
 
 class ParallelSection(Section):
-    kind: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
+    kind: Literal["auto", "replicate", "shard"] = "auto"
     """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
-    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `hybrid`:
-    the processes of a machine share the model, and each machine has all of it. `auto` asks the memory plan: `replicate` where it fits."""
+    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `auto`
+    asks the memory plan: `replicate` where it fits."""
     timeout: PositiveFloat = 1800.0
     """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
 

@@ -108,6 +108,19 @@ def is_folder_name(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".safetensors")
 
 
+def gguf_file(name: str) -> Path | None:
+    """The file that a model's name means: itself, or the one in a folder that has no config.json. Raises UsageError for several."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    there = sorted(path.glob("*.gguf"))
+    if len(there) > 1:
+        raise UsageError(f"model {name}: {len(there)} GGUF files, and a model is one", fix=f"--model {there[0]}")
+    return there[0] if there else None
+
+
 def config_file(given: str) -> Path:
     """The JSON file that `model.config` names, itself or by its folder."""
     path = Path(given)
@@ -147,13 +160,6 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     data = config.data
     for side in ("train", "eval"):
         source_specs(data, side)
-    stop_on, sets = config.train.stop_on, list(data.eval) if isinstance(data.eval, dict) else []
-    if stop_on is not None and stop_on not in sets:
-        there = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
-        raise UsageError(
-            f"{sources['train.stop_on']} train.stop_on: {stop_on}: {there}",
-            fix=f"data.eval: {{{stop_on}: FILE, ...}}" if not sets else None,
-        )
     if data.stream and config.train.steps is None:
         raise UsageError("data.stream needs train.steps: how many rows a stream has is not known", fix="--steps N")
     if data.stream and data.cache not in ("auto", "none"):

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..config.schema import TrainSection
 from ..errors import UsageError
-from ..runs.folder import RESOLVED
 
 LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
 
@@ -100,20 +98,3 @@ def _nearest(step: int, size: int) -> str:
     able = [n for n in range(1, step + 1) if step % n == 0]
     below, above = max(n for n in able if n < size), min((n for n in able if n > size), default=None)
     return f"{below} process" + ("es" if below > 1 else "") if above is None else f"{below} or {above} processes"
-
-
-def run_to_go_on_with(folder: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The run's folder where the launcher has started this command again and a run was begun there; else None.
-
-    folder  run.folder as configured
-    Raises  UsageError where restarts are asked for and the folder's name would be another one each time
-    """
-    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        return None
-    if "{name}" in folder:
-        raise UsageError(
-            f"torchrun --max-restarts {environ['TORCHELASTIC_MAX_RESTARTS']}: run.folder: {folder} has another name at each start",
-            fix="give the folder, so that a restart finds the run: --out FOLDER",
-        )
-    begun = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (Path(folder) / RESOLVED).is_file()
-    return Path(folder) if begun else None

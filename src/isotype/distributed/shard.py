@@ -31,14 +31,12 @@ class Sharding:
     """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
 
     mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its connections
-    parts     processes that share a weight
-    replicas  how many times the whole model is there
+    parts     processes that share a weight: all
     """
 
-    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
+    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any) -> None:
         """All processes call it together, with the units that `keep_part` has cut."""
-        self.mesh = mesh
-        self.parts, self.replicas = world.size // replicas, replicas
+        self.mesh, self.parts = mesh, world.size
         _gather_once(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, Sums] = {}
@@ -81,22 +79,16 @@ class Sums:
         return gradient
 
 
-def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
-    """The processes as FSDP wants them; all call it together.
-
-    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
-    """
+def mesh_of(world: World, device: torch.device) -> Any:
+    """The processes as FSDP wants them; all call it together."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if nodes == 1:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
 
 
 def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
     """What this process keeps of a model that the processes of `mesh` share. `look`: called with the model before it is cast."""
-    sharing = mesh.ndim - 1  # before it, in a hybrid mesh, are the machines
-    return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
+    return Part(mesh.get_local_rank(), mesh.size(), look)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
@@ -194,8 +186,7 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
         if id(parameter) not in found:
             part = local_part(parameter).detach().to(dtype).cpu()
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
-            if world.rank < sharding.parts:
-                world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
+            world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
             found[id(parameter)] = whole
         if (known := found[id(parameter)]) is not None:
             result[full] = known

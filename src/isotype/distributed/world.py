@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -113,11 +112,10 @@ class JoinedWorld(World):
     Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what another process raised
     """
 
-    def __init__(self, mine: Rank, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
-        """owned  the process group was made here and ends with the run, else it belongs to who made it"""
+    def __init__(self, mine: Rank, store: Any, *, timeout: float, backend: str) -> None:
         self.rank, self.size, self.local_rank, self.local_size = mine.rank, mine.size, mine.local_rank, mine.local_size
         self.nodes, self.launcher, self.backend = max(1, mine.size // max(1, mine.local_size)), mine.launcher, backend
-        self._store, self._timeout, self._owned = store, timeout, owned
+        self._store, self._timeout = store, timeout
         self._turn = 0
         self._speaks = mine.rank == 0
         self._lost: IsotypeError | None = None
@@ -244,7 +242,7 @@ class JoinedWorld(World):
             elif self.first:
                 self._see_off(LEAVING if self._lost is None else 1.0)
         self._watch.stop()
-        if self._owned and dist.is_initialized():
+        if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
 
@@ -344,18 +342,13 @@ _RESUME = "see what ended it, then isotype train --resume FOLDER goes on, on any
 
 
 def join(device: str, *, timeout: float) -> World:
-    """The processes that a launcher started, or those of a process group that is there already (Ray Train); else one.
+    """The processes that a launcher started; else one.
 
     device   `cpu`, `cuda` or `auto`, as model.device
     timeout  seconds to wait for another process
     Raises   UsageError where the environment contradicts itself or there are fewer GPUs than processes
     """
     watch_lifeline()
-    if "torch.distributed" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return _world_of_group(device, timeout)
     mine = find_rank()
     if mine.size == 1:
         return ALONE
@@ -366,8 +359,7 @@ def join(device: str, *, timeout: float) -> World:
     on_gpu = _take_gpu(device, mine)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    # torchrun keeps its store from one attempt to the next, with what the ended processes reported
-    run, ours = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_RUNS)}", None
+    run, ours = next(_RUNS), None
     try:
         meeting = _store(mine, wait)
         store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
@@ -375,7 +367,7 @@ def join(device: str, *, timeout: float) -> World:
         dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait)
     except RuntimeError as error:
         raise _not_all_came(mine, ours, timeout, error) from error
-    return JoinedWorld(mine, ours, timeout=timeout, owned=True, backend=backend)
+    return JoinedWorld(mine, ours, timeout=timeout, backend=backend)
 
 
 _SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
@@ -408,19 +400,6 @@ def _store(mine: Rank, wait: timedelta) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening: dict[str, Any] = {"master_listen_fd": int(handle)} if mine.rank == 0 else {}
     return dist.TCPStore(address, port, mine.size, is_master=mine.rank == 0, timeout=wait, wait_for_workers=False, **listening)
-
-
-def _world_of_group(device: str, timeout: float) -> World:
-    """Around a process group that somebody else made and will end. Its variables are read only for the rank on the machine."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    environ = os.environ
-    local_rank, local_size = (int(environ[name]) if environ.get(name, "").isdigit() else least
-                              for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
-    mine = Rank(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
-    store = dist.PrefixStore(f"isotype {next(_RUNS)}", _get_default_store())
-    return JoinedWorld(mine, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
 
 
 def _take_gpu(device: str, mine: Rank) -> bool:

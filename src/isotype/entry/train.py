@@ -127,7 +127,6 @@ def train(
     loaded = load_settings(
         file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE, consent=accept_changes
     )
-    loaded, before = of_this_start(loaded, before)
 
     with process_state_restored():
         ended = start(loaded, resume=before, skips=skip, callbacks=callbacks, objective=objective)
@@ -180,8 +179,7 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
     """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
     from ..distributed.rank import find_rank
 
-    run = loaded.config.run
-    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
+    if loaded.config.run.push_to_hub is None or find_rank().rank != 0:
         return None
     from ..inference.push import check_push
 
@@ -210,7 +208,7 @@ def _set_keys(section: Section) -> dict[str, Any]:
 
 
 class Run:
-    """A finished or unfinished run. Each access reads the files again. A notebook displays it as the picture of its report.
+    """A finished or unfinished run. Each access reads the files again.
 
     Raises  UsageError when the folder holds nothing of a run
     """
@@ -301,16 +299,10 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """report.html, made anew; report.png lies beside it."""
+        """report.html, made anew."""
         from ..report import write_report
 
-        return write_report(self.folder).page
-
-    def _repr_png_(self) -> bytes | None:
-        from ..report import write_report
-
-        drawn = write_report(self.folder).picture
-        return drawn.read_bytes() if drawn is not None else None
+        return write_report(self.folder)
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # set by `train.deterministic`
@@ -398,18 +390,6 @@ def load_settings(
     loaded = load(file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options)
     refuse_incomplete(loaded)
     return loaded
-
-
-def of_this_start(loaded: LoadedConfig, resume: Path | None) -> tuple[LoadedConfig, Path | None]:
-    """The settings, and the folder of the run to go on with: where torchrun repeats a command after a process died, its own run's.
-
-    Raises  UsageError where the repeated command could not find its run
-    """
-    from ..distributed.rank import run_to_go_on_with
-
-    if resume is not None or (begun := run_to_go_on_with(loaded.config.run.folder)) is None:
-        return loaded, resume
-    return load_settings(None, preset=None, resume=begun, how_to_change=""), begun
 
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:

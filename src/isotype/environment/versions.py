@@ -108,9 +108,6 @@ def _import_torch() -> Any:
     return torch
 
 
-_EXTRAS = ("", "train", "quant", "kernels")
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
     """A dtype fault of released versions. `applies` sees the whole environment, since most need a device or a setting too."""
@@ -173,56 +170,12 @@ KNOWN_FAULTS = (
         fix="unset TRITON_INTERPRET; isotype doctor kernels compiles for a GPU without having one",
         applies=lambda environment: environment["variables"].get("TRITON_INTERPRET", "0") not in ("", "0"),
     ),
-    KnownFault(
-        package="transformers",
-        versions=">=5.0",
-        severity=Severity.NOTE,
-        message="Trainer(bf16=True) trains the weights in the checkpoint's own dtype, often pure bf16",
-        cause="from_pretrained keeps the checkpoint's dtype since 5.0; at learning rate 2e-5 about 5% of bf16 weights ever change",
-        fix="isotype train is not concerned; with HF Trainer load with dtype=torch.float32",
-    ),
 )
 
 
 def faults(environment: Mapping[str, Any]) -> list[Finding]:
     """Every finding about an environment as `environment()` gives it."""
-    return [*mismatched_pairs(environment["distributions"]), *_known(environment), *_devices(environment), *_variables(environment)]
-
-
-def mismatched_pairs(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Key packages whose own requirements the installed versions break; Isotype's requirements among them."""
-    for name in ("isotype", *KEY_PACKAGES):
-        for requirement in _requirements(name):
-            version = installed.get(normalised(requirement.name))
-            if version is None or not requirement.specifier or requirement.specifier.contains(version, prereleases=True):
-                continue
-            yield Finding(
-                code="EV001",
-                severity=Severity.ERROR,
-                place=Place(symbol=requirement.name),
-                message=f"{name} {installed.get(name, '')} needs {requirement.name}{requirement.specifier}, {version} is installed",
-                cause=f"the requirement is {name}'s own; this pair was never tested together",
-                fix=f"pip install '{requirement.name}{requirement.specifier}'",
-            )
-
-
-def _requirements(name: str) -> list[Any]:
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        given = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return []
-    extras = _EXTRAS if name == "isotype" else ("",)
-    found = []
-    for text in given:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:  # an old package's own mistake
-            continue
-        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
-            found.append(requirement)
-    return found
+    return [*_known(environment), *_devices(environment), *_variables(environment)]
 
 
 def _known(environment: Mapping[str, Any]) -> Iterator[Finding]:

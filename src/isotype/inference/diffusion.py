@@ -47,18 +47,13 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
     run, on_the_way = run_and_result(run)
-    loaded = load(require_run(run) / RESOLVED, resolved=True)
-    config, adapter = _without_start(_without_samples(loaded.config)), on_the_way or run / "adapter"
+    task, device = _task_of(run, lambda config: _without_start(_without_samples(config)))
+    config, precision, adapter = task.config, task.precision, on_the_way or run / "adapter"
     if config.adapter.kind == "none":
         raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
     refuse_filled(out)
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    task = DiffusionTask(config)
-    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
-    task.check(precision)
     task.take_base(RunFolder(run).base)
     task.folder.fetch()
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(precision)
@@ -200,6 +195,16 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     return taken, task.evaluate(model, device, dtype=task.precision.loss)
 
 
+def _task_of(folder: Path, change: Callable[[RunConfig], RunConfig]) -> tuple[DiffusionTask, torch.device]:
+    """The task of a run's folder under its precision, and the device."""
+    loaded = load(require_run(folder) / RESOLVED, resolved=True)
+    config = change(loaded.config)
+    hardware = detect(config.model.device)
+    task = DiffusionTask(config)
+    task.check(resolve_precision(config, loaded.sources, hardware, task.roles).precision)
+    return task, torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+
+
 def _without_samples(config: RunConfig) -> RunConfig:
     """Its prompts, whose files may be gone, are neither read nor encoded."""
     return config.model_copy(update={"run": config.run.model_copy(update={"samples": []})})
@@ -215,14 +220,9 @@ def _load_run(
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode` comes before the denoiser is loaded."""
     folder, on_the_way = run_and_result(folder)
-    loaded = load(require_run(folder) / RESOLVED, resolved=True)
     result = result_of(folder, on_the_way)
-    config = change(loaded.config if result is None else _without_start(loaded.config))
-    hardware = detect(config.model.device)
-    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-    task = DiffusionTask(config)
-    precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
-    task.check(precision)
+    task, device = _task_of(folder, lambda config: change(config if result is None else _without_start(config)))
+    precision = task.precision
     encode(task, device)
     task.take_base(RunFolder(folder).base)
     model: nn.Module

@@ -5,7 +5,6 @@ Also loads the folder of an adapter or a model that belongs to no run.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +76,7 @@ def load_run(folder: Path) -> LoadedRun:
         refuse_scores(folder)
     result = result_of(folder, on_the_way)
     if config.model.name is not None and (result is None or (result / "adapter_config.json").is_file()):
-        name = base_of(config.model.name, folder, "model.name", folder / RESOLVED)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+        base_of(config.model.name, "model.name", folder / RESOLVED)
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
     precision = resolve_precision(config, loaded.sources, hardware).precision
@@ -136,7 +134,7 @@ def refuse_scores(folder: Path) -> NoReturn:
     """Raises UsageError for a reward model."""
     raise UsageError(
         f"{folder}: a reward model gives scores, and answers nothing",
-        fix="transformers.AutoModelForSequenceClassification loads it with num_labels=1; the run's report has the lines",
+        fix="transformers.AutoModelForSequenceClassification loads it with num_labels=1; README.md in its folder has the lines",
     )
 
 
@@ -148,7 +146,7 @@ def load_adapter(folder: Path) -> LoadedRun:
         refuse_scores(folder)
     if not name:
         raise UsageError(f"{folder / 'adapter_config.json'}: base_model_name_or_path is missing: which model is this an adapter of?")
-    name = base_of(name, folder, "base_model_name_or_path", folder / "adapter_config.json")
+    name = base_of(name, "base_model_name_or_path", folder / "adapter_config.json")
     config = RunConfig(model=ModelSection(name=name, revision=settings.get("revision")))
     source = Source(name, settings.get("revision"))
     hardware = detect(config.model.device)
@@ -160,24 +158,11 @@ def load_adapter(folder: Path) -> LoadedRun:
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "adapter")
 
 
-def base_of(name: str, folder: Path, setting: str, file: Path) -> str:
-    """The base of a run or an adapter in `folder`: `name`, or, where that was a folder and is gone, the one of its name beside `folder` or
-    beside one of the two folders around it, which is said. Raises UsageError where a path leads nowhere.
-
-    setting, file  where `name` is written
-    """
-    if Path(name).expanduser().exists():
-        return name
-    for around in list(folder.absolute().parents)[:3]:
-        moved = around / (Path(name).name if is_folder_name(name) else name)
-        if (moved / "config.json").is_file():
-            print(f"base {name} was moved: {moved} is taken; {setting} in {file} names its place", file=sys.stderr)
-            return str(moved)
-    if is_folder_name(name):
-        raise UsageError(
-            f"{file}: {setting}: {name} is no longer there, and no {Path(name).name} is beside {folder}",
-            fix=f"write the folder where the base is now as {setting} in that file",
-        )
+def base_of(name: str, setting: str, file: Path) -> str:
+    """The base of a run or an adapter. Raises UsageError where its path leads nowhere. `setting`, `file`: where `name` is written."""
+    if is_folder_name(name) and not Path(name).expanduser().exists():
+        fix = f"write the folder where the base is now as {setting} in that file"
+        raise UsageError(f"{file}: {setting}: {name} is no longer there", fix=fix)
     return name
 
 

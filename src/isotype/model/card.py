@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.sources import is_folder_name
+from ..config.sources import gguf_file, is_folder_name
 from ..precision.apply import inner_model
 from ..precision.precision import ROLES, Precision
 from ..precision.vision import vision_parts
@@ -37,8 +36,9 @@ def write_card(
         if role != "save"
     ]
     name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
+    packed = gguf_file(base) is not None  # transformers would widen it, and leave Llama 3's scaling of positions out
     load = [
-        f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
+        f"model = isotype.load_packed({name})" if packed else f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
         "model = PeftModel.from_pretrained(model, FOLDER)",
     ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
     lines = [
@@ -47,28 +47,13 @@ def write_card(
         f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}, in {saved}", "",
         "| role | declared | observed |", "|---|---|---|", *roles, "",
         "FOLDER is this folder:", "", "```python",
-        *(["from peft import PeftModel"] if adapter else []), f"from transformers import {kind}, AutoTokenizer", "",
+        *(["import isotype"] if adapter and packed else []), *(["from peft import PeftModel"] if adapter else []),
+        f"from transformers import {kind}, AutoTokenizer", "",
         *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", "",
     ]  # fmt: skip
     if not scored:
         lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def merged_card(card: str, dtype: str, noise: float) -> str:
-    """The card of a merged model, from that of its adapter.
-
-    noise  error of the rounding to `dtype`, as a share of the adapter's effect on the weights
-    """
-    facts, _, load = card.partition("FOLDER is this folder:")
-    kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
-    name = kind[1] if kind else "AutoModelForCausalLM"
-    facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace("# A PEFT adapter", "# A model", 1)
-    rounded = f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's effect on the weights\n"
-    facts = facts.replace("\n\n| role", f"\n{rounded}\n| role", 1)
-    lines = [f"from transformers import {name}, AutoTokenizer", "", f"model = {name}.from_pretrained(FOLDER, dtype='auto')"]
-    code = "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"])
-    return f"{facts}FOLDER is this folder:\n\n```python\n{code}\n```\n"
 
 
 def plain_card(*, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None) -> str:

@@ -74,11 +74,8 @@ def _write(folder: Path) -> None:
 
 
 def _show(folder: Path, summary: dict[str, Any]) -> None:
-    from ..report.chart import terminal_chart
-
     for stage, curve in summary["loss"].items():
-        print(f"\nloss of {stage}")
-        print(terminal_chart(curve, encoding=sys.stdout.encoding))
+        print(f"\nloss of {stage}  {curve[0][1]:.2f} at step {curve[0][0]:.0f}, {curve[-1][1]:.2f} at step {curve[-1][0]:.0f}")
     print("\nanswers to questions that were not trained on, before and after LoRA")
     for sample in summary["samples"]:
         print(f"\n  > {sample['prompt']}")

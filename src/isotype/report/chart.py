@@ -1,4 +1,4 @@
-"""Plots as inline SVG, and as characters for a terminal. Colours are CSS variables, so that one drawing serves light and dark pages.
+"""Plots as inline SVG. Colours are CSS variables, so that one drawing serves light and dark pages.
 
 There is no script: a chart is overlaid with invisible columns, and the one under the pointer shows its values.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
 
 from markupsafe import Markup
 
-from ..wording import counted
 from .plots import Guide, Plot, Point, Series, thinned
-from .words import plain
 
 COLUMNS = 48  # columns of a chart that show their values under the pointer
 
@@ -32,33 +29,7 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
         *(p for s in plot.series for p in frame.series(s)),
         *(frame.guide(g) for g in shown),
     ]
-    return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.described())
-
-
-def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 460, height: int = 190) -> Markup:
-    """Rows by length: a bar for each (longest, rows), its edge named where there is room, and what both axes count."""
-    if not any(rows for _, rows in bars):
-        return Markup("")
-    top, bottom, step, most = 34, height - 40, width / len(bars), max(rows for _, rows in bars)
-    every = math.ceil(len(bars) / 8)
-    parts = []
-    for i, (edge, rows) in enumerate(bars):
-        size = (bottom - top) * rows / most
-        x, w = (i + 0.1) * step, step * 0.8
-        below = f"{bars[i - 1][0] + 1:,} to" if i else "up to"
-        hint = f"<title>{counted(rows, 'row')} of {below} {edge:,} tokens</title>"
-        bar = f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{size:.1f}" rx="2"/>' if rows else ""
-        hit = f'<rect class="hit" x="{i * step:.1f}" y="0" width="{step:.1f}" height="{height}"/>'
-        parts.append(f'<g class="column">{hint}{hit}{bar}</g>')
-        middle = x + w / 2
-        if rows and (len(bars) <= 8 or rows == most):
-            parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{rows:,}</text>')
-        if i % every == every - 1 or len(bars) <= 8:
-            parts.append(f'<text class="tick" x="{middle:.1f}" y="{bottom + 15}" text-anchor="middle">≤{edge:,}</text>')
-    parts.append('<text class="tick" x="0" y="11">rows</text>')
-    parts.append(f'<text class="tick" x="{width / 2:.1f}" y="{height - 6}" text-anchor="middle">tokens in a row</text>')
-    parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"/>')
-    return _svg(parts, width, height, f"{label}: " + ", ".join(f"{rows:,} up to {edge:,} tokens" for edge, rows in bars if rows))
+    return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.title)
 
 
 class _Frame:
@@ -162,39 +133,3 @@ class _Frame:
 
 def _svg(parts: Sequence[str], width: int, height: int, label: str) -> Markup:
     return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>')
-
-
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
-
-
-def terminal_chart(points: Sequence[tuple[float, float]], *, width: int = 60, height: int = 6, encoding: str | None = "utf-8") -> str:
-    """Columns as high as the mean of their values, the axis beside them; `#` where the terminal has no block characters."""
-    finite = [(x, y) for x, y in points if math.isfinite(y)]
-    if not finite:
-        return "  (no finite value)"
-    means = _columns(finite, min(width, len(finite)))
-    high, low = max(means), min(means)
-    # the lowest column keeps a little height; the axis shows its value
-    floor = low - 0.05 * (high - low or abs(low) or 1.0)
-    eighths = [max(1, round((y - floor) / (high - floor or 1.0) * height * 8)) for y in means]
-    blocks = _EIGHTHS if _has_blocks(encoding) else " ########"
-    rows = []
-    for row in range(height - 1, -1, -1):
-        label = plain(high) if row == height - 1 else plain(low) if row == 0 else ""
-        rows.append(f"{label:>9} " + "".join(blocks[min(8, max(0, e - 8 * row))] for e in eighths).rstrip())
-    first, last = f"{finite[0][0]:,.0f}", f"{finite[-1][0]:,.0f}"
-    steps = first if len(means) == 1 else first + " " + last.rjust(len(means) - len(first) - 1)
-    return "\n".join([*rows, " " * 10 + steps])
-
-
-def _columns(points: Sequence[tuple[float, float]], count: int) -> list[float]:
-    cuts = [round(i * len(points) / count) for i in range(count + 1)]
-    return [sum(y for _, y in points[a:b]) / (b - a) for a, b in pairwise(cuts)]
-
-
-def _has_blocks(encoding: str | None) -> bool:
-    try:
-        _EIGHTHS.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -11,21 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.keys import default, keys
-from ..config.load import recipe
 from ..config.sources import short_names
-from ..config.yaml_text import write_value
-from ..precision.precision import PRESETS
 from ..wording import counted
-from .chart import length_chart, line_chart
-from .plots import MANY, length_bars, loss_plot, plots, smoothed
+from .chart import line_chart
+from .plots import MANY, loss_plot, plots, smoothed
 from .record import AVERAGE, RunRecord, as_data, asked, dict_of, list_of, picture_of, rows_of, smaller, spread
 from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
 _MOODS = {"done": "good", "running": "busy", "failed": "bad", "interrupted": "warn", "stopped": "warn"}
 _WORDS = {"interrupted": "interrupted, can be resumed", "stopped": "stopped without an end"}
-MOST_EVENTS = 50
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class Tile:
 def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
-    small = plots(record)
     shown = samples(record)
     pictures = any(one["picture"] for sample in shown for one in sample["answers"])
     return {
@@ -50,8 +44,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "subtitle": subtitle(record),
         "tiles": tiles(record),
         "loss": (loss, line_chart(loss, width=960, height=300)) if loss else None,
-        "figures": [(plot, line_chart(plot)) for plot in small if plot.constant is None],
-        "constants": [(plot.title, plot.constant, plot.note) for plot in small if plot.constant is not None],
+        "figures": [(plot, line_chart(plot)) for plot in plots(record)],
         "precision": precision(record),
         "preflight": preflight(record),
         "samples": shown,
@@ -63,14 +56,11 @@ def page(record: RunRecord) -> dict[str, Any]:
         "diffusion": record.plan.get("task") == "diffusion",
         "data": data(record),
         "examples": examples(record),
-        "use": use(record),
-        "differences": differences(record) if record.settings else None,
-        "preset": record.setting("precision", "preset"),
-        "environment": environment(record),
+        "commands": commands(record),
+        "environment": json.dumps(record.environment, indent=1) if record.environment else "",
         "settings": record.settings_text,
         "changes": record.changes,
         "damaged": record.damaged,
-        "events": [row for row in record.metrics if row.get("event") not in (None, "evaluation")][:MOST_EVENTS],
     }
 
 
@@ -195,37 +185,11 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
     return {"steps": steps, "rows": rows}
 
 
-def environment(record: RunRecord) -> list[tuple[str, str]]:
-    """The facts that answer most questions about a run, with the list of all installed packages last."""
-    said = {key: value for key, value in record.environment.items() if key != "distributions"}
-    distributions = record.environment.get("distributions")
-    return flat(said) + (flat({"distributions": distributions}) if distributions else [])
-
-
-def flat(value: dict[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
-    """Nested facts as rows of a table."""
-    rows: list[tuple[str, str]] = []
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(item, dict) and item and depth < 4:
-            rows += flat(item, f"{name}.", depth + 1)
-        elif isinstance(item, list):
-            for i, one in enumerate(item):
-                if isinstance(one, dict) and depth < 4:
-                    rows += flat(one, f"{name}[{i}].", depth + 1)
-            plainly = [one for one in item if not isinstance(one, dict) or depth >= 4]
-            if plainly or not item:
-                rows.append((name, ", ".join(str(one) for one in plainly) or "none"))
-        else:
-            rows.append((name, "none" if item is None or item == {} else str(item)))
-    return rows
-
-
 def data(record: RunRecord) -> dict[str, Any]:
-    """Counts, files, lengths and notes of both sides."""
+    """Counts, files and notes of both sides."""
     sides: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
-        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": [], "lengths": ""})
+        sides.append({"title": "Pictures", "facts": _of_pictures(record.data), "files": []})
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
         side = record.data.get(key)
         if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
@@ -250,7 +214,6 @@ def data(record: RunRecord) -> dict[str, Any]:
                 "title": title + (" (held out)" if side.get("held_out") else ""),
                 "facts": [(name, f"{value:,}") for name, value in facts if isinstance(value, int)],
                 "files": _sources(side, record.data.get("mix") if key == "train" else None),
-                "lengths": length_chart(length_bars(side), label=f"Rows of {title.lower()} data by length"),
             }
         )
     return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
@@ -307,120 +270,15 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
     return found
 
 
-# what every run has to say about itself: its subject, not a difference
-_ALWAYS = {"model.name", "model.config", "model.tokenizer", "data.train", "data.eval", "run.folder", "precision.preset"}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One key; `usual` is the value of the preset, or the default where the preset has none."""
-
-    key: str
-    value: str
-    usual: str
-    source: str
-
-
-def differences(record: RunRecord) -> list[Difference]:
-    """In the order of the schema. Keys this version does not know are left out, as are those a run must give."""
-    preset = record.setting("precision", "preset")
-    known = isinstance(preset, str) and preset in PRESETS
-    usual = recipe(preset).settings if known else {}
-    roles = dict(PRESETS[preset].items()) if known else {}
-    found = []
-    for key in keys():
-        section, _, name = key.partition(".")
-        if key in _ALWAYS or name not in _section(record, section):
-            continue
-        value = record.setting(section, name)
-        expected = usual.get(key, default(key))
-        if section == "precision":
-            if value is None:  # a role that was not given is the preset's
-                continue
-            expected = roles.get(name)
-        if value != expected:
-            found.append(Difference(key, write_value(value), write_value(expected), _source(record, section, name)))
-    return found
-
-
-def _section(record: RunRecord, section: str) -> dict[str, Any]:
-    part = record.settings.get(section)
-    return part if isinstance(part, dict) else {}
-
-
-def _source(record: RunRecord, section: str, name: str) -> str:
-    """The comment behind the key in resolved.yaml, which says where the value came from."""
-    inside = False
-    for line in record.settings_text.splitlines():
-        if not line.startswith((" ", "#")):
-            inside = line.startswith(f"{section}:")
-        elif inside and line.startswith(f"  {name}:"):
-            return line.rpartition("  # ")[2] if "  # " in line else ""
-    return ""
-
-
-_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-
-
-def use(record: RunRecord) -> dict[str, Any]:
-    """`code` is empty while nothing is saved."""
+def commands(record: RunRecord) -> list[str]:
+    """What Isotype does with the run as it is now."""
     run = record.folder.resolve()
-    adapter, model = run / "adapter", run / "model"
-    compute = dict_of(dict_of(record.precision.get("declared")).get("compute")).get("value")
-    dtype = _TORCH.get(str(compute).split(",")[0], "torch.float32")
-    code, commands = "", []
     folder = shlex.quote(str(run))
-    if record.plan.get("task") == "diffusion":
-        return _of_diffusion(record, adapter, model, dtype)
-    scored = record.setting("train", "objective") == "reward"
-    kind, labels = ("AutoModelForSequenceClassification", ", num_labels=1") if scored else ("AutoModelForCausalLM", "")
-    if adapter.is_dir():
-        base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
-        base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
-        code = (
-            "import torch\nfrom peft import PeftModel\nfrom transformers import "
-            f"{kind}, AutoTokenizer\n\nbase = {kind}.from_pretrained({_quoted(base)}{labels}, dtype={dtype})\n"
-            f"model = PeftModel.from_pretrained(base, {_quoted(adapter)})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(adapter)})\n"
-        )
-        commands = [] if scored else [f"isotype merge {folder}"]
-    elif model.is_dir():
-        code = (
-            f"import torch\nfrom transformers import {kind}, AutoTokenizer\n\n"
-            f"model = {kind}.from_pretrained({_quoted(model)}, dtype={dtype})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})\n"
-        )
-    if not scored and (code or (run / "checkpoints").is_dir()):
-        asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
-        commands = [*asked, *commands]
-    if record.status not in ("done", "running"):
-        commands.append(f"isotype train --resume {folder}")
-    return {"code": code, "commands": commands}
-
-
-def _of_diffusion(record: RunRecord, adapter: Path, model: Path, dtype: str) -> dict[str, Any]:
-    """Code for diffusers. It loads the adapter itself; a denoiser whose every weight was trained replaces the pipeline's."""
-    base = str(record.setting("model", "name") or "PIPELINE")
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    code, commands = "", []
-    if adapter.is_dir():
-        code = (
-            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
-            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, dtype={dtype})\npipe.load_lora_weights({_quoted(adapter)})\n"
-        )
-    elif model.is_dir():
-        code = (
-            "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
-            f"trained = AutoModel.from_pretrained({_quoted(model)}, dtype={dtype})\n"
-            f"pipe = DiffusionPipeline.from_pretrained({_quoted(base)}, transformer=trained, dtype={dtype})\n"
-        )
-    folder = shlex.quote(str(record.folder.resolve()))
-    if code or (record.folder / "checkpoints").is_dir():
-        commands.append(f"isotype sample {folder} 'Your prompt'")
-    if record.status not in ("done", "running"):
-        commands.append(f"isotype train --resume {folder}")
-    return {"code": code, "commands": commands}
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(str(value))
+    adapter, saved = (run / "adapter").is_dir(), any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
+    found = []
+    if saved and record.plan.get("task") == "diffusion":
+        found = [f"isotype sample {folder} 'Your prompt'"]
+    elif saved and record.setting("train", "objective") != "reward":
+        found = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
+        found += [f"isotype merge {folder}"] if adapter else []
+    return found + ([f"isotype train --resume {folder}"] if record.status not in ("done", "running") else [])

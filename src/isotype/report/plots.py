@@ -1,4 +1,4 @@
-"""The curves of a run as data: what `chart` draws into the page and `picture` into the PNG."""
+"""The curves of a run as data: what `chart` draws into the page."""
 
 from __future__ import annotations
 
@@ -90,13 +90,6 @@ class Plot:
         return shown, nice_ticks(0.0 if self.from_zero and low <= FITTED * high else low, high)
 
     @property
-    def constant(self) -> str | None:
-        """The value that a single line has throughout, as it would be written; None where it changes, or has only one point."""
-        written = {self.written(y) for _, y in self.finite}
-        one_line = len([s for s in self.series if s.look != "faint"]) == 1
-        return written.pop() if one_line and len(self.finite) > 1 and len(written) == 1 and not self.trouble else None
-
-    @property
     def marks(self) -> list[int]:
         """The resumes that lie within the curves."""
         first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
@@ -107,24 +100,6 @@ class Plot:
         """Where the axis below is marked: whole steps within the curves."""
         first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
         return [t for t in nice_ticks(first, last) if first <= t <= last and t == int(t)] or [first]
-
-    def described(self) -> str:
-        """A description of the plot, for screen readers."""
-        said = []
-        for one in self.series:
-            finite = [p for p in one.points if math.isfinite(p[1])]
-            if one.look == "faint" or not finite:
-                continue
-            (first, start), (last, end) = finite[0], finite[-1]
-            at, lowest = min(finite, key=lambda p: p[1])
-            if first == last:
-                said.append(f"{one.name} {self.written(end)} at step {last:,.0f}")
-                continue
-            extreme = f", lowest {self.written(lowest)} at step {at:,.0f}" if at not in (first, last) else ""
-            said.append(f"{one.name} from {self.written(start)} at step {first:,.0f} to {self.written(end)} at step {last:,.0f}{extreme}")
-        said += [f"a line at {g.label}" for g in self.guides]
-        said += [f"resumed at step {step:,}" for step in self.marks]
-        return f"{self.title}: " + "; ".join([*said, *([self.trouble] if self.trouble else [])])
 
 
 def loss_plot(record: RunRecord) -> Plot | None:
@@ -200,17 +175,6 @@ def _norm(record: RunRecord) -> Plot:
 def _lost(points: Sequence[Point]) -> str:
     lost = sum(not math.isfinite(v) for _, v in points)
     return f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top." if lost else ""
-
-
-def length_bars(side: dict[str, Any]) -> list[tuple[int, int]]:
-    """(longest, rows) of each bar of a side's lengths, as data.json has them."""
-    lengths = side.get("lengths")
-    bars = lengths.get("histogram") if isinstance(lengths, dict) else None
-    found = []
-    for bar in bars if isinstance(bars, list) else []:
-        if isinstance(bar, dict) and isinstance(bar.get("up_to"), int) and isinstance(bar.get("rows"), int):
-            found.append((bar["up_to"], bar["rows"]))
-    return found
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:

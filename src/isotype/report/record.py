@@ -220,18 +220,6 @@ def asked(sample: dict[str, Any]) -> str:
     return f"{prompt}{AVERAGE}" if sample.get("weights") == "average" else prompt
 
 
-def pictures_over_time(record: RunRecord, *, rows: int, columns: int) -> tuple[list[int], dict[str, dict[int, bytes]]]:
-    """At most `columns` steps, evenly spread, the first and the last among them; and the pictures of the first prompts by step."""
-    by_prompt: dict[str, dict[int, bytes]] = {}
-    for moment in record.samples:
-        for sample in moment["samples"]:
-            content = picture_of(record.folder, sample) if isinstance(sample, dict) else None
-            if content is not None:
-                by_prompt.setdefault(asked(sample), {})[moment["step"]] = content
-    shown = dict(list(by_prompt.items())[:rows])
-    return spread(sorted({step for drawn in shown.values() for step in drawn}), columns), shown
-
-
 def spread(steps: list[int], most: int) -> list[int]:
     """At most so many, evenly spread."""
     if len(steps) <= most:

@@ -1,49 +1,27 @@
-"""Writes report.html and report.png: each whole or not at all."""
+"""Writes report.html, whole or not at all."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import logging
 import os
 import tempfile
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from ..errors import UsageError
 from .page import page
 from .record import RunRecord, read_run
 
-REPORT, PICTURE = "report.html", "report.png"
-STEPS = "steps.js"  # of the page with pictures
+REPORT = "report.html"
 
 
-@dataclass(frozen=True)
-class Written:
-    """The paths of the page and the picture; `why_no_picture` names what is missing for the picture."""
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
+    """Makes the page from the files in `run_folder`: report.html there, or `out`.
 
-    page: Path
-    picture: Path | None
-    why_no_picture: str | None = None
-
-
-def write_report(run_folder: Path, out: Path | None = None) -> Written:
-    """Makes both from the files in `run_folder`: report.html there, or `out`, and the picture beside it.
-
-    Raises UsageError when the folder holds no run or a file cannot be written.
+    Raises UsageError when the folder holds no run or the file cannot be written.
     """
-    record = read_run(run_folder)
     target = out or run_folder / REPORT
-    _write(target, render(record).encode("utf-8", "backslashreplace"))  # a file's name may be no UTF-8
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it prints many lines when imported with a home folder that cannot be written
-    try:
-        from .picture import picture
-    except ModuleNotFoundError as error:
-        return Written(target, None, f"needs {error.name}: pip install 'isotype[train]'")
-    drawn = target.with_suffix(".png")
-    _write(drawn, picture(record))
-    return Written(target, drawn)
+    _write(target, render(read_run(run_folder)).encode("utf-8", "backslashreplace"))  # a file's name may be no UTF-8
+    return target
 
 
 @dataclass(frozen=True)
@@ -61,20 +39,16 @@ class Live:
 
 
 def render(record: RunRecord, live: Live | None = None) -> str:
-    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network, and no script but that of its pictures.
+    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network and no script.
 
     live  for a page that is served, which has one script and a form
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    script = files(__package__).joinpath(STEPS).read_text(encoding="utf-8")
-    policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = environment.get_template("report.html.jinja")
-    return template.render(page(record), live=live, script=Markup(script), script_hash=policy).lstrip()
+    return environment.get_template("report.html.jinja").render(page(record), live=live).lstrip()
 
 
 def _write(target: Path, content: bytes) -> None:

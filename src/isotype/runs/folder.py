@@ -51,8 +51,13 @@ class RunFolder:
     def write_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
 
-    def read_json(self, name: str) -> Any:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What a file of the run holds; empty where it cannot be read, or holds something else."""
+        try:
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
@@ -128,12 +133,7 @@ def run_and_result(path: Path) -> tuple[Path, Path | None]:
 
 def kind_of_run(path: Path) -> str:
     """The kind of run that a folder is of, from its plan.json; those from before there were several are `language`."""
-    path, _ = run_and_result(path)
-    try:
-        said = json.loads((path / "plan.json").read_text(encoding="utf-8"))
-        return str(said["task"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return "language"
+    return str(RunFolder(run_and_result(path)[0]).read_json("plan.json").get("task", "language"))
 
 
 def without_run(path: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,8 @@ class Metrics:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._written = False
-
-    @property
-    def removed(self) -> bool:
-        """Whether another program removed the file since the last line."""
-        return self._written and not self.file.exists()
 
     def write(self, **facts: Any) -> None:
-        self._written = True
         with self.file.open("a", encoding="utf-8") as f:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 
@@ -51,17 +44,6 @@ class Metrics:
             if isinstance(row, dict):
                 rows.append(row)
         return rows
-
-    def missing_before(self, step: int, *, every: int) -> int | None:
-        """The last step that has a line, where lines between it and `step` are missing; None where none is.
-
-        every  steps from one line to the next; those of an earlier part of the run may have been further apart
-        """
-        logged = (row["step"] for row in self.read() if isinstance(row.get("step"), int) and "event" not in row)
-        steps = sorted(number for number in logged if number <= step)
-        last = steps[-1] if steps else 0
-        apart = max([every, *(after - before for before, after in pairwise(steps))])
-        return last if last < step and (not steps or step - last >= apart) else None
 
     def cut_after(self, step: int) -> None:
         """Removes the lines after `step`, which the resumed run will write again."""
@@ -110,13 +92,8 @@ class PrecisionRecord:
         """What was watched beside steps and files: for `not watched`."""
         self._observed["watched"] = list(what)
 
-    def restore(self, step: int) -> str | None:
-        """Reads the observations of an earlier part of this run, up to `step`. Returns how they were lost, if they were."""
+    def restore(self, step: int) -> None:
+        """Reads the observations of an earlier part of this run, up to `step`. Where the file is gone or damaged, they begin anew."""
         self._observed = {}
-        try:
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self._observed = as_read(self.folder.read_json(PRECISION_FILE), step)
-        except FileNotFoundError:
-            return "was removed"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return "is damaged"
-        return None

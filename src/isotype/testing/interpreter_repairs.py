@@ -6,7 +6,6 @@ matrices on the bits themselves; it sums fp16 in fp32; and it does not wrap Pyth
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -147,31 +146,13 @@ def fma(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def _unmodified(operator: Callable[..., Any], *operands: Any, last: Any) -> Any:
-    """A load or store without the modifiers that Triton's versions count differently: the one of 3.9 was two."""
-    rest = len(inspect.signature(operator).parameters) - len(operands)
-    return operator(*operands, *[None] * (rest - 1), last)
+def refused(what: str, original: Callable[..., Any], values: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the bits."""
 
-
-def atomic(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Atomic add, min and max of bf16, one element after another as colliding addresses require."""
-    combine = {"FADD": np.add, "ADD": np.add, "MAX": np.fmax, "UMAX": np.fmax, "MIN": np.fmin, "UMIN": np.fmin}
-
-    def operator(self: Any, kind: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        operation = combine.get(getattr(kind, "name", str(kind).rpartition(".")[2]))
-        if not is_bf16(val) or operation is None:
-            return original(self, kind, ptr, val, mask, sem, scope)
-        pointers, values, wanted = np.broadcast_arrays(ptr.data, val.data, mask.data)
-        before = np.zeros(values.shape, dtype=np.uint16)
-        for index in np.ndindex(values.shape):
-            if not wanted[index]:
-                continue
-            one = Handle(np.array([pointers[index]], dtype=np.uint64), ptr.dtype)
-            old = _unmodified(self.create_load, one, last=False)
-            new = narrow(operation(widen(old.data), widen(values[index])))
-            _unmodified(self.create_store, one, Handle(new, tl.bfloat16), last=None)
-            before[index] = old.data[0]
-        return Handle(before, tl.bfloat16)
+    def operator(self: Any, *given: Any) -> Any:
+        if values(*given).dtype.scalar == tl.bfloat16:
+            raise NotImplementedError(f"{what} of bf16 has no CPU version: widen to fp32 before it")
+        return original(self, *given)
 
     return operator
 
@@ -229,25 +210,6 @@ def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def scanned(combine: Callable[[Any, Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Prefix sums and products in steps of 1, 2, 4, ..., rounding every time."""
-
-    def operator(self: Any, tensor: Any) -> Any:
-        if not _is_low(tensor):
-            return original(self, tensor)
-        bf16 = tensor.dtype.scalar == tl.bfloat16
-        data, step = np.moveaxis(tensor.handle.data.copy(), self.axis, 0), 1
-        with np.errstate(all="ignore"):
-            while step < data.shape[0]:
-                left, right = data[:-step], data[step:]
-                made = narrow(combine(widen(left), widen(right))) if bf16 else combine(left, right).astype(np.float16)
-                data = np.concatenate([data[:step], made])
-                step *= 2
-        return [self.to_tensor(np.ascontiguousarray(np.moveaxis(data, 0, self.axis)), dtype=tensor.dtype)]
-
-    return operator
-
-
 def argument(original: Callable[..., Any]) -> Callable[..., Any]:
     """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
 
@@ -274,11 +236,11 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
     yield Builder, "create_fp_to_fp", float_cast(Builder.create_fp_to_fp)
     yield Builder, "create_dot", dot(Builder.create_dot)
     yield Builder, "create_fma", fma(Builder.create_fma)
-    yield Builder, "create_atomic_rmw", atomic(Builder.create_atomic_rmw)
+    yield Builder, "create_atomic_rmw", refused("an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val)
     yield stock.ReduceOps, "sum", reduced_sum(stock.ReduceOps.sum)
     yield stock.ReduceOps, "min_max", reduced_extreme(stock.ReduceOps.min_max)
-    yield stock.ScanOps, "cumsum", scanned(np.add, stock.ScanOps.cumsum)
-    yield stock.ScanOps, "cumprod", scanned(np.multiply, stock.ScanOps.cumprod)
+    for name in ("cumsum", "cumprod"):
+        yield stock.ScanOps, name, refused(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor)
     yield stock, "_implicit_cvt", argument(stock._implicit_cvt)
 
 

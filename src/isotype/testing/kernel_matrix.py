@@ -10,14 +10,6 @@ from ..finding import Severity, worst_first
 DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-class DoesNotCompile(AssertionError):
-    """Kernels that fail for a dtype that a caller can pass; `findings` holds them."""
-
-    def __init__(self, text: str, findings: Sequence[Any]) -> None:
-        super().__init__(text)
-        self.findings = list(findings)
-
-
 def compile_matrix(
     function: Callable[..., Any],
     inputs: Any = None,
@@ -34,7 +26,7 @@ def compile_matrix(
     fail_on   "error": dtypes alike; "warning" (default): also one tensor in another dtype, unless the function refuses it itself
     backward  also calls backward on the outputs
     binary    also to machine code, with registers, spills and shared memory (seconds a target)
-    Raises    DoesNotCompile (an AssertionError) naming kernel, line, variable and dtypes; AssertionError when nothing was launched
+    Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was launched
     """
     from ..doctor.kernels.calls import check_wrapper, several
     from ..doctor.kernels.signature import is_kernel
@@ -44,7 +36,7 @@ def compile_matrix(
     if is_kernel(function):
         from ..doctor.kernels import check
 
-        findings = check(function, targets=targets, binary=binary)
+        findings = check(function, targets=targets, binary=binary).findings
     else:
         findings = []
         for arguments in several(inputs):
@@ -56,4 +48,4 @@ def compile_matrix(
     failing = worst_first(f for f in findings if f.severity >= wanted)
     if failing:
         count = f"{len(failing)} finding{'s' if len(failing) != 1 else ''}"
-        raise DoesNotCompile(f"{name}: {count} for {', '.join(targets)}\n\n" + "\n\n".join(f.render() for f in failing), failing)
+        raise AssertionError(f"{name}: {count} for {', '.join(targets)}\n\n" + "\n\n".join(f.render() for f in failing))

@@ -35,21 +35,21 @@ class Progress:
     evaluated: str | None = None
     """A hash of the evaluation rows that `best_loss` and `without_gain` are of."""
     trained_seconds: float = 0.0
-    sampled_seconds: float = 0.0
     units: int = 0
     """Tokens or pictures seen."""
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """Reads the values of a checkpoint. Older runs name `units` `tokens`."""
-        return cls(**{("units" if name == "tokens" else name): value for name, value in values.items()})
+        """Reads the values of a checkpoint. Older runs name `units` `tokens`, and have the seconds of their samples."""
+        named = {("units" if name == "tokens" else name): value for name, value in values.items()}
+        return cls(**{name: value for name, value in named.items() if name != "sampled_seconds"})
 
     def __post_init__(self) -> None:
         """Checks the values, which come from a file. Raises  TypeError for a value that no run writes."""
         for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        for name in ("best_loss", "trained_seconds", "sampled_seconds"):
+        for name in ("best_loss", "trained_seconds"):
             if not isinstance(getattr(self, name), float) and (name == "best_loss" or type(getattr(self, name)) is not int):
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if self.best_step is not None and type(self.best_step) is not int:

@@ -41,7 +41,6 @@ from ..runs.checkpoint.snapshot import (
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
-from ..runs.record import PRECISION_FILE as PRECISION
 from ..runs.record import Metrics, PrecisionRecord
 from .callbacks import Callback, Moment, call_back
 from .checkpoint import Progress, gathered_random_state, restore_random_state_of_rank
@@ -51,7 +50,7 @@ from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .memory.device import trim_freed_blocks
 from .optimizer import adopt_states, averages_in_place, group_numbers
-from .schedule import Milestones, Pace, learning_rate, sample_seconds
+from .schedule import Milestones, Pace, learning_rate
 from .step import LossScale, Stepper, peak_memory
 from .task import Batch, Feed, Sample, Task, batches_of_rank
 from .trackers import Trackers
@@ -90,7 +89,6 @@ class Loop:
         )
         self.pace = Pace()
         self.batching = Batching.of(self.config.train, rank=self.world.rank, size=self.world.size)
-        self._said_no_samples = False
         decay = self.config.train.ema
         self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
         averages = self.ema.averages if self.ema is not None else None
@@ -204,9 +202,7 @@ class Loop:
             "loss_scale": result.loss_scale,
         }
         self._write(row)
-        left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))
-        eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
-        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan, step), words)
         self._tell("step", row)
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -244,9 +240,6 @@ class Loop:
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:
             return
-        if self.metrics.removed:
-            self.console.settle()
-            self.console.say(f"warning   {self.metrics.file} was removed: it has the lines from step {row['step']} on")
         self.metrics.write(**row)
         if self.trackers is not None:
             self.trackers.row(row)
@@ -259,12 +252,10 @@ class Loop:
             with self.pace.pause("evaluation"), averages_in_place(self.stepper.optimizer):
                 best, stop = self._evaluate()
         # a sharded model's forward is one of all processes
-        sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
-        if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
+        if sampling and self.task.samples and (self.world.first or self.stepper.sharding is not None):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"), averages_in_place(self.stepper.optimizer):
                 self._sample()
-            self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
             with self.pace.pause("checkpoint"):
                 self.save(best=best)
@@ -272,8 +263,7 @@ class Loop:
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        on = self.config.train.stop_on
-        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
+        return self.task.fingerprints()["evaluation"]
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
@@ -283,11 +273,9 @@ class Loop:
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
             )
-        on = self.config.train.stop_on
-        compared = result.loss if on is None else result.parts[on]
-        best = compared < progress.best_loss
+        best = result.loss < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
@@ -300,7 +288,7 @@ class Loop:
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
             + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
-            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
+            + (" (best)" if best and progress.step else "")
             + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)
@@ -308,37 +296,17 @@ class Loop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 
-    def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
-        """The seconds that samples may still take; unlimited when run.sample_every is set."""
-        if self.config.run.sample_every is not None:
-            return math.inf
-        return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
-
-    def _samples_allowed(self) -> bool:
-        """Whether samples fit into their share of the time. The time of the samples after the last step is reserved."""
-        wanted = 1 if self.progress.step == self.plan.total else 2
-        allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
-        if not allowed and not self._said_no_samples:
-            self._said_no_samples = True
-            self.console.settle()
-            self.console.say(
-                f"step {self.progress.step}: samples left out, they would take more than a tenth of the training "
-                "(run.sample_every: N takes them all the same, 0 switches them off)"
-            )
-        return allowed
-
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as an uninterrupted one
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
-        seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)
         with watched as seen:
-            samples = list(self.task.sample(self.model, self.device, seconds=seconds, world=together))
+            samples = list(self.task.sample(self.model, self.device, world=together))
         if seen is not None:
             self.precision_record.add(seen)
         if self.ema is not None:
             with self.ema.in_place():
-                samples += map(Averaged, self.task.sample(self.model, self.device, seconds=seconds, world=together))
+                samples += map(Averaged, self.task.sample(self.model, self.device, world=together))
         if not self.world.first:
             return
         self.folder.samples.mkdir(exist_ok=True)
@@ -473,16 +441,11 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        lost = self.precision_record.restore(self.progress.step)
+        self.precision_record.restore(self.progress.step)
         self._judge_loaded(checkpoint)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)
-            if lost and checkpoint.step:
-                said = f"{lost}: what was observed of {_steps(1, checkpoint.step)} is lost"
-                self.console.say(f"warning   {self.folder.path / PRECISION} {said}")
-            if (last := self.metrics.missing_before(checkpoint.step, every=self.config.run.log_every)) is not None:
-                self.console.say(f"warning   {self.metrics.file} lacks the lines of {_steps(last + 1, checkpoint.step)}")
         return processes
 
     def _judge_loaded(self, checkpoint: Checkpoint) -> None:
@@ -511,7 +474,3 @@ def tensor_of(key: Key) -> str:
     """The name in a checkpoint of what `Continuity` keeps under this key."""
     kind, *rest = key
     return ".".join(({WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}[kind], *rest))
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {last}" if first == last else f"the steps {first} to {last}"

@@ -6,10 +6,8 @@ since; it is written before the other files of the run folder, which describe th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,7 +28,7 @@ from .task import Task
 RESUMES = "resumes.json"
 ROWS, EVALUATION_ROWS = "rows", "evaluation rows"  # of a change
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
-OBJECTIVE, SETTINGS, GIVEN, DATA = "objective", "settings", "given", "data"  # in plan.json
+OBJECTIVE, SETTINGS, DATA = "objective", "settings", "data"  # in plan.json
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
     ("evaluation", EVALUATION_ROWS, "their losses are not compared with the earlier ones, and the best is chosen anew"),
@@ -60,7 +58,6 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
         )
     for change in changes:
         console.say(f"changed   {change}")
-    say_edited(folder, console)
     return [Changed("settings", str(change)) for change in changes]
 
 
@@ -69,11 +66,9 @@ def compare_objectives(loaded: LoadedConfig, now: str | None, folder: RunFolder,
 
     now  the objective's name; None for the task's own loss
     """
-    try:
-        before = folder.read_json("plan.json")[OBJECTIVE]
-    except (OSError, ValueError, LookupError, TypeError):  # a run from before this was recorded
-        return []
-    if before == now:
+    recorded = folder.read_json("plan.json")
+    before = recorded.get(OBJECTIVE)
+    if OBJECTIVE not in recorded or before == now:  # a run from before this was recorded is not compared
         return []
     if (before is None or now is None) and not loaded.consent:
         was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
@@ -93,14 +88,9 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
 
     settings  those that this start changes
     """
-    try:
-        before = folder.read_json("plan.json")[DATA]
-    except (OSError, ValueError, LookupError, TypeError):
+    before, recorded = folder.read_json("plan.json").get(DATA), folder.read_json("data.json")
+    if before is None:
         return []
-    try:
-        recorded = folder.read_json("data.json")
-    except (OSError, ValueError):
-        recorded = {}
     facts, now = task.records().get("data.json", {}), task.fingerprints()
     by_settings = [change.what.partition(":")[0] for change in settings if change.what.startswith(f"{DATA}.")]
     found: list[Changed] = []
@@ -122,17 +112,17 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole, settings: S
     return found
 
 
-def _changed_files(old: Any, new: Any, *, evaluation: bool) -> list[str]:
+def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
     """The files of the evaluation, or the others, that data.json names with another checksum than before."""
     before, after = (
         dict(_checksums((facts.get("eval") if evaluation else {k: v for k, v in facts.items() if k != "eval"}) or {}))
-        for facts in (old if isinstance(old, dict) else {}, new)
+        for facts in (old, new)
     )
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
-def _rows(facts: Any) -> Any:
-    train = facts.get("train") if isinstance(facts, dict) else None
+def _rows(facts: dict[str, Any]) -> Any:
+    train = facts.get("train")
     return train.get("rows") if isinstance(train, dict) else None
 
 
@@ -147,45 +137,12 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
             yield from _checksums(part)
 
 
-def given_files(loaded: LoadedConfig) -> dict[str, str]:
-    """The files that a new run's settings were given in, each with a checksum: the user's own, and its copy in the run folder."""
-    own = {str(loaded.path.absolute()): _checksum(loaded.path.read_bytes())} if loaded.path is not None else {}
-    return own | {"config.yaml": _checksum(loaded.text.encode())}
-
-
-def recorded(folder: RunFolder) -> dict[str, Any]:
-    """plan.json; empty where there is none that can be read."""
-    try:
-        found = folder.read_json("plan.json")
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def settings_before(folder: RunFolder) -> RunConfig:
     """The settings with which the run was last started, from plan.json; a run from before they were kept there has resolved.yaml alone."""
     try:
-        return RunConfig.model_validate(recorded(folder)[SETTINGS])
+        return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
     except (KeyError, ValidationError):
         return load(folder.path / RESOLVED, [], {}).config
-
-
-def say_edited(folder: RunFolder, console: RunConsole) -> None:
-    """Names the files of settings that were changed and that a resumed run does not read."""
-    for name, checksum in recorded(folder).get(GIVEN, {}).items():
-        path = folder.path / name  # an absolute name stays as it is
-        try:
-            changed = _checksum(Path(path).read_bytes()) != checksum
-        except OSError:
-            continue
-        if changed:
-            console.say(
-                f"note      {path} has changed since the run was begun; a resumed run does not read it: give changes as section.key=value"
-            )
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def record_resume(folder: RunFolder, step: int | None, changed: Sequence[Changed]) -> None:
@@ -208,11 +165,8 @@ def had_other_rows(folder: RunFolder) -> bool:
 
 def _read(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     """(steps, changes) as far as the file has them in the form that this module writes."""
-    try:
-        found = folder.read_json(RESUMES)
-    except (OSError, ValueError):
-        found = {}
-    steps, changes = (found.get(key) if isinstance(found, dict) else None for key in ("steps", "changes"))
+    found = folder.read_json(RESUMES)
+    steps, changes = found.get("steps"), found.get("changes")
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
         [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int] if isinstance(changes, list) else [],

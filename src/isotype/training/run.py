@@ -110,7 +110,7 @@ class _Run:
                 if folder.is_run and world.first:
                     with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
                         folder.write_json("result.json", {"status": "failed", "error": str(explained), "folder": str(folder.path)})
-                    self._report_of_unfinished()
+                    self._say_report()
                 if explained is error:
                     raise
                 raise explained from error
@@ -215,7 +215,7 @@ class _Run:
                 folder.write_json("result.json", result)
                 console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
                 with contextlib.suppress(KeyboardInterrupt):  # a second one: the run is saved, and the report can be made again
-                    self._report_of_unfinished()
+                    self._say_report()
             return INTERRUPTED, result
         try:
             result = finish(loop, prepared)
@@ -224,13 +224,8 @@ class _Run:
         if not first:
             return 0, result
         folder.write_json("result.json", result)
-        if self.config.run.report:
-            from ..report import write_report
-
-            try:
-                result["report"] = str(write_report(folder.path).page)
-            except Exception as error:  # any error here is only printed: the run is done and verified, and a report can be made again
-                console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
+        if page := self._report():
+            result["report"] = page
         say_result(result, console)
         return 0, result
 
@@ -258,16 +253,21 @@ class _Run:
             return RunError(f"out of memory: {missing}", fix=how)
         return refused_by_disk(error, self.folder)
 
-    def _report_of_unfinished(self) -> None:
-        """Writes the report of an unfinished run. A full or read-only disk must not hide why the run ended, so errors are only printed."""
+    def _say_report(self) -> None:
+        if page := self._report():
+            self.console.say(f"report    {page}")
+
+    def _report(self) -> str | None:
+        """Writes the report. An error is only printed: the run is done and verified, or a full disk must not hide why it ended."""
         if not self.config.run.report:
-            return
+            return None
         from ..report import write_report
 
         try:
-            self.console.say(f"report    {write_report(self.folder.path).page}")
+            return str(write_report(self.folder.path))
         except Exception as error:
-            self.console.say(f"report    not written: {error}")
+            self.console.say(f"warning   no report: {error}; isotype report {self.folder.path} makes it")
+            return None
 
 
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:

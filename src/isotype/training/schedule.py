@@ -14,8 +14,6 @@ from typing import Literal
 from ..config.schema import RunConfig, TrainSection
 
 PauseKind = Literal["evaluation", "samples", "checkpoint"]
-SHARE_OF_SAMPLES = 0.1  # of the time spent in steps, where run.sample_every is not given
-FREE_SAMPLE_SECONDS = 10.0  # samples may take this long in any run, however short
 
 
 def warmup_steps(train: TrainSection, total: int) -> int:
@@ -67,7 +65,7 @@ class Milestones:
         tenth = max(1, math.ceil(total / 10))
         eval_every = (config.train.eval_every or tenth) if eval_rows else 0
         often = eval_every or tenth
-        sample_every = often if config.run.sample_every is None else config.run.sample_every
+        sample_every = math.ceil(total / 4) if config.run.sample_every is None else config.run.sample_every
         return cls(total, eval_every, config.run.save_every or often, sample_every, config.run.adapters_every or 0)
 
     def adapter_due(self, step: int) -> bool:
@@ -114,27 +112,16 @@ class Pace:
         """Seconds of one such pause, 0 before the first was measured."""
         return fmean(self._paused[kind]) if self._paused[kind] else 0.0
 
-    def last(self, kind: PauseKind) -> float:
-        return self._paused[kind][-1] if self._paused[kind] else 0.0
-
-    def eta(self, plan: Milestones, step: int, *, sample_seconds_left: float = math.inf) -> float | None:
-        """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement.
-
-        sample_seconds_left  the most time that further samples may take
-        """
+    def eta(self, plan: Milestones, step: int) -> float | None:
+        """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement."""
         if not self._laps:
             return None
-        samples = pauses_left(plan.total, plan.sample_every, step) * self.mean("samples")
         return (
-            self.steps_seconds(plan.total - step)
+            median(self._laps) * (plan.total - step)
             + pauses_left(plan.total, plan.eval_every, step) * self.mean("evaluation")
             + pauses_left(plan.total, plan.save_every, step) * self.mean("checkpoint")
-            + min(samples, max(0.0, sample_seconds_left))
+            + pauses_left(plan.total, plan.sample_every, step) * self.mean("samples")
         )
-
-    def steps_seconds(self, steps: int) -> float:
-        """Expected seconds of so many steps, without pauses."""
-        return median(self._laps) * steps if self._laps else 0.0
 
 
 def pauses_left(total: int, every: int, step: int) -> int:
@@ -142,8 +129,3 @@ def pauses_left(total: int, every: int, step: int) -> int:
     if not every:
         return 0
     return total // every - (step - 1) // every + (total % every != 0)
-
-
-def sample_seconds(trained_seconds: float) -> float:
-    """The most that all samples of a run may have taken after so many seconds in its steps, where run.sample_every is not given."""
-    return max(FREE_SAMPLE_SECONDS, SHARE_OF_SAMPLES * trained_seconds)

@@ -23,7 +23,7 @@ from ..runs.folder import RESOLVED, RunFolder
 from ..wording import counted
 from .console import size
 from .memory.device import returns_freed_blocks
-from .resume import DATA, GIVEN, OBJECTIVE, OTHER_ROWS, SETTINGS, given_files, had_other_rows, recorded
+from .resume import DATA, OBJECTIVE, OTHER_ROWS, SETTINGS, had_other_rows
 from .schedule import Milestones
 from .setup import Prepared
 from .task import Task
@@ -64,8 +64,7 @@ def write_start(
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     resolved = resolved_yaml(in_its_folder(loaded, folder) if resuming else loaded, reasons, values)
-    given = recorded(folder).get(GIVEN, {}) if resuming else given_files(loaded)
-    settings = {GIVEN: given, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
+    settings = {SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
     counts = {"task": task.kind, "parameters": total, "trained": trainable}
     if resuming:  # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with plan.json's again
         folder.write_text(RESOLVED, resolved)
@@ -120,7 +119,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
 
 def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
+        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind == "shard" else []
     batching = prepared.batching
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(batching.own)} x {batching.rows} rows of each step"

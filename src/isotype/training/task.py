@@ -6,7 +6,6 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -295,13 +294,10 @@ class Task(Protocol):
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(
-        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
-    ) -> Sequence[Sample]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Sample]:
         """One round of samples. It does not change the state of training.
 
         shortened  one small sample, as a test
-        seconds    after so long no further sample is begun; one is always made
         world      the processes that call this together, since they share the model
         """
 

@@ -34,24 +34,3 @@ def test_an_unreadable_file_counts_only_if_it_is_about_training(tmp_path: Path):
 def test_values_made_at_run_time_are_not_guessed(tmp_path: Path):
     (tmp_path / "t.py").write_text("from trl import SFTConfig\nargs = SFTConfig(output_dir='o', bf16=supported(), fp16=not supported())\n")
     assert not check([str(tmp_path)], device="t4").findings
-
-
-def test_functions_of_one_file_are_programs_of_their_own(tmp_path):
-    """A file of tests: what one loads is not what another trains, and alternatives in one function are no contradiction."""
-    (tmp_path / "test_training.py").write_text(
-        "def test_bf16():\n"
-        "    model = AutoModelForCausalLM.from_pretrained('a/b', dtype=torch.bfloat16)\n"
-        "    args = TrainingArguments('o', bf16=True)\n"
-        "def test_fp16():\n"
-        "    model = AutoModelForCausalLM.from_pretrained('a/b')\n"
-        "    args = TrainingArguments('o', fp16=True)\n"
-        "def test_quantised(bits):\n"
-        "    if bits == 4:\n"
-        "        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)\n"
-        "    else:\n"
-        "        config = BitsAndBytesConfig(load_in_8bit=True)\n"
-        "    model = AutoModelForCausalLM.from_pretrained('a/b', quantization_config=config)\n"
-        "    model = get_peft_model(model, LoraConfig(r=4))\n"
-        "    args = TrainingArguments('o', fp16=True)\n"
-    )
-    assert [f.render() for f in check([str(tmp_path)]).findings if f.severity > Severity.NOTE] == []

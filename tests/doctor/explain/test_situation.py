@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from isotype.doctor.explain import explain
-from isotype.finding import Severity
 
 MIXED = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
 LIB = "/env/lib/python3.11/site-packages"
@@ -107,46 +106,6 @@ def test_code_that_a_long_log_quotes_is_not_the_failing_call():
     log = ["torch.layer_norm(x, shape)", *["step"] * 50, "RuntimeError: expected scalar type BFloat16 but found Float"]
     (finding,) = explain(log)
     assert finding.code == "EX001"
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("Fine-tuning in bf16 at 1e-6: the weights do not change, the loss stays as it was.", "updates too small for bf16 weights"),
-        ("I use torch.autocast('cuda') without anything else. The loss stagnates at 5.", "gradients below fp16's range"),
-        ("After resuming, Adam's moments are fp32, they were bf16 when saved.", "optimizer states cast while loading"),
-        ("The results of torch.compile and eager mode differ in the third digit, bf16.", "compiled code rounds in fewer places"),
-        ("timesteps change when I cast them to bfloat16: 937 becomes 936", "positions or timesteps rounded to bf16"),
-        ("grad_norm nan at the first step, bf16, batches with padding", "masks that add up to -inf"),
-        ("gradient norm becomes nan with FSDP in bf16", "norms reduced in bf16"),
-        ("nan gradients after an hour of fp16", "values beyond fp16's range"),
-    ],
-)
-def test_a_symptom_in_words_is_a_note_with_places_to_look(text: str, cause: str):
-    (finding,) = explain([text])
-    assert (finding.code, finding.severity) == ("EX038", Severity.NOTE)
-    assert finding.cause.startswith(f"{cause}: perhaps ")
-    assert dict(finding.details)["sure"].startswith("a guess")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "We trained in bf16 and everything is fine; weights are saved in fp32.",
-        "torch.compile is slower than eager mode in bf16.",
-        "bf16 run resumed from a checkpoint: the learning rate schedule starts again.",
-        "How do I save position_ids? I use bf16.",
-        "With LoRA in bf16 the loss does not decrease at a learning rate of 1e-9.",
-        "No nan in loss or gradients with bf16.",
-        "The weights do not change: I forgot optimizer.step().",
-        "gradients are nan after an hour in bf16",
-        "bf16 adapters: the optimizer's step counter is lost after loading a checkpoint.",
-        "  File \"train.py\", line 3, in step\n    x = y\nKeyError: 'weights do not change in bf16'",
-    ],
-)
-def test_words_that_no_symptom_fits_are_not_explained(text: str):
-    (finding,) = explain(text.splitlines())
-    assert finding.code == "EX000", finding.cause
 
 
 def test_nan_in_a_bf16_run_is_not_called_an_overflow_of_fp16():

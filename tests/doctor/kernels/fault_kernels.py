@@ -6,26 +6,6 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def loop_running_max(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    best = tl.load(x_ptr + cols)
-    for i in range(1, n):
-        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
-        best = tl.maximum(best, value)  # fault
-    tl.store(out_ptr + cols, best)
-
-
-@triton.jit
-def loop_running_max_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    best = tl.load(x_ptr + cols).to(tl.float32)
-    for i in range(1, n):
-        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
-        best = tl.maximum(best, value)
-    tl.store(out_ptr + cols, best)
-
-
-@triton.jit
 def loop_fp64_scalar(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     m = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -138,26 +118,6 @@ def dot_probabilities_fixed(q_ptr, k_ptr, v_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def dot_into_low_accumulator(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    acc = tl.zeros((N, N), a_ptr.dtype.element_ty)
-    for _ in range(n):
-        acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))  # fault
-    tl.store(out_ptr + at, acc)
-
-
-@triton.jit
-def dot_into_low_accumulator_fixed(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    acc = tl.zeros((N, N), tl.float32)
-    for _ in range(n):
-        acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
 def log_of_mean(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
@@ -171,20 +131,6 @@ def log_of_mean_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
     square = x * x
     tl.store(out_ptr + cols, tl.sqrt(square + 1), mask=cols < n)
-
-
-@triton.jit
-def sigmoid_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols)
-    tl.store(out_ptr + cols, x * tl.sigmoid(x))  # fault
-
-
-@triton.jit
-def sigmoid_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols).to(tl.float32)
-    tl.store(out_ptr + cols, x * tl.sigmoid(x))
 
 
 @triton.jit
@@ -246,17 +192,6 @@ def tanh_by_ptx(x_ptr, out_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i)
     y = tl.inline_asm_elementwise("tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
     tl.store(out_ptr + i, y)
-
-
-@triton.jit
-def wide_tiles(a_ptr, b_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
-    acc = tl.zeros([M, N], tl.float32)
-    for at in range(0, K, STEP):
-        a = tl.load(a_ptr + m[:, None] * K + (at + k)[None, :])
-        b = tl.load(b_ptr + (at + k)[:, None] * N + n[None, :])
-        acc = tl.dot(a, b, acc)
-    tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
 
 
 @triton.autotune(configs=[triton.Config({}, num_warps=1)], key=[])

@@ -49,20 +49,6 @@ def alibi_slopes(broken):
     model(x_of(), bias=bias if broken else bias.to(bf16))
 
 
-def prefix_mask_from_ones(broken):
-    model = Attention().to(bf16)
-    mask = torch.ones(6, 6, dtype=None if broken else bf16)
-    model(x_of(), bias=(1.0 - mask.tril()) * -1e4)
-
-
-def scale_from_numpy(broken):
-    import numpy as np
-
-    model = Attention().to(bf16)
-    scale = torch.from_numpy(np.full((1,), 0.25, dtype=np.float32)) if broken else 0.25
-    model(x_of(), scale=scale)
-
-
 class XPos(nn.Module):
     def __init__(self, d: int, keep: bool) -> None:
         super().__init__()
@@ -130,37 +116,6 @@ def image_features_into_embeddings(broken):
     model = Multimodal().to(bf16)
     model.post_norm.float()
     model(torch.tensor([[1, 7, 7, 2]]), torch.randn(2, 4, dtype=bf16))
-
-
-def sampling_outside_autocast(broken):
-    class Policy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8)
-
-        def forward(self, x):
-            return self.head(self.norm(x.to(self.norm.weight.dtype)))
-
-        def generate(self, x):
-            return self(x).argmax(-1)
-
-    model = Policy().to(bf16)
-    model.norm.float()
-    with torch.autocast("cpu", bf16):
-        model(x_of()).float().sum().backward()
-    if broken:
-        model.generate(x_of())
-    else:
-        with torch.autocast("cpu", bf16):
-            model.generate(x_of())
-
-
-def addmm_out_buffer(broken):
-    w = nn.Parameter(torch.randn(16, 16))
-    with torch.autocast("cpu", bf16), torch.no_grad():
-        h = x_of(bf16)[0] @ w
-        out = torch.zeros(6, 16, dtype=torch.float32 if broken else bf16)
-        out.addmm_(h, w if broken else w.to(bf16))
 
 
 def fused_adamw_gradient_dtype(broken):
@@ -258,24 +213,6 @@ def fill_value_of_another_dtype(broken):
     scores.masked_fill(scores > 0, torch.finfo(torch.float32 if broken else scores.dtype).min)
 
 
-def prefix_cache_concatenated(broken):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-            self.register_buffer("cache_k", torch.zeros(1, 1, 4, 16), persistent=False)
-            self.register_buffer("cache_v", torch.zeros(1, 1, 4, 16), persistent=False)
-
-        def forward(self, x):
-            q, k, v = (t[:, None] for t in self.qkv(x).chunk(3, -1))
-            ck, cv = (self.cache_k, self.cache_v) if broken else (self.cache_k.to(k.dtype), self.cache_v.to(v.dtype))
-            return F.scaled_dot_product_attention(q, torch.cat([ck, k], 2), torch.cat([cv, v], 2))
-
-    layer = Layer()
-    layer.qkv.to(bf16)
-    layer(x_of())
-
-
 def validation_leaves_fp16_for_the_scaler(broken):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -316,17 +253,6 @@ def feed_forward_overflows_fp16(broken):
     model = nn.Sequential(first, FeedForward()).to(dtype)
     with torch.no_grad():
         model(x_of(dtype).abs())
-
-
-def averaged_model_in_bf16(broken):
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model = nn.Linear(16, 16)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9995)).to(bf16 if broken else torch.float32)
-    for _ in range(12):
-        with torch.no_grad():
-            model.weight.mul_(1.01)
-        average.update_parameters(copy.deepcopy(model).to(average.module.weight.dtype))
 
 
 def loader_returns_early_in_bf16(broken):
@@ -520,22 +446,6 @@ def validation_casts_the_live_model(broken):
     train()
 
 
-def residual_promoted_under_autocast(broken):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-        def forward(self, x, table):
-            h = self.up(x)
-            h = h * (table if broken else table.to(h.dtype))
-            return self.down(h)
-
-    model = Net().to(bf16)
-    with torch.autocast("cpu", bf16):
-        model(x_of(), torch.rand(6, 32))
-
-
 def double_from_numpy(broken):
     import numpy as np
 
@@ -644,25 +554,6 @@ def a_copy_evaluated_in_bf16(broken):
         copied(x_of())
     copied.to(torch.float32)
     model(x_of(torch.float32)).sum().backward()
-
-
-def saved_in_bf16_in_place(broken):
-    """No forward lies between the cast down and the cast back, and the weights are trained."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(6):
-        loss = model(x_of(torch.float32)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if broken:
-            for p in model.parameters():
-                p.data = p.data.bfloat16()
-            for p in model.parameters():
-                p.data = p.data.float()
-        else:
-            {name: value.bfloat16() for name, value in model.state_dict().items()}
 
 
 def compensated_summation(broken):

@@ -132,16 +132,6 @@ class SumsChunksInLowPrecision(GradientAtForwardDtype):
         return d @ w, dw
 
 
-class SumsChunksOutOfPlace(SumsChunksInLowPrecision):
-    @staticmethod
-    def backward(ctx, d):
-        x, w = (t.to(d.dtype) for t in ctx.saved_tensors)
-        dw = torch.zeros_like(w)
-        for i in range(0, x.shape[0], 8):
-            dw = dw + d[i : i + 8].t() @ x[i : i + 8]  # HERE
-        return d @ w, dw
-
-
 class WritesIntoTheGradient(RMSNorm):
     @staticmethod
     def backward(ctx, d):  # HERE
@@ -205,15 +195,6 @@ class DequantisesToBf16(nn.Module):
         return x @ (self.codes.to(torch.bfloat16) * 0.1).t()  # HERE
 
 
-class MixedProductInBackward(GradientAtForwardDtype):
-    """Raises only once activations come from an autocast operator while the weight stays in fp32."""
-
-    @staticmethod
-    def backward(ctx, d):
-        x, w = ctx.saved_tensors
-        return (d.to(w.dtype) @ w).to(x.dtype), torch.mm(d.t().to(w.dtype), x)  # HERE
-
-
 def index_put_of_another_dtype(x, w):
     h = x @ w.t()
     out = torch.zeros(h.shape, dtype=x.dtype)
@@ -245,12 +226,10 @@ FAULTY = {
     "gates": (GatesGradient, (drawn(4, 8, dtype=torch.bfloat16), drawn(4)), "AC002"),
     "scatter": (PenaltyScatter, (drawn(1).detach().sum().requires_grad_(), drawn(6, 5, dtype=torch.bfloat16)), "AC002"),
     "recompute": (RecomputesOutsideAutocast, (drawn(4, 8, dtype=torch.bfloat16), drawn(6, 8)), "AC002"),
-    "mixed product": (MixedProductInBackward, (drawn(4, 8), drawn(6, 8)), "AC002"),
     "narrow gradient": (NarrowsItsGradient, (drawn(4, 8), drawn(4, 8, seed=1)), "AC003"),
     "half output": (ReturnsHalf, (drawn(4, 8),), "AC004"),
     "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),
-    "chunks out of place": (SumsChunksOutOfPlace, (drawn(16, 8), drawn(6, 8)), "AC007"),
     "gradient overwritten": (lambda x, w: WritesIntoTheGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), "AC008"),
     "gradient viewed": (ViewsTheGradient, (drawn(4, 8), drawn(6, 8)), "AC009"),
     "second backward": (ScalesWhatItSaved, (drawn(4, 8),), "AC010"),

@@ -1,7 +1,6 @@
 """ampcheck as a whole: silent on right functions, and on faults it names code, function and line."""
 
 from pathlib import Path
-from unittest import mock
 
 import faulty_functions
 import pytest
@@ -230,35 +229,3 @@ def test_a_backward_that_fails_inside_the_region_only_is_a_warning():
     assert failures, report.render()
     assert all("backward inside" in (f.observed or "") + f.render() for f in failures)
     assert {f.severity for f in failures} <= {Severity.NOTE, Severity.WARNING}
-
-
-class _FailsOutsideAutocast(torch.autograd.Function):
-    """Undecorated: under autocast the gradient is bf16 and what was saved fp32. `cost` products are made and thrown away."""
-
-    cost, buffer = 0, False
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        for _ in range(_FailsOutsideAutocast.cost):
-            x.detach() @ w.detach().t()
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, d):
-        x, w = ctx.saved_tensors
-        if _FailsOutsideAutocast.buffer:
-            return torch.mm(d, w, out=torch.empty_like(x)), None
-        out = d @ w
-        return out, d.t() @ x
-
-
-def _told(**chosen):
-    with mock.patch.multiple(_FailsOutsideAutocast, **chosen):
-        return [f for f in ampcheck(_FailsOutsideAutocast, (drawn(4, 8), drawn(6, 8)), raises=False).findings if f.code == "AC002"]
-
-
-def test_a_product_with_out_is_named_where_there_is_one():
-    (assigned,), (written,) = _told(buffer=False), _told(buffer=True)
-    assert "out=" not in assigned.cause
-    assert "a product written with out=" in written.cause

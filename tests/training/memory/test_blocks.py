@@ -17,7 +17,6 @@ from isotype.config.load import load
 from isotype.data.rows import Row
 from isotype.environment.hardware import by_name
 from isotype.errors import UsageError
-from isotype.observe import Observer
 from isotype.precision.precision import Precision
 from isotype.tasks.choose import task_of
 from isotype.tasks.language.batches import collate
@@ -128,22 +127,6 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
     # have no backward
     expected = 2 * (2 * sum(sizes) - sizes[0] - sizes[-1]) + sizes[0]
     assert late.moved == expected - (sizes[0] + sizes[1] if kind == "SDXL U-Net" else 0)
-
-
-def test_the_observer_sees_the_same_dtypes(configured, workshop, tmp_path):
-    seen = []
-    for away in (False, True):
-        loaded = random_llama(configured, workshop, precision={"preset": "bf16-lora"})
-        prepared = prepare(task_of(loaded.config), loaded.sources, tmp_path / "base")
-        if away:
-            put_blocks(prepared.model, CPU)
-            apply_checkpointing(prepared.model, prepared.checkpointing)
-        observer = Observer(prepared.model.train(), prepared.resolved.precision)
-        with observer.watch(0, role="compute") as observation:
-            prepared.stepper.accumulate(rows())
-        assert not observation.violations
-        seen.append(observation.as_json() if hasattr(observation, "as_json") else observation.seen)
-    assert seen[0] == seen[1]
 
 
 def planned(offload, preset="bf16-lora", **changes):

@@ -1,21 +1,17 @@
-"""Checks of the preflight that run no step: device, schedule, lost updates, disk, base of a continued adapter."""
+"""Checks of the preflight that run no step: device, schedule, lost updates, disk."""
 
-import json
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from isotype.finding import Severity
-from isotype.tasks.choose import train
 from isotype.tasks.language.outline import step_outline
 from isotype.training.memory.device import other_memory
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import static as disk
 from isotype.training.preflight.static import (
-    adapter_of_another_base,
     checkpoint_bytes,
     disk_too_small,
     memory_too_small,
@@ -75,25 +71,6 @@ def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
     assert "3 kept and 1 in writing" in finding.render()
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     assert list(disk_too_small(one)) == []
-
-
-@pytest.fixture
-def trained(configured, tmp_path):
-    assert train(configured("first", train={"steps": 1})) == 0
-    return tmp_path / "first/adapter"
-
-
-def test_an_adapter_is_reported_on_a_related_base_and_not_on_its_own(subject, trained, workshop, tmp_path):
-    own = subject("own", adapter={"start_from": str(trained)})
-    assert list(adapter_of_another_base(own)) == []
-    sister = tmp_path / "sister"
-    shutil.copytree(workshop.base, sister)
-    (finding,) = adapter_of_another_base(subject("other", adapter={"start_from": str(trained)}, model={"name": str(sister)}))
-    assert finding.code == "PF019"
-    assert finding.declared == str(workshop.base)
-    config = trained / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
-    assert list(adapter_of_another_base(subject("unnamed", adapter={"start_from": str(trained)}, model={"name": str(sister)}))) == []
 
 
 # --- PF011: the plan against the memory there is, and the bound that makes it unnecessary.

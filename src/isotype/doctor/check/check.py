@@ -131,8 +131,6 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
         for other_folder, other in found.documents:
             if other.tool in MAIN:
                 continue
-            if other.file == main.file and other.attributes.get("scope", 0) not in (0, main.attributes.get("scope", 0)):
-                continue  # of another function, in a file of several programs
             if other.attributes.get("reader") == "python" and other.file != main.file and other_folder != folder:
                 continue  # a program elsewhere in the tree
             if (

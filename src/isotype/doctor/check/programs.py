@@ -74,12 +74,9 @@ def from_python(text: str, shown: str) -> list[Document]:
     ambiguous: list[tuple[Document, str]] = []  # two calls disagree, and only running the program would tell which counts
 
     def document(tool: str, **attributes: Any) -> Document:
-        scope = call.scope if apart and tool in ("hf", "model", "peft", "fsdp", "lightning") else 0
-        made = next(
-            (d for d in documents if d.tool == tool and tool not in ("hf", "lightning") and d.attributes.get("scope", 0) == scope), None
-        )
+        made = next((d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None)
         if made is None:
-            made = Document(tool, shown, attributes={"reader": "python", "scope": scope})
+            made = Document(tool, shown, attributes={"reader": "python"})
             documents.append(made)
         made.attributes.update(attributes)
         return made
@@ -104,15 +101,9 @@ def from_python(text: str, shown: str) -> list[Document]:
                 into.attributes.setdefault("unknown", set()).add(prefix + key)
 
     code = Document("code", shown)
-    accelerators: list[python_calls.Call] = []
     lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
     calls = python_calls.read(text)
-    apart = _several_programs(calls)
-    quantisations: dict[int, set[str]] = {}
-    for call in calls:
-        if call.name == "BitsAndBytesConfig":
-            words = repr({k: v for k, (v, _) in call.arguments.items()})
-            quantisations.setdefault(call.scope if apart else 0, set()).add(words)
+    quantisations = {repr({k: v for k, (v, _) in call.arguments.items()}) for call in calls if call.name == "BitsAndBytesConfig"}
     for call in calls:
         if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL.match(call.name):
             made = document("hf", made_by=call.name)
@@ -122,7 +113,7 @@ def from_python(text: str, shown: str) -> list[Document]:
         elif call.name == "setattr" and call.owner in arguments:
             copy(call, arguments[call.owner], replaces=True)
         elif call.name == "BitsAndBytesConfig":
-            if len(quantisations[call.scope if apart else 0]) == 1:  # else they are a program's alternatives
+            if len(quantisations) == 1:  # else they are a program's alternatives
                 copy(call, document("model"), "quantization_config.")
         elif (
             call.name == "from_pretrained"
@@ -142,7 +133,6 @@ def from_python(text: str, shown: str) -> list[Document]:
             copy(call, made)
             made.add("called", call.name, call.line)
         elif call.name == "Accelerator":
-            accelerators.append(call)
             copy(call, document("accelerate"))
         elif call.name in ("FullyShardedDataParallelPlugin", "FSDPStrategy"):
             made = document("fsdp")
@@ -170,28 +160,9 @@ def from_python(text: str, shown: str) -> list[Document]:
     for made, name in ambiguous:
         made.settings.pop(name, None)
         made.attributes.setdefault("unknown", set()).add(name)
-    modes = {repr(c.arguments["mixed_precision"][0]): c for c in accelerators if "mixed_precision" in c.arguments}
-    if len(modes) > 1:
-        for index, call in enumerate(modes.values()):
-            code.add(f"accelerators.{index}", call.arguments["mixed_precision"][0], call.line, written="Accelerator(mixed_precision=)")
     if code.settings:
         documents.append(code)
     return documents
-
-
-_DECIDES = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit", "quantization_config", "attn_implementation")
-
-
-def _several_programs(calls: list[python_calls.Call]) -> bool:
-    """Whether the functions of a file are programs of their own (tests, examples): what one of them loads is not what another trains."""
-    trained = {
-        c.scope for c in calls if c.name in ("TrainingArguments", "Seq2SeqTrainingArguments", "Trainer", "Fabric") or _TRL.match(c.name)
-    }
-    loaded: dict[int, set[str]] = {}
-    for c in calls:
-        if c.name == "from_pretrained" and re.search(r"Model|Pipeline|VAE|UNet|Transformer", c.owner):
-            loaded.setdefault(c.scope, set()).add(repr({k: v for k, (v, _) in c.arguments.items() if k in _DECIDES}))
-    return len(trained) > 1 or len({frozenset(settings) for settings in loaded.values()}) > 1
 
 
 def _cast_when_loaded(call: python_calls.Call) -> str | None:

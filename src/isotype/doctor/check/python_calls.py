@@ -29,7 +29,6 @@ class Call:
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
     target: str = ""  # the variable that takes the result
     conditional: bool = False  # runs only under a condition
-    scope: int = 0  # line of the outermost function that holds it (or of the method's class's method); 0 at the top of the file
 
 
 def read(text: str) -> list[Call]:
@@ -40,7 +39,6 @@ def read(text: str) -> list[Call]:
         raise Unreadable(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
     names = _constants(tree)
     conditional = _conditional(tree)
-    scopes = _scopes(tree)
     targets = {
         id(node.value): node.targets[0].id
         for node in ast.walk(tree)
@@ -63,9 +61,7 @@ def read(text: str) -> list[Call]:
         if not isinstance(node, ast.Call):
             continue
         owner, _, name = _dotted(node.func).rpartition(".")
-        call = Call(
-            name, owner, node.lineno, target=targets.get(id(node), ""), conditional=id(node) in conditional, scope=scopes.get(id(node), 0)
-        )
+        call = Call(name, owner, node.lineno, target=targets.get(id(node), ""), conditional=id(node) in conditional)
         for index, argument in enumerate(node.args):
             if not isinstance(argument, ast.Starred):
                 call.arguments[str(index)] = (_value(argument, names), argument.lineno)
@@ -82,21 +78,6 @@ def _conditional(tree: ast.Module) -> set[int]:
     """Statements that only run under a condition."""
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
     return {id(inner) for node in ast.walk(tree) if isinstance(node, branches) for inner in ast.walk(node) if inner is not node}
-
-
-def _scopes(tree: ast.Module) -> dict[int, int]:
-    """Of every call inside a function: the line of the outermost function, methods counting as such."""
-    found: dict[int, int] = {}
-
-    def visit(node: ast.AST, scope: int) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = child.lineno if not scope and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else scope
-            if scope and isinstance(child, ast.Call):
-                found[id(child)] = scope
-            visit(child, inner)
-
-    visit(tree, 0)
-    return found
 
 
 def _dotted(node: ast.expr) -> str:

@@ -22,7 +22,7 @@ from ...pages.sheets import Entry, sections
 from ...pages.sheets import Facts as Known
 from .log import LONGEST_PASSAGE, Incident, incidents
 from .recognise import dtype_word, half_words, recognise
-from .situation import Seen, Situation, failing_call, read, said_in
+from .situation import Seen, failing_call, read, said_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             found.pop(next(iter(found)))
         found[key] = (finding, count + 1)
     if not found:
-        told = _symptom(short, read((), said)) if last_incident is None or last_incident.exception is None else None
-        return [_finding(told, Incident(short, [], 1), source) if told else _not_dtype(last_incident, source)]
+        return [_not_dtype(last_incident, source)]
     traced = {key[:2] for key in found if key[2]}
     ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]  # a logger's line beside its traceback
     findings = []
@@ -264,14 +263,6 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
         findings.append(replace(finding, details=details))
     return findings[::-1]
-
-
-def _symptom(text: str, situation: Situation) -> Seen | None:
-    """A report without an error that names half precision and describes what its family knows; None where no cause fits."""
-    if not half_words(text) and not re.search(r"autocast\(", text):
-        return None
-    seen = Seen(text=text, operator="symptom", situation=situation)
-    return seen if any(cause.score > 1 for cause in FAMILIES["symptom"][1](seen).causes) else None
 
 
 def _said(incident: Incident) -> str:
@@ -291,7 +282,7 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [
         (
-            "text" if seen.operator == "symptom" else "error",
+            "error",
             incident.text.strip()[:300] if len(incident.text.strip().splitlines()) < 2 else _telling_line(incident.text, seen),
         )
     ]

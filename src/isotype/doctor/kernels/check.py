@@ -1,6 +1,6 @@
 """`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings. Needs no GPU.
 
-With `binary` kernels are compiled to machine code as well: registers, spills and shared memory (KN010 to KN012).
+With `binary` kernels are compiled to machine code as well: registers, spills and shared memory (KN010).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def check(
     targets: Sequence[str | int] = (DEFAULT,),
     *,
     binary: bool = False,
-) -> list[Finding]:
-    """Compiles `kernel` for its dtype matrix and says what fails, worst first in `findings`' severities.
+) -> Report:
+    """Compiles `kernel` for its dtype matrix and says what fails.
 
     kernel      a `@triton.jit` function, autotuned or with heuristics or not
     signatures  label -> {parameter: "*bf16", "i32", "fp32"}, or a list of them; inferred from the source when left out
@@ -91,18 +91,6 @@ def check(
     binary      also to machine code: registers, spills and shared memory (seconds a target)
     Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing or unknown
     """
-    return check_kernel(kernel, signatures, constexprs, targets, binary=binary).findings
-
-
-def check_kernel(
-    kernel: Any,
-    signatures: Signatures | None = None,
-    constexprs: Mapping[str, Any] | None = None,
-    targets: Sequence[str | int] = (DEFAULT,),
-    *,
-    binary: bool = False,
-) -> Report:
-    """`check` with counts."""
     from .infer import inferred_combinations
     from .signature import unwrap
 
@@ -263,38 +251,38 @@ def binary_findings(function: Any, observations: Sequence[Observation], targets:
 
 def _compiled(function: Any, observation: Observation, target: Any) -> tuple[list[Finding], Usage | None]:
     combination, where = observation.combination, target_name(target)
-    given = combination.reach == Reach.GIVEN
-    details = {"kernel": function.__name__, "signature": combination.written, "target": where, "reach": combination.reach.words}
-
-    def found(code: str, severity: Severity, message: str, cause: str, fix: str) -> list[Finding]:
-        file, line = place_of(function)
-        place = Place(file=file, line=line, symbol=function.__name__)
-        message = f"{function.__name__} {message}"
-        return [Finding(code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details.items()))]
-
+    usage, allowed, given = None, shared_bytes(target), combination.reach == Reach.GIVEN
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Triton prints a whole PTX file when ptxas refuses it
             usage = machine_code(function, combination, target)
     except Exception as error:
-        text = " ".join(str(error).split())[:400] or type(error).__name__
-        cause = f"the front end accepts {combination.label}; a later stage for {where} does not: {type(error).__name__}: {text}"
-        fix = (
-            "try other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, take another path there"
-        )
         severity = Severity.ERROR if given else Severity.WARNING
-        return found("KN010", severity, f"does not compile to machine code for {where}", cause, fix), None
-    details["usage"] = usage.written
-    allowed = shared_bytes(target)
-    if usage.shared_bytes > allowed:
-        cause = f"one block needs {usage.shared_bytes:,} bytes of shared memory, {where} allows {allowed:,}: OutOfResources"
-        severity = Severity.ERROR if given else Severity.NOTE
-        return found("KN011", severity, f"needs more shared memory than {where} has", cause, "smaller blocks or fewer num_stages"), usage
-    if usage.spills:
-        cause = f"{usage.spills} values a thread do not fit in {usage.registers} registers and go to memory and back"
-        severity = Severity.WARNING if usage.spills > MANY_SPILLS and given else Severity.NOTE
-        fix = "smaller blocks, more warps, or narrow fp32 values earlier"
-        return found("KN012", severity, f"spills registers on {where}", cause, fix), usage
-    return [], usage
+        text = " ".join(str(error).split())[:400] or type(error).__name__
+        what, why = "does not compile to machine code for", f"a later stage than the front end refuses it: {type(error).__name__}: {text}"
+        fix = "other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, another path there"
+    else:
+        if usage.shared_bytes > allowed:
+            severity = Severity.ERROR if given else Severity.NOTE
+            what, why = "needs more shared memory than there is on", f"one block needs {usage.shared_bytes:,} bytes of {allowed:,}"
+            fix = "smaller blocks or fewer num_stages"
+        elif usage.spills:
+            severity = Severity.WARNING if usage.spills > MANY_SPILLS and given else Severity.NOTE
+            what, why = "spills registers on", f"{usage.spills} values a thread do not fit in {usage.registers} registers"
+            fix = "smaller blocks, more warps, or narrow fp32 values earlier"
+        else:
+            return [], usage
+    file, line = place_of(function)
+    details = [("kernel", function.__name__), ("signature", combination.written), ("target", where), ("reach", combination.reach.words)]
+    found = Finding(
+        code="KN010",
+        severity=severity,
+        message=f"{function.__name__} {what} {where}",
+        place=Place(file=file, line=line, symbol=function.__name__),
+        cause=why,
+        fix=fix,
+        details=(*details, *((("usage", usage.written),) if usage is not None else ())),
+    )
+    return [found], usage
 
 
 def machine_code(function: Any, combination: Any, target: Any) -> Usage:

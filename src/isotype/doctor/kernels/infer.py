@@ -101,7 +101,6 @@ class Use:
     tests: set[str] = field(default_factory=set)  # used as a bare condition
     sizes: set[str] = field(default_factory=set)  # of an arange or a shape
     dtypes: set[str] = field(default_factory=set)  # used where a dtype stands
-    words: dict[str, str] = field(default_factory=dict)  # compared with a string
 
 
 class _Reader(ast.NodeVisitor):
@@ -224,8 +223,6 @@ class _Reader(ast.NodeVisitor):
                 for group in ("integers", "tests", "sizes", "dtypes"):
                     if name in getattr(inner, group):
                         getattr(self.use, group).add(value.id)
-                if name in inner.words:
-                    self.use.words[value.id] = inner.words[name]
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
@@ -234,13 +231,9 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        for one in [node.left, *node.comparators]:
-            if isinstance(one, ast.Constant) and isinstance(one.value, str):
-                for other in (node.left, *node.comparators):
-                    if isinstance(other, ast.Name) and other.id in self.parameters:
-                        self.use.words[other.id] = one.value
-            elif isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0:
-                self.use.integer_pointers |= {p for s in (node.left, *node.comparators) for p in self.loaded(s)}
+        sides = (node.left, *node.comparators)
+        if any(isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0 for one in sides):
+            self.use.integer_pointers |= {p for side in sides for p in self.loaded(side)}
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
@@ -297,8 +290,6 @@ def _guess(parameter: Any, use: Use, flags: bool) -> Any:
 
     name = parameter.name
     lower = name.lower()
-    if name in use.words:
-        return use.words[name]
     if name in use.dtypes and not parameter.has_default:
         return tl.float32
     if parameter.has_default and parameter.default is not None and not isinstance(parameter.default, bool):

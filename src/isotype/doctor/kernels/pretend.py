@@ -128,9 +128,6 @@ class _Driver:
             "max_num_regs": shape.regs_per_multiprocessor,
             "multiprocessor_count": shape.multi_processor_count,
             "warpSize": target.warp_size,
-            "sm_clock_rate": 1_700_000,
-            "mem_clock_rate": 2_600_000,
-            "mem_bus_width": 5120,
         }
         self.utils = SimpleNamespace(get_device_properties=lambda device: dict(found))
 
@@ -155,15 +152,6 @@ class _Driver:
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         shape = _properties(self.target)
         return shape.major, shape.minor
-
-    def get_empty_cache_for_benchmark(self) -> Any:
-        return torch.zeros(1)
-
-    def clear_cache(self, cache: Any) -> None:
-        pass
-
-    def get_benchmarker(self) -> Any:
-        return lambda call, *args, **kwargs: [1.0, 1.0, 1.0]
 
 
 _WITHOUT_EFFECT = (

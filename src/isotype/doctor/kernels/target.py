@@ -14,42 +14,35 @@ from typing import Any
 
 from ...errors import IsotypeError, UsageError
 from .calls import Calls, Recording, check_reached, check_wrapper, several, trap_launches
-from .check import Report, check_combinations, check_kernel, given
+from .check import Report, check, check_combinations, given
 from .infer import inferable
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
 
 
-def check_target(
-    text: str, targets: Sequence[str] | None = None, *, binary: bool = False, tell: Callable[[str], None] = lambda name: None
-) -> Report:
+def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     """Checks what `text` names.
 
     targets  architectures; None takes the module's TARGETS, or sm_90
-    tell     is told the name of each kernel of a file or module before it is compiled
     Raises   UsageError when it cannot be loaded, or holds no kernel
     """
     require_triton()
     chosen = list(targets) if targets else None
     for one in chosen or []:
         parse_target(one)
-    place, _, name = text.partition(":") if not _looks_like_windows(text) else (text, "", "")
+    place, _, name = text.partition(":")
     modules = load(place)
     module = modules[0]
     own = chosen or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT]
     report = Report()
     if name:
-        _check_name(module, name, own, binary, report)
+        _check_name(module, name, own, report)
         return report
     for each in modules:
-        _check_module(each, own, binary, report, tell)
+        _check_module(each, own, report)
     if not report.kernels:
         raise UsageError(f"{text}: no @triton.jit kernel in it")
     return report
-
-
-def _looks_like_windows(text: str) -> bool:
-    return len(text) > 2 and text[1] == ":" and text[2] in "\\/"
 
 
 def load(place: str) -> list[ModuleType]:
@@ -129,18 +122,17 @@ def kernels_in(module: ModuleType) -> dict[str, Any]:
     return {n: v for n, v in found.items() if not any(inferable(unwrap(v).function))}
 
 
-def _check_module(module: ModuleType, targets: Sequence[str], binary: bool, report: Report, tell: Callable[[str], None]) -> None:
+def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
     for name, kernel in kernels_in(module).items():
-        tell(name)
         try:
-            report.add(check_kernel(kernel, targets=targets, binary=binary))
+            report.add(check(kernel, targets=targets))
         except UsageError:
             raise
         except Exception as error:
             report.remarks.append(f"{name}: not checked, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
-def _check_name(module: ModuleType, name: str, targets: Sequence[str], binary: bool, report: Report) -> None:
+def _check_name(module: ModuleType, name: str, targets: Sequence[str], report: Report) -> None:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -148,14 +140,14 @@ def _check_name(module: ModuleType, name: str, targets: Sequence[str], binary: b
             raise UsageError(f"{module.__name__.removeprefix('_isotype_kernels_')} has no {name!r} (it has {near})")
         value = getattr(value, part)
     if is_kernel(value):
-        _check_one(module, value, None, targets, binary, report)
+        _check_one(module, value, None, targets, report)
     elif callable(value):
-        _check_callable(module, name, value, targets, binary, report)
+        _check_callable(module, name, value, targets, report)
     else:
         raise UsageError(f"{name} is a {type(value).__name__}: expected a kernel, a function that launches kernels, or build()")
 
 
-def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], binary: bool, report: Report) -> None:
+def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report) -> None:
     """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
     whole = unwrap(kernel)
     signatures = (
@@ -166,28 +158,26 @@ def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[s
     if isinstance(signatures, Mapping) and all(set(s) <= set(whole.function.arg_names) for s in signatures.values()):
         constexprs = whole.with_defaults(getattr(module, "CONSTEXPRS", {}))
         bases = [given(whole.function, label, types, constexprs) for label, types in signatures.items()]
-        report.add(check_combinations(whole.function, bases, targets, binary=binary))
+        report.add(check_combinations(whole.function, bases, targets))
         return
-    report.add(check_kernel(kernel, constexprs=getattr(module, "CONSTEXPRS", None), targets=targets, binary=binary))
+    report.add(check(kernel, constexprs=getattr(module, "CONSTEXPRS", None), targets=targets))
 
 
-def _check_callable(
-    module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], binary: bool, report: Report
-) -> None:
+def _check_callable(module: ModuleType, name: str, function: Callable[..., Any], targets: Sequence[str], report: Report) -> None:
     if _required(function):
         raise UsageError(f"{name} needs inputs: name a function without arguments that returns ({name}, inputs)")
     result, calls = _call_once(name, function, targets)
     if isinstance(result, tuple) and result and is_kernel(result[0]):
-        _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, binary, report)
+        _check_one(module, result[0], result[1] if len(result) > 1 else None, targets, report)
     elif is_kernel(result):
-        _check_one(module, result, None, targets, binary, report)
+        _check_one(module, result, None, targets, report)
     elif isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
         for inputs in several(result[1]):
-            report.add(check_wrapper(result[0], inputs, targets, binary=binary))
+            report.add(check_wrapper(result[0], inputs, targets))
         if not report.kernels:
             raise UsageError(f"{name}: calling what it returned launched no Triton kernel" + _first(report.remarks))
     elif calls.launches:
-        report.add(check_reached(calls, targets, binary=binary))
+        report.add(check_reached(calls, targets))
     else:
         raise UsageError(f"{name}() launched no Triton kernel, and returned no kernel" + _first(list(calls.refused.values())))
 

@@ -194,9 +194,6 @@ class Watcher:
     def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """A tensor was cast: by the program, by autocast, or by autograd (`origin.kind`)."""
 
-    def data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """The program is about to run `tensor.data = value`."""
-
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
@@ -208,7 +205,7 @@ class Watcher:
         return []
 
 
-EVENTS = ("root_called", "forward_begins", "entered", "left", "promoted", "cast", "data_set", "stepping", "stepped")
+EVENTS = ("root_called", "forward_begins", "entered", "left", "promoted", "cast", "stepping", "stepped")
 
 
 class Subscriptions:
@@ -219,24 +216,13 @@ class Subscriptions:
             return [getattr(watcher, event) for watcher in watchers if getattr(type(watcher), event) is not getattr(Watcher, event)]
 
         self.root_called, self.forward_begins, self.entered, self.left, *others = map(wanted, EVENTS)
-        self.promoted, self.cast, self.data_set, self.stepping, self.stepped = others
-        self._ops: dict[str, list[tuple[Before, After | None]]] = {}
+        self.promoted, self.cast, self.stepping, self.stepped = others
+        self._ops: dict[str, tuple[Before, After | None]] = {}
         for watcher in watchers:
             for name, given in watcher.before_ops().items():
-                self._ops.setdefault(name, []).append(given if isinstance(given, tuple) else (given, None))
+                assert name not in self._ops, f"two watchers before {name}"
+                self._ops[name] = given if isinstance(given, tuple) else (given, None)
 
     def of_op(self, name: str) -> tuple[Before | None, After | None]:
         """What is called before an op of this name, and after it; None for most ops."""
-        wanted = self._ops.get(name, [])
-        if len(wanted) < 2:
-            return wanted[0] if wanted else (None, None)
-
-        def before(op: Operator, args: tuple, kwargs: dict | None) -> list[tuple[After, Any]] | None:
-            told = [(after, one(op, args, kwargs)) for one, after in wanted]
-            return [(after, token) for after, token in told if after is not None and token is not None] or None
-
-        def after_all(told: list[tuple[After, Any]]) -> None:
-            for after, token in told:
-                after(token)
-
-        return before, after_all
+        return self._ops.get(name, (None, None))

@@ -76,7 +76,7 @@ class Fault:
 
 
 class Parameters(Watcher):
-    """Follows `module.to(dtype)` and `parameter.data = ...`."""
+    """Follows `module.to(dtype)`."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -147,27 +147,6 @@ class Parameters(Watcher):
         """The last change of the first of these parameters that changed, in words."""
         changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
         return next((str(change) for change in changes), "")
-
-    def data_set(self, parameter: torch.Tensor, value: Any) -> None:
-        """`parameter.data = value`, outside a module's own cast."""
-        if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter):
-            return
-        if value.dtype == parameter.dtype or parameter.dtype not in FLOATS or value.dtype not in FLOATS:
-            return
-        owner = next(
-            (key for key, known in self._tensors_of_roots() if known is parameter),
-            (id(parameter), self._context.names.parameter_name(parameter) or "?"),
-        )
-        with torch.no_grad():
-            old = parameter.detach().reshape(-1)[:SAMPLE].clone()
-        self._record(
-            owner,
-            self._context.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
-            parameter.dtype,
-            value.dtype,
-            old,
-            parameter,
-        )
 
     def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
         for owner in module.modules():

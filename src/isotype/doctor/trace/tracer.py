@@ -213,9 +213,6 @@ class Tracer:
         self.autocast_around = torch.is_autocast_enabled(self.device)
         suspended = name in ("backward", "grad") and self.pace.backward_unwatched() and self.suspend(hooks=True)
         try:
-            if name == "__set__" and len(args) == 2 and func.__self__.__name__ == "data":
-                for data_set in self._events.data_set:
-                    data_set(*args)
             return func(*args, **kwargs)
         except Exception as error:
             self.failures.call_failed(error, func, args, kwargs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,23 +103,18 @@ def sample(
     how: Drawing,
     device: torch.device,
     *,
-    seconds: float = math.inf,
     world: World = ALONE,
 ) -> Iterator[Sample]:
     """A picture a prompt, each as it is drawn. Its noise depends on the seed and the prompt's position only.
 
     prompts  each with its embeddings and those of what it is guided away from
-    seconds  no further picture is begun after so long; the first is always drawn
     world    the processes that share the model and call this together: all draw the same pictures
     """
     dtype = to_torch(precision.latents)
     with random_state_restored(), eval_mode(model), generating(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
-        begun = time.monotonic()
         for i, (prompt, text, negative) in enumerate(prompts):
-            if i and world.any(time.monotonic() - begun > seconds):
-                break
             words = [{name: tensor[None].to(device) for name, tensor in one.items()} for one in (text, negative)]
             if "ids" in text:
                 words = [inner_model(model)(None, None, one) for one in words]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -395,13 +394,11 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
-    def sample(
-        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
-    ) -> list[Sample]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> list[Sample]:
         prompts = self.prompts[:1] if shortened else self.prompts
         if shortened:
             prompts = [replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts]
-        return self.draw(model, device, prompts, self.drawing(), seconds=seconds, world=world)
+        return self.draw(model, device, prompts, self.drawing(), world=world)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -412,14 +409,13 @@ class DiffusionTask:
         return Drawing(run.sample_size or self.config.images.resolution, run.sample_steps, run.sample_guidance, self.config.train.seed)
 
     def draw(
-        self, model: nn.Module, device: torch.device, prompts: Sequence[Prompt], how: Drawing, *, seconds: float = math.inf,
-        world: World = ALONE,
-    ) -> list[Sample]:  # fmt: skip
-        """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
+        self, model: nn.Module, device: torch.device, prompts: Sequence[Prompt], how: Drawing, *, world: World = ALONE
+    ) -> list[Sample]:
+        """A picture for each prompt, whose embeddings are in the store."""
         get = self.encoder.store.get
         words = [[get(self.text[said]) for said in texts_of([prompt], self.encoder)] for prompt in prompts]
         asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
-        return list(sample(model, self.folder, self.precision, asked, how, device, seconds=seconds, world=world))
+        return list(sample(model, self.folder, self.precision, asked, how, device, world=world))
 
     # the result
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -62,22 +60,17 @@ def sample(
     device: torch.device,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seconds: float = math.inf,
     world: World = ALONE,
     pictures: Pictures | None = None,
 ) -> list[Sample]:
     """Generates answers, one prompt at a time, greedily by default. The training that follows is bit-identical to one without samples.
 
-    seconds  no further prompt is begun after so long; the first is always answered
-    world    the processes that share the model and call this together: all end with the one whose answer is longest
+    world  the processes that share the model and call this together: all end with the one whose answer is longest
     """
     config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     samples: list[Sample] = []
-    begin = time.perf_counter()
     with random_state_restored(), eval_mode(model), generating(model):
         for prompt in prompts:
-            if samples and world.any(time.perf_counter() - begin > seconds):
-                break
             inputs = prompt_inputs(prompt, pictures, device)
             out = cast(Generates, model).generate(**inputs, generation_config=config, synced_gpus=world.size > 1)
             answer = str(tokenizer.decode(out[0, len(prompt.input_ids) :], skip_special_tokens=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,15 +216,11 @@ class LanguageTask:
     def samples(self) -> int:
         return len(self.prompts)
 
-    def sample(
-        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
-    ) -> list[Sample]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> list[Sample]:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(
-            model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds, world=world, pictures=self.data.pictures
-        )
+        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, world=world, pictures=self.data.pictures)
 
     # the result
 

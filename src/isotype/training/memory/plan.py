@@ -35,7 +35,7 @@ from ..quiet import without_warnings
 from ..step import Stepper
 from ..task import Outline, StepOutline
 from .blocks import away_from, held_at_most
-from .outline import counted_by_runs, scales_of, scratch, take_scales
+from .outline import scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
 
 
@@ -141,24 +141,6 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Bytes of one simulation. The peaks are of forward and backward, and of the update; `after` is there between two steps; `averages`:
-    see `train.ema`. Each grows by the same with every block, which the largest of them need not do."""
-
-    activations: int
-    working: int
-    forward: int
-    backward: int
-    update: int
-    evaluation: int
-    sampling: int
-    step_peak: int
-    update_peak: int
-    after: int
-    averages: int
-
-
 def _simulated(
     model: nn.Module,
     train: TrainSection,
@@ -169,37 +151,6 @@ def _simulated(
     held: MemoryPlan,
     earlier: MemoryPlan | None,
 ) -> MemoryPlan:
-    samples = [earlier.sampling is not None] if earlier is not None else list[bool]()
-
-    def count() -> _Counted:
-        counted, sampled = _count(model, train, precision, largest, device_type=device_type, between=earlier is None)
-        samples.append(sampled)
-        return counted
-
-    n = counted_by_runs(model, count)
-    evaluation, sampling = (n.evaluation, n.sampling) if earlier is None else (earlier.evaluation, earlier.sampling or 0)
-    return replace(
-        held,
-        activations=n.activations,
-        working=n.working,
-        forward=n.forward,
-        backward=n.backward,
-        update=n.update,
-        evaluation=evaluation,
-        sampling=sampling if all(samples) else None,
-        peak=max(n.step_peak, n.update_peak, n.after + max(evaluation, sampling)) + n.averages + held_at_most(model),
-        rows=largest.rows,
-        length=largest.length,
-    )
-
-
-def _count(
-    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, between: bool
-) -> tuple[_Counted, bool]:
-    """What the steps of this model take, and whether a sample could be simulated.
-
-    between  an evaluation and a sample are simulated too
-    """
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(device.type, {**scratch(), **head_scratch()}, elsewhere=away_from(model))
@@ -252,28 +203,27 @@ def _count(
         for hook in counting:
             hook.remove()
         accumulator.zero()
-        sampling: int | None = 0
-        evaluation = 0
-        if between:
+        if earlier is None:
             evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
             sampling = _sampling(model, live, largest, device)
+        else:
+            evaluation, sampling = earlier.evaluation, earlier.sampling
         after = live.now
         accumulator.close()
     averages = sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad)
-    counted = _Counted(
+    return replace(
+        held,
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
         forward=max(0, in_forward - before - gradients),
         backward=max(0, in_backward - forward_end),
         update=update,
         evaluation=evaluation,
-        sampling=sampling or 0,
-        step_peak=peak_step,
-        update_peak=update_peak,
-        after=after,
-        averages=averages,
+        sampling=sampling,
+        peak=max(peak_step, update_peak, after + max(evaluation, sampling or 0)) + averages + held_at_most(model),
+        rows=largest.rows,
+        length=largest.length,
     )
-    return counted, sampling is not None
 
 
 def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:

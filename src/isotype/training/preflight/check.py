@@ -17,12 +17,12 @@ from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
+from ...runs.folder import RunFolder
 from ..setup import Subject
 from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from .static import (
-    adapter_of_another_base,
     disk_too_small,
     memory_too_small,
     more_rows_in_a_step_than_there_are,
@@ -42,7 +42,6 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
-        Check(("PF019",), adapter_of_another_base),
     ),
     "memory": (Check(("PF011",), memory_too_small),),
     "real": (
@@ -94,7 +93,7 @@ def preflight(
     world   each process checks its own machine and step; what one refuses, all refuse. The record is the first one's.
     """
     record = subject.folder / RECORD
-    before = _read(record) if subject.resuming else {}
+    before = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
     skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
     own = subject.task.checks()
@@ -139,18 +138,9 @@ def _line(finding: Finding) -> str:
 
 def skipped_before(record: Path) -> dict[str, str]:
     """The checks that were skipped when the run started, code to reason; invalid entries are ignored."""
-    skipped = _read(record).get("skipped")
+    skipped = RunFolder(record.parent).read_json(record.name).get("skipped")
     return {
         entry["code"]: entry["reason"]
         for entry in (skipped if isinstance(skipped, list) else [])
         if isinstance(entry, dict) and isinstance(entry.get("reason"), str) and str(entry.get("code")) in CODES.keys() - NOT_SKIPPED.keys()
     }
-
-
-def _read(record: Path) -> dict[str, Any]:
-    """The record of the run's start; empty if the file is missing or cannot be read."""
-    try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

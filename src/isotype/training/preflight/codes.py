@@ -26,7 +26,6 @@ CODES: Mapping[str, str] = {
     "PF016": "an evaluation runs",
     "PF017": "a generation runs",
     "PF018": "packed documents do not see each other",
-    "PF019": "a continued adapter is on its own base",
     "PF020": "rows fit into the model's positions",
     "PF021": "a step's rows are different rows",
     "PF023": "places of pictures are not learnt",
