@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...config.kind import PIPELINE_FILE
+from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory
 from ...environment.hub import is_away, say
@@ -26,7 +26,7 @@ from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, of_settings
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from .families import FAMILIES, REFUSED, Family
-from .single_file import INSTEAD_OF_GGUF, NO_GGUF, dtype_of, read_model, refuse_other_family, repository_of
+from .single_file import dtype_of, read_model, refuse_other_family, repository_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"

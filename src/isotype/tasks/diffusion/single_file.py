@@ -21,8 +21,6 @@ from ...config.kind import PIPELINE_FILE
 from ...errors import UsageError
 from ...precision.apply import is_kept_in_fp32, names_kept_in_fp32
 
-NO_GGUF = "a denoiser packed as GGUF is for inference, and is not read"
-INSTEAD_OF_GGUF = "the same model's .safetensors; precision.preset: nf4-lora packs it as small"
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -92,8 +90,6 @@ def _unknown(file: Path) -> UsageError:
 
 def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype as the file names it, and shape. Raises UsageError."""
-    if file.suffix == ".gguf":
-        raise UsageError(f"model.name: {file}: {NO_GGUF}", fix=INSTEAD_OF_GGUF)
     if file.suffix != ".safetensors":
         why = "a pickle can run code" if file.suffix in (".ckpt", ".pt", ".pth", ".bin") else "expected one, or a pipeline's folder"
         raise UsageError(f"model.name: {file}: not a .safetensors file: {why}", fix="the same checkpoint as .safetensors")
