@@ -124,6 +124,8 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
     settings_of(studio.sd3, tmp_path / "a")
     for name, tensors, said in (
         ("a.ckpt", None, "not a .safetensors file: a pickle can run code"),
+        ("a.png", None, "not a .safetensors file: expected one, or a pipeline's folder"),
+        ("a.gguf", None, "a denoiser packed as GGUF is for inference, and is not read"),
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
         ("b.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
@@ -134,6 +136,18 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
         save_file(tensors, file) if tensors else file.write_bytes(b"")
         with subtests.test(said):
             assert re.search(said, refused(drawn(model=file)))
+
+
+def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(drawn, studio, tmp_path, subtests):
+    for part, name, said in (
+        ("transformer", "q8.gguf", "packed as GGUF is for inference"),
+        ("text_encoder", "x.bin", "x.bin can run code"),
+    ):
+        folder = shutil.copytree(studio.sd3, tmp_path / part)
+        (weights,) = (folder / part).glob("*.safetensors")
+        weights.rename(weights.with_name(name))
+        with subtests.test(part):
+            assert said in refused(drawn(model=folder))
 
 
 # --- Denoisers that were published quantised: trained from their own files, resumed, drawn with and merged.
