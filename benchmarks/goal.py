@@ -42,7 +42,6 @@ GEMMA = {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "int
 TINY = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"llama-8b": LLAMA, "gemma-2b": GEMMA, "tiny": TINY}
-LEFT_OUT = 4  # exit code where a package is missing, as benchmarks/gpu.py reads it
 KEPT = {
     "attention": {"keep_attention": True},
     "nothing": {},
@@ -226,10 +225,10 @@ def main() -> int:
         parser.error("--ledger counts isotype's llama-8b")
     if a.who == "unsloth" and (reason := unsloth_row.why_not(a.device)):
         print(f"Unsloth left out: {reason}")
-        return LEFT_OUT
+        return unsloth_row.LEFT_OUT
     if a.base == "nf4" and not lora_bench.has_bitsandbytes():
         print("left out: bitsandbytes is not installed, and --base nf4 needs it")
-        return LEFT_OUT
+        return unsloth_row.LEFT_OUT
     rows: list[dict[str, Any]] = []
     for length in a.tokens:
         row, step = measured(a, length)

@@ -545,7 +545,11 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     if a.base == "nf4" and not has_bitsandbytes():
-        sys.exit("--base nf4 needs bitsandbytes, which is not installed")
+        print("left out: bitsandbytes is not installed, and --base nf4 needs it")
+        sys.exit(unsloth_row.LEFT_OUT)
+    if list(a.rows) == [unsloth_row.NAME] and (reason := unsloth_row.why_not(a.device, importing=False)):
+        print(f"Unsloth left out: {reason}")
+        sys.exit(unsloth_row.LEFT_OUT)
     if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device {a.device}: there is no GPU here (torch {torch.__version__})")
     if a.only == unsloth_row.NAME:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import unsloth_row
 from torch import Tensor
 
 import ops as bench
@@ -446,6 +447,9 @@ def main() -> None:
         sys.exit("no CUDA device: --device cpu --tiny runs the same code")
     if o.device == "cpu" and not o.tiny:
         sys.exit("these sizes are a GPU's: on a CPU use --tiny, or benchmarks/ops.py")
+    if o.case == [unsloth_row.NAME.lower()] and (reason := unsloth_row.why_not(o.device, importing=False)):
+        print(f"Unsloth left out: {reason}")
+        sys.exit(unsloth_row.LEFT_OUT)
     name = torch.cuda.get_device_name() if o.device != "cpu" else "CPU"
     print(f"{name}, torch {torch.__version__}, bf16, medians of {1 if o.tiny else o.rounds}")
     rows: list[Row] = []

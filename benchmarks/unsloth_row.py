@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 NAME = "Unsloth"
+LEFT_OUT = 4  # exit code where a package is missing, as benchmarks/gpu.py reads it
 
 
 def why_not(device: str, *, importing: bool = True) -> str:

@@ -4,8 +4,6 @@ folder/models/ORG/NAME/... and folder/datasets/ORG/NAME/... are its repositories
 the token `TOKEN`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -21,6 +21,11 @@ def _ct(form: str, weights: dict, *, activations: bool = False) -> dict:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+def _ao(kind: str, grain: str, data: dict) -> dict:
+    how = {"_type": kind, "_version": 2, "_data": {"granularity": {"_type": grain, "_version": 1, "_data": data}}}
+    return {"quant_method": "torchao", "quant_type": {"default": how}}
+
+
 BLOCK = (32, 32)  # in the place of 128: tiny weights have a last block that is not whole
 # format -> (word of precision.base, quantization_config)
 FORMATS: dict[str, tuple[str, dict]] = {
@@ -41,6 +46,9 @@ FORMATS: dict[str, tuple[str, dict]] = {
         "int4", _ct("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}),
     ),
     "int8-ct-packed": ("int8", _ct("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"})),
+    "int8-torchao": ("int8", _ao("Int8WeightOnlyConfig", "PerRow", {"dim": -1})),
+    "int8-torchao-group": ("int8", _ao("IntxWeightOnlyConfig", "PerGroup", {"group_size": GROUP})),
+    "fp8-torchao": ("fp8", _ao("Float8WeightOnlyConfig", "PerRow", {"dim": -1})),
     "gptq": ("int4", {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),
     "gptq-v2": ("int4", {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"}),
     "gptq-act-order": ("int4", {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq"}),
@@ -82,6 +90,13 @@ def packed(form: str, o: int, i: int) -> dict[str, torch.Tensor]:
     if form == "int8-bnb":
         made = {"weight": torch.randint(-127, 128, (o, i)).to(torch.int8), "SCB": scale(o, of=70) * 127}
         return made | {"weight_format": torch.tensor(0, dtype=torch.uint8)}
+    if form == "fp8-torchao":
+        return {"_weight_qdata": e4m3(o, i), "_weight_scale": scale(o, 1, of=40)}
+    if form.startswith("int8-torchao"):
+        each = groups if "group" in form else 1
+        own = torch.randint(-3, 4, (o, each)).to(torch.int8)
+        return {"_weight_qdata": torch.randint(-128, 128, (o, i)).to(torch.int8), "_weight_scale": scale(o, each, of=70),
+                "_weight_zero_point": own}  # fmt: skip
     shape = torch.tensor([o, i])
     if form.startswith("int4-ct"):
         made = {"weight_packed": words(o, -(-i // 8)), "weight_scale": scale(o, groups, of=4.6).bfloat16(), "weight_shape": shape}
@@ -129,6 +144,10 @@ def element(form: str, t: dict[str, torch.Tensor], o: int, i: int) -> float:
         return float(t["weight"][o, i]) * float(t["weight_scale"][o, 0])
     if form == "int8-bnb":
         return float(t["weight"][o, i]) * float(t["SCB"][o]) / 127
+    if "torchao" in form:
+        at = (o, i // GROUP if "group" in form else 0)
+        zero = int(t["_weight_zero_point"][at]) if "_weight_zero_point" in t else 0
+        return (float(t["_weight_qdata"][o, i]) - zero) * float(t["_weight_scale"][at])
     if form == "int8-ct-packed":
         return (number(t["weight_packed"][o, i // 4], i % 4, 8) - 128) * float(t["weight_scale"][o, 0])
     if form.startswith("int4-ct"):

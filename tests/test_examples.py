@@ -30,14 +30,6 @@ def test_each_example_program_runs_and_prints(name, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_each_example_with_a_short_form_keeps_its_promise_in_full(name, tmp_path):
-    done = run([interpreter(), str(EXAMPLES / name)], tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_cells_of_a_notebook_run_in_order(name, tmp_path):
     """As one program: without a kernel, so that no notebook server has to be installed."""

@@ -1,7 +1,5 @@
 """benchmarks/gpu.py: a part that fails, hangs or is not reached stops nothing else, and a second run takes up what is left."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -98,3 +96,23 @@ def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(gpu, m
     # only what failed runs again
     assert started(gpu, monkeypatch, "visit", "--out", str(tmp_path)) == 1
     assert re.findall(r"^--- ([\w-]+)$", capsys.readouterr().out, re.M) == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("goal.py", ["--who", "unsloth", "--model", "tiny"]),
+        ("ops_gpu.py", ["--case", "unsloth", "--tiny"]),
+        ("lora.py", ["--part", "model", "--rows", "Unsloth"]),
+    ],
+)
+def test_a_part_that_misses_its_peer_is_not_done(gpu, monkeypatch, capsys, file, words):
+    """Unsloth needs a GPU: the part runs again once it is there."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [file, *words, "--device", "cpu"])
+    try:
+        code = script(SCRIPT.with_name(file)).main()
+    except SystemExit as left:
+        code = left.code
+    assert code == gpu.LEFT_OUT
+    assert capsys.readouterr().out == "Unsloth left out: Unsloth needs a GPU\n"

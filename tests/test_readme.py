@@ -24,11 +24,6 @@ def test_the_first_commands_exist():
     assert {"quickstart", "test", "install"} <= named <= targets
 
 
-def test_every_link_leads_somewhere():
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).exists(), link
-
-
 def test_every_command_of_the_table_is_a_command():
     from isotype.cli.app import build_app
 

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.commands import ask
+from tests.gguf_files import TEXTS, splitting
 from tests.models import FAMILIES as SETTINGS
 from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -24,28 +25,6 @@ from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.inference.ollama import turns_of
 from isotype.inference.vllm import export_vllm
-
-TEXTS = ["How much is 12 plus 7?", "It's  12,\n\n  and héllo ✓", "<|im_start|>user\nHi<|im_end|>\n"]
-
-
-def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that splits as Qwen 2 does; by default with ChatML."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    from isotype.data.chat import NAMED
-    from isotype.inference.gguf_tokenizer import _WORDS
-
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(pattern or _WORDS % ""), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size - 8, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(TEXTS * 9, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = NAMED["chatml"].text
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +85,21 @@ def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
     torch.testing.assert_close(logits(read), logits(rounded))
 
 
-def test_a_gguf_file_as_a_base_is_refused_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
+def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(tmp_path: Path, tokenizer, monkeypatch) -> None:
     gguf = pytest.importorskip("gguf")
-    folder = saved(tmp_path / "model", "llama", tokenizer, hidden_size=64)
+    folder = saved(tmp_path / "model", "phi3", tokenizer, hidden_size=64)
     (tmp_path / "gguf").mkdir()
     file = tmp_path / "gguf/model.gguf"
     export_model(folder, file, "Q8_0")
     (tmp_path / "rows.jsonl").write_text('{"text": "one row of text"}\n' * 8)
     for given in (file, file.parent):
-        with pytest.raises(UsageError, match="a GGUF file, whose blocks are not trained on") as refused:
+        with pytest.raises(UsageError, match="GGUF files of phi3 are not read") as refused:
             ask("plan", "--model", given, "--data", tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     code = str(refused.value.fix).removeprefix("transformers widens it: ").partition("; then")[0]
     exec(f"from transformers import *; {code}", {})
     blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
-    weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.up_proj.weight
+    weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.gate_up_proj.weight
     assert torch.equal(weight.float(), torch.from_numpy(gguf.quants.dequantize(blocks.data, blocks.tensor_type)).bfloat16().float())
     assert "int8" in ask("plan", "--model", "DENSE", "--data", tmp_path / "rows.jsonl", "precision.base=int8")
 

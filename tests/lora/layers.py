@@ -1,7 +1,5 @@
 """A PEFT LoRA layer inside a small model, dense or 4-bit, and what running it gives."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import peft

@@ -1,7 +1,5 @@
 """Q, K and V of diffusers' attention are one product where they read one tensor, and PEFT's results stay."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,16 +11,15 @@ pytest.importorskip("diffusers")
 from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 
 from isotype.lora import attach, fuse_lora
-from isotype.optimize import optimize
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import picture_losses
 
-# groups in one forward pass: a self- or joint attention has one, with text projections a second, a cross-attention one of K and V
-GROUPS = {"SD3": 2 + 2, "Flux": 2 + 1, "PixArt": 2 * 2, "SDXL U-Net": 4 * 2, "Sana": 2 * 2, "Qwen-Image": 2 * 2, "Wan, one frame": 2 * 2}
+# groups in one forward pass: a joint attention has one, with text projections a second, a cross-attention one of K and V
+GROUPS = {"SD3": 2 + 2, "SDXL U-Net": 4 * 2}
 
 
-@pytest.mark.parametrize("name", list(GROUPS))
+@pytest.mark.parametrize("name", GROUPS)
 def test_projections_of_one_tensor_are_one_product(name, monkeypatch):
     make, family = CLASSES[name]
     torch.manual_seed(0)
@@ -49,13 +46,3 @@ def test_projections_of_one_tensor_are_one_product(name, monkeypatch):
     for (parameter_name, a), b in zip(fused.named_parameters(), plain.parameters(), strict=True):
         if a.requires_grad and b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=parameter_name)
-
-
-def test_torchs_own_norms_are_recognised_at_their_width():
-    make, _ = CLASSES["Flux"]
-    manifest = optimize(make(), Precision.preset("bf16-lora"))
-    norms = [entry for entry in manifest.entries if entry.part == "norm"]
-    assert norms
-    assert {entry.op for entry in norms} == {"rms_norm"}
-    wide = torch.nn.Sequential(torch.nn.RMSNorm(128, eps=1e-6))
-    assert [entry.op for entry in optimize(wide, Precision.preset("bf16-lora")).entries] == ["rms_norm"]

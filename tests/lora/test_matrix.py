@@ -1,7 +1,5 @@
 """The 81 cells, held."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole models, on the CPU and on a GPU: the loss, every adapter's gradient and the tokens of PEFT's own code."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 
 from isotype import optimize, restore
-from isotype.errors import UsageError
 from isotype.lora import fuse_lora
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -87,11 +84,6 @@ def test_the_branch_in_fp32_is_nearer_to_fp64(ids):
     assert distances["fp32"] < distances["compute"]
 
 
-def test_an_unknown_branch_is_refused():
-    with pytest.raises(UsageError, match="expected compute or fp32"):
-        optimize(trained("llama"), lora_branch="bf16")
-
-
 def test_generation_between_two_steps_changes_nothing(ids):
     model = trained("llama")
     fused = copy.deepcopy(model)
@@ -102,17 +94,6 @@ def test_generation_between_two_steps_changes_nothing(ids):
     after = step(fused.train(), ids)
     assert torch.equal(before[0], after[0])
     assert all(torch.equal(before[1][name], after[1][name]) for name in after[1])
-
-
-def test_optimize_lists_them_and_restore_undoes_them():
-    model = trained("llama")
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    manifest = optimize(model)
-    placed = [entry for entry in manifest.entries if entry.part == "lora"]
-    assert [entry.op for entry in placed] == ["lora_linear"] * 14
-    assert "lora_linear" in str(manifest)
-    restore(model)
-    assert before == {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
 @on_a_gpu

@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
-from isotype import optimize
+from isotype import load_packed, optimize
 from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
@@ -30,7 +30,7 @@ from tests.published import FORMATS, write, write_experts
 
 LANDED = ("fp8-block", "fp8-ct-channel")
 # each way in which a weight is stored once; the others differ in what tests/ops/test_packed.py compares for all of them
-ONE_OF_EACH = (*LANDED, "int8-ct-channel", "int8-bnb", "int4-ct-packed", "gptq-act-order", "awq", "nvfp4-ct", "mxfp4-ct")
+ONE_OF_EACH = (*LANDED, "int8-ct-channel", "int8-bnb", "int8-torchao", "int4-ct-packed", "gptq-act-order", "awq", "nvfp4-ct", "mxfp4-ct")
 
 
 def marked(default):
@@ -224,6 +224,26 @@ def test_an_adapter_loads_with_peft_on_the_same_checkpoint(trained, published, t
     base = dense(load(published("fp8-ct-channel"))[0], torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     assert len([n for n, p in loaded.named_parameters() if "lora_B" in n and p.abs().max() > 0]) == 14
+
+
+def test_files_of_torchao_mean_what_torchao_widens(tmp_path):
+    """Against the library itself, whose package is needed to write such a file and not to read it."""
+    ao = pytest.importorskip("torchao.quantization")
+    tiny(hidden_size=64, intermediate_size=80, vocab_size=320).bfloat16().save_pretrained(tmp_path / "dense")
+    group = ao.PerGroup(16)
+    for how in (
+        ao.Int8WeightOnlyConfig(),
+        ao.Float8WeightOnlyConfig(),
+        ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group),
+    ):
+        made = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=TorchAoConfig(how), dtype=torch.bfloat16)
+        made.save_pretrained(tmp_path / "packed")
+        model = load_packed(str(tmp_path / "packed"))
+        for name, layer in model.named_modules():
+            if type(layer) is PackedLinear:
+                wide = widen(layer.weight, layer.weight.quant_state, torch.float32)
+                # in the bf16 in which torchao answers
+                torch.testing.assert_close(wide.bfloat16(), made.get_submodule(name).weight.dequantize().bfloat16(), rtol=2**-7, atol=0)
 
 
 MIXTURES = {

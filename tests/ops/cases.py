@@ -1,7 +1,5 @@
 """Every op with its reference, contract and inputs: the rows of the tables that test_contracts.py and test_every_op.py walk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

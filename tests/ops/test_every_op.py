@@ -1,7 +1,5 @@
 """One set of demands for every op: derivatives, transforms, strides, no rows, results that may be written to, nothing read on the host."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 
@@ -25,9 +23,8 @@ from tests.ops.cases import CASES, OPTIONAL, drawn
 from tests.ops.trials import FACTOR, error
 
 COMPILED = pytest.mark.skipif(cpp.cpu_compiler() is None, reason="no C++ compiler")
-each = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# where a test takes NAMES, `make test` runs each op's own case; what its options change is held to the same reference by the tests above
-NAMES = [pytest.param(name, marks=[pytest.mark.full] if name.endswith(OPTIONAL) else []) for name in CASES]
+# each op's own case; what its options change is held to the same reference by the tests above
+NAMES = [name for name in CASES if not name.endswith(OPTIONAL)]
 # a formula a row
 ROW_OPS = ("rms_norm", "add_rms_norm", "silu", "gelu", "modulated", "gated", "rope")
 
@@ -79,30 +76,34 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_reference_is_plain_pytorch(name):
-    inputs = CASES[name].inputs(12)
-    torch.testing.assert_close(CASES[name].reference(*inputs), PLAIN[name](*inputs))
+def test_references_are_plain_pytorch(subtests):
+    for name, plain in PLAIN.items():
+        with subtests.test(name):
+            inputs = CASES[name].inputs(12)
+            torch.testing.assert_close(CASES[name].reference(*inputs), plain(*inputs))
 
 
-@each
-def test_derivatives_agree_with_finite_differences(case):
-    inputs, op, reference = differentiable(case, 5)
-    assert torch.autograd.gradcheck(op, inputs, fast_mode=True)
-    torch.testing.assert_close(op(*inputs), reference(*inputs))
+def test_derivatives_agree_with_finite_differences_and_second_ones_are_refused(subtests):
+    for name, case in CASES.items():
+        with subtests.test(name):
+            inputs, op, reference = differentiable(case, 5)
+            assert torch.autograd.gradcheck(op, inputs, fast_mode=True)
+            torch.testing.assert_close(op(*inputs), reference(*inputs))
+            if name == "attention":
+                continue
+            with pytest.raises(UsageError, match=r"has no second derivative \(create_graph=True\)"):
+                torch.autograd.grad(op(*inputs)[0].sum(), inputs, create_graph=True)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "attention"])
-def test_second_derivatives_are_refused(name):
-    inputs, op, _ = differentiable(CASES[name], 3)
-    with pytest.raises(UsageError, match=r"has no second derivative \(create_graph=True\)"):
-        torch.autograd.grad(op(*inputs)[0].sum(), inputs, create_graph=True)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith("experts")])
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
-def test_compiles_without_a_graph_break(name, cast):
-    case = CASES[name]
+def test_ops_compile_without_a_graph_break(cast, subtests):
+    for name in NAMES:
+        if not name.startswith("experts"):
+            with subtests.test(name):
+                compiled_as_it_is(CASES[name], cast)
+
+
+def compiled_as_it_is(case, cast):
     torch._dynamo.reset()
     # fp32 too: there the op's last cast changes nothing, which torch 2.11 takes for an output without a gradient
     dtype = torch.float32 if cast is None else torch.bfloat16
@@ -119,8 +120,13 @@ def test_compiles_without_a_graph_break(name, cast):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float32, torch.float16))]
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_cpp_kernels_take_rows_of_any_stride_and_length_and_none(name, dtype):
+def test_cpp_kernels_take_rows_of_any_stride_and_length_and_none(dtype, subtests):
+    for name in NAMES:
+        with subtests.test(name):
+            strided(name, dtype)
+
+
+def strided(name, dtype):
     # 100 is no multiple of a vector, and 300 rows of it are more than one block
     case, sizes = CASES[name], (300, 100) if name.startswith(ROW_OPS) else (40,)
     results = []
@@ -137,10 +143,15 @@ def test_cpp_kernels_take_rows_of_any_stride_and_length_and_none(name, dtype):
         assert error(mine, plain) <= max(2 * torch.finfo(dtype).eps, FACTOR * error(plain, exact))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("path", ["cpp", pytest.param("eager", marks=pytest.mark.full)])
-def test_on_a_planned_gpu_nothing_is_read_on_the_host_and_results_have_the_real_forms(name, path):
+def test_on_a_planned_gpu_nothing_is_read_on_the_host_and_results_have_the_real_forms(path, subtests):
     """ "cpp": each op as one operator, as with kernels; "eager": every operator of the formulas, loops over chunks included."""
+    for name in NAMES:
+        with subtests.test(name):
+            planned(name, path)
+
+
+def planned(name, path):
     forms = []
     for device in ("cpu", "meta"):
         inputs = [t.detach().to(device).requires_grad_(t.requires_grad) for t in leaves(CASES[name], 70, dtype=torch.bfloat16)]
@@ -202,9 +213,15 @@ FIRST = ("add_rms_norm", "linear_log_probs")
 
 
 @pytest.mark.parametrize("path", ["cpp", pytest.param("eager", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [*(name for name in CASES if name != "attention"), *LORA])
-def test_results_can_be_changed_in_place(name, path):
+def test_results_can_be_changed_in_place(path, subtests):
     """As a plain op's can: they are no views that an autograd function has made."""
+    for name in (*NAMES, *LORA):
+        if name != "attention":
+            with subtests.test(name):
+                changed_in_place(name, path)
+
+
+def changed_in_place(name, path):
     seen = []
     for change in (in_place, beside):
         x, *others = [drawn(2, 3, 8).requires_grad_()] if name in LORA else leaves(CASES[name], 6, dtype=torch.float32)
@@ -219,36 +236,33 @@ def test_results_can_be_changed_in_place(name, path):
 X, TOKENS, VECTOR, HEADS = torch.randn(3, 4), torch.randn(2, 3, 4), torch.randn(2, 4), torch.randn(1, 2, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: ops.silu_mul(X, X.bfloat16()), DtypeError, "DT001"),
-        (lambda: ops.gelu_mul(X, X[:2]), ShapeError, "SH001"),
-        (lambda: ops.rms_norm(X, torch.ones(3)), ShapeError, "SH001 weight"),
-        (lambda: ops.add_rms_norm(X, X[:2], torch.ones(4)), ShapeError, "SH001 x is"),
-        (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR[:1]), ShapeError, "SH001 shift is"),
-        (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR.bfloat16()), DtypeError, "DT001 scale is"),
-        (lambda: ops.gated_residual(TOKENS, TOKENS, torch.ones(4)), ShapeError, "SH001 gate is"),
-        (lambda: ops.gated_residual(TOKENS, TOKENS.bfloat16(), VECTOR), DtypeError, "DT001 residual is"),
-        (lambda: ops.gated_residual(TOKENS[:, :2], TOKENS, VECTOR), ShapeError, "SH001 residual is"),
-        (lambda: ops.gelu(X, approximate="sigmoid"), UsageError, "expected none or tanh"),
-        (lambda: ops.rope(HEADS, HEADS, torch.ones(3, 3), torch.ones(3, 3)), ShapeError, "pairs need 6"),
-        (lambda: ops.rope(HEADS, HEADS, torch.ones(2, 2), torch.ones(2, 2)), ShapeError, "expected"),
-    ],
+BAD = (
+    (lambda: ops.silu_mul(X, X.bfloat16()), DtypeError, "DT001"),
+    (lambda: ops.gelu_mul(X, X[:2]), ShapeError, "SH001"),
+    (lambda: ops.rms_norm(X, torch.ones(3)), ShapeError, "SH001 weight"),
+    (lambda: ops.add_rms_norm(X, X[:2], torch.ones(4)), ShapeError, "SH001 x is"),
+    (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR[:1]), ShapeError, "SH001 shift is"),
+    (lambda: ops.modulated_layer_norm(TOKENS, VECTOR, VECTOR.bfloat16()), DtypeError, "DT001 scale is"),
+    (lambda: ops.gated_residual(TOKENS, TOKENS, torch.ones(4)), ShapeError, "SH001 gate is"),
+    (lambda: ops.gated_residual(TOKENS, TOKENS.bfloat16(), VECTOR), DtypeError, "DT001 residual is"),
+    (lambda: ops.gated_residual(TOKENS[:, :2], TOKENS, VECTOR), ShapeError, "SH001 residual is"),
+    (lambda: ops.gelu(X, approximate="sigmoid"), UsageError, "expected none or tanh"),
+    (lambda: ops.rope(HEADS, HEADS, torch.ones(3, 3), torch.ones(3, 3)), ShapeError, "pairs need 6"),
+    (lambda: ops.rope(HEADS, HEADS, torch.ones(2, 2), torch.ones(2, 2)), ShapeError, "expected"),
 )
-def test_bad_inputs_are_named(call, kind, message):
-    with pytest.raises(kind, match=message):
-        call()
 
 
-@pytest.mark.parametrize(
-    ("compiler", "why"), [(None, "no C++ compiler (g++ or clang++) was found"), ("/bin/false", "false failed after 0 s: exit code 1")]
-)
-def test_without_a_working_compiler_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path, compiler, why):
-    monkeypatch.setattr(cpp, "cpu_compiler", lambda: compiler)
+def test_bad_inputs_are_named(subtests):
+    for call, kind, message in BAD:
+        with subtests.test(message), pytest.raises(kind, match=message):
+            call()
+
+
+def test_with_a_compiler_that_fails_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpp, "cpu_compiler", lambda: "/bin/false")
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     monkeypatch.setattr(cpp, "_fallbacks", {})
     monkeypatch.setattr(gated_op.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(ops.silu_mul(x, x), F.silu(x) * x)
-    assert cpp.fallbacks() == {"gated": why}
+    assert cpp.fallbacks() == {"gated": "false failed after 0 s: exit code 1"}

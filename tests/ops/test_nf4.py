@@ -1,7 +1,5 @@
 """A 4-bit weight widened by one kernel: bitsandbytes' values in the interpreter, machine code for GPUs that are not here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo  # library ops import it on their first call, which must not happen while launches are trapped
@@ -26,8 +24,6 @@ def packed(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint8,
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ({}, torch.float32),
-        ({"double": False}, torch.bfloat16),
         ({"blocksize": 128}, torch.float16),
         ({"storage": torch.bfloat16}, torch.bfloat16),
         ({"kind": "fp4", "double": False, "blocksize": 256}, torch.float32),
@@ -50,13 +46,12 @@ def test_the_kernel_gives_bitsandbytes_values(options, dtype, device):
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("double", [False, True])
-def test_the_kernel_compiles_for_every_output_and_target(target, double):
+def test_the_kernel_compiles_for_every_output_and_target(double):
     weight, state = packed((64, 640), double=double)
     inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if double else (None, None, None, 1)
 
     def run(out):
         triton.widen_4bit(weight, state.absmax, state.code, *inner[:3], state.blocksize, inner[3], out)
 
-    compile_matrix(run, (torch.empty(64, 640),), targets=[target], fail_on="note", binary=True)
+    compile_matrix(run, (torch.empty(64, 640),), targets=["sm_80", "sm_90", "sm_100", "gfx942"], fail_on="note", binary=True)

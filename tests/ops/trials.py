@@ -1,7 +1,5 @@
 """What the op tests share: an error, how many times that of plain PyTorch's it may be, and the sizes of tensors that a call makes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """Tiny random causal LMs of many families, by transformers' own configuration classes."""
 
-from __future__ import annotations
-
 import torch
 
 from tests import models
@@ -43,3 +41,16 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> dict[str, torch.Ten
     labels = ids.clone()
     labels[:, :3] = -100
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+class Rows(torch.utils.data.Dataset):
+    """The rows of a batch, one by one, as a Trainer takes them."""
+
+    def __init__(self, count: int = 16, length: int = 12) -> None:
+        self.rows = batch(count, length)
+
+    def __len__(self) -> int:
+        return len(self.rows["input_ids"])
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {name: column[i] for name, column in self.rows.items()}

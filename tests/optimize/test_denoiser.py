@@ -1,7 +1,5 @@
 """Ops in diffusers' transformers: the model's own results and gradients, fewer bytes kept, and the class's code for every other call."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -72,7 +70,7 @@ def test_results_and_gradients_are_the_models_own(name):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
 
 
-def test_a_lora_step_keeps_less_than_seven_tenths_of_a_peft_loops_bytes():
+def test_a_lora_step_keeps_at_most_45_hundredths_of_a_peft_loops_bytes():
     """Counted, not timed: tensors saved for backward, each storage once, without weights."""
     width = 256
     mine, its = benchmark.denoiser(width), benchmark.denoiser(width)
@@ -81,7 +79,7 @@ def test_a_lora_step_keeps_less_than_seven_tenths_of_a_peft_loops_bytes():
     (batch,) = benchmark.draws(1, side=16, text=32)
     (_, our_forward), (_, plain_forward) = benchmark.ours(mine, "bf16-lora"), benchmark.plain(its, targets)
     kept = benchmark.kept_bytes(our_forward, copy.deepcopy(batch), mine), benchmark.kept_bytes(plain_forward, batch, its)
-    assert kept[0] < 0.7 * kept[1]
+    assert kept[0] <= 0.45 * kept[1]
 
 
 def test_a_block_that_recomputes_keeps_its_inputs_alone_and_gives_the_same_gradients():
@@ -121,20 +119,14 @@ def test_a_model_in_fp16_is_clipped_as_its_class_does():
     assert of_text.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Flux", "{} in bf16"), ("SDXL U-Net", "AttnProcessor2_0's own (4 of 8 layers), {} in bf16 (4 of 8 layers)"), (None, "")],
-    ids=["every layer", "some", "no denoiser"],
-)
-def test_a_line_says_what_computes_attention(name, said):
-    model = nn.Linear(2, 2) if name is None else MODELS[name][0]()
-    optimize(model)
-    here = "cpp" if ops_cpp.cpu_compiler() else "sdpa"
-    depth = 16 if name == "Flux" else 4  # the op's own kernel takes multiples of 16
-    assert joint_attention.said(model, "bf16", device_type="cpu") in _orders(said.format(here if depth == 16 else "sdpa"))
-    assert joint_attention.said(model, "bf16", device_type="cuda") in _orders(said.format("flash" if depth == 16 else "sdpa"))
-
-
-def _orders(said):
-    """As many layers of each: they come in either order."""
-    return {said, ", ".join(reversed(said.split(", ")))}
+def test_a_line_says_what_computes_attention():
+    here = "cpp" if ops_cpp.cpu_compiler() else "sdpa"  # the op's own kernel takes heads of multiples of 16
+    for name, on_cpu, on_gpu in (
+        ("Flux", {f"{here} in bf16"}, {"flash in bf16"}),
+        ("SDXL U-Net", {"AttnProcessor2_0's own (4 of 8 layers), sdpa in bf16 (4 of 8 layers)",
+                        "sdpa in bf16 (4 of 8 layers), AttnProcessor2_0's own (4 of 8 layers)"}, None),
+    ):  # fmt: skip
+        model = MODELS[name][0]()
+        optimize(model)
+        assert joint_attention.said(model, "bf16", device_type="cpu") in on_cpu
+        assert joint_attention.said(model, "bf16", device_type="cuda") in (on_gpu or on_cpu)

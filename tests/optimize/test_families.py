@@ -1,7 +1,5 @@
 """An optimised model equals the original: loss, gradients, weights after three steps, greedy tokens, for many families."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

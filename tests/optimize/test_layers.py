@@ -1,7 +1,5 @@
 """Decoder layers whose two sums are ours: which families have the form, and that they compute what their own code computes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -48,10 +46,11 @@ def test_a_step_is_the_models_own(family):
     assert_same_step(step(mine, **batch(), use_cache=False), step(model, **batch(), use_cache=False))
 
 
-@pytest.mark.parametrize("family", LEFT)
-def test_layers_of_another_form_run_their_own_code_for_a_reason(family):
-    _, mine, manifest = pair(family)
-    found = placed(manifest)
-    assert found, str(manifest)
-    assert all(op is None and reason.startswith(LEFT[family]) for op, reason in found), found
-    assert not any(isinstance(settings_of(m), layers.LayerSettings) for m in mine.modules())
+def test_layers_of_another_form_run_their_own_code_for_a_reason(subtests):
+    for family, why in LEFT.items():
+        with subtests.test(family):
+            _, mine, manifest = pair(family)
+            found = placed(manifest)
+            assert found, str(manifest)
+            assert all(op is None and reason.startswith(why) for op, reason in found), found
+            assert not any(isinstance(settings_of(m), layers.LayerSettings) for m in mine.modules())

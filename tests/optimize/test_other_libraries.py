@@ -1,7 +1,5 @@
 """Models that another library's kernels or loss already have: left alone where they are, each with its line, and training as before."""
 
-from __future__ import annotations
-
 import copy
 import types
 import warnings

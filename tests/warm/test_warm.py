@@ -38,12 +38,3 @@ def test_signals_arrive_and_a_killed_command_is_gone():
         assert command.stdout.read() == ""  # ends when the command itself has ended
         assert not os.path.exists(f"/proc/{process}") or number == signal.SIGKILL
         command.stdout.close()
-
-
-def test_open_files_keep_their_numbers():
-    here, there = os.pipe()
-    code = f"import os; os.write({there}, b'written')"
-    subprocess.run([interpreter(), "-c", code], pass_fds=[there], check=True)
-    os.close(there)
-    assert os.read(here, 64) == b"written"
-    os.close(here)

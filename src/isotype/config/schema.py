@@ -263,7 +263,7 @@ class AdapterSection(Section):
 class PrecisionSection(Section):
     preset: Literal["auto", "fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"] = "auto"
     """A named precision; `isotype plan` shows what each role becomes and why."""
-    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
+    base: Literal["fp32", "bf16", "fp16", "nf4", "fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf"] | None = None
     """Frozen weights. A checkpoint that was published quantised is taken as it is; a declared word must be what it is."""
     trainable: Dtype | None = None
     """Weights that are trained."""

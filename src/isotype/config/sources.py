@@ -108,6 +108,19 @@ def is_folder_name(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
+def gguf_file(name: str) -> Path | None:
+    """The file that a model's name means: itself, or the one in a folder that has no config.json. Raises UsageError for several."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    there = sorted(path.glob("*.gguf"))
+    if len(there) > 1:
+        raise UsageError(f"model {name}: {len(there)} GGUF files, and a model is one", fix=f"--model {there[0]}")
+    return there[0] if there else None
+
+
 def config_file(given: str) -> Path:
     """The JSON file that `model.config` names, itself or by its folder."""
     path = Path(given)

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -28,10 +28,14 @@ _NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint
 _MOST = 100 << 20  # bytes of a header; safetensors' own limit
 
 
-def header_bytes(order: Sequence[str], sizes: Mapping[str, int], facts: str, digest: str) -> bytes:
+# widest elements first, so that every column begins at a multiple of its element's size
+_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
+
+
+def header_bytes(sizes: Mapping[str, int], facts: str, digest: str) -> bytes:
     at = 0
     header: dict[str, Any] = {"__metadata__": {"facts": facts, "sha256": digest}}
-    for name in order:
+    for name in _ORDER:
         width = np.dtype(COLUMNS[name]).itemsize
         header[name] = {"dtype": _NAMES[COLUMNS[name]], "shape": [sizes[name] // width], "data_offsets": [at, at + sizes[name]]}
         at += sizes[name]
@@ -45,21 +49,14 @@ def read_header(file: IO[bytes], size: int) -> tuple[dict[str, tuple[int, int]],
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(_MOST, size - 8):
         raise ValueError("cut short, or no safetensors file")
-    header = json.loads(file.read(length))
-    begin = 8 + length
-    places = {}
-    for name, dtype in COLUMNS.items():
-        entry = header[name]
-        start, end = entry["data_offsets"]
-        width = np.dtype(dtype).itemsize
-        whole = entry["dtype"] == _NAMES[dtype] and entry["shape"] == [(end - start) // width] and (end - start) % width == 0
-        if not (whole and 0 <= start <= end <= size - begin):
-            raise ValueError(f"cut short, or not as it was written ({name})")
-        places[name] = (start, end)
-    if max(end for _, end in places.values()) != size - begin:
-        raise ValueError("cut short, or longer than it was written")
-    metadata = header["__metadata__"]
-    return places, metadata["facts"], metadata["sha256"], begin
+    text = file.read(length)
+    header = json.loads(text)
+    facts, digest = header["__metadata__"]["facts"], header["__metadata__"]["sha256"]
+    places = {name: (start, end) for name in COLUMNS for start, end in [header[name]["data_offsets"]]}
+    sizes = {name: end - start for name, (start, end) in places.items()}
+    if header_bytes(sizes, facts, digest)[8:] != text or sum(sizes.values()) != size - 8 - length:
+        raise ValueError("cut short, or not as it was written")
+    return places, facts, digest, 8 + length
 
 
 VERSION = 18  # raise it whenever the same source gives other rows or other facts
@@ -151,18 +148,15 @@ class Cache:
 
 def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, Any]) -> None:
     """Columns as a safetensors file; `facts` and a checksum of everything are its metadata."""
-
     sizes = {name: file.seek(0, os.SEEK_END) for name, file in files.items()}
     said = json.dumps(facts, sort_keys=True)
     digest = hashlib.sha256(said.encode())
-    # widest elements first, so that every column begins at a multiple of its element's size
-    order = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
-    for name in order:
+    for name in _ORDER:
         for chunk in _chunks(files[name]):
             digest.update(chunk)
     with path.open("wb") as out:
-        out.write(header_bytes(order, sizes, said, digest.hexdigest()))
-        for name in order:
+        out.write(header_bytes(sizes, said, digest.hexdigest()))
+        for name in _ORDER:
             for chunk in _chunks(files[name]):
                 out.write(chunk)
         out.flush()
@@ -171,7 +165,6 @@ def write_entry(path: Path, files: dict[str, IO[bytes]] | Any, facts: dict[str, 
 
 def read_entry(path: Path) -> TokenBlock:
     """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is none."""
-
     with path.open("rb") as file:
         places, said, expected, begin = read_header(file, path.stat().st_size)
         digest = hashlib.sha256(said.encode())

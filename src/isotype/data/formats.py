@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +33,14 @@ class Format:
     beside: tuple[str, ...] = ()
 
 
+# of several answers to one prompt, and of their scores: what they are called in RRHF's, UltraFeedback's and distilabel's data
+_ANSWERS, _SCORES = ("completions", "responses", "generations"), ("scores", "rewards", "ratings")
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), ("tools", "functions", "system", "images", "image")),
     "sharegpt": Format(("conversations",), ("tools", "system", "images", "image")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools", "images", "image")),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools")),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools", *_ANSWERS, *_SCORES)),
     "labelled": Format(("prompt", "completion", "label"), ("tools",)),
     "text": Format(("text",)),
 }
@@ -55,7 +58,8 @@ _LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
 # formats of one kind of objective: the keys by which they are told, their name, what to write, and which objective reads them
 _JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
     "preference": (
-        _PREFERENCES, "pairs of answers", "rows with prompt, chosen and rejected, or chosen and rejected conversations", _LEARN_PAIRS,
+        _PREFERENCES, "pairs of answers",
+        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS,
     ),
     "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", _LEARN_LABELS),
 }  # fmt: skip
@@ -89,14 +93,17 @@ def detect(
 ) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why. `only`: the one format of which the run's objective learns."""
     _refuse_table(record)
-    row = renamed(record, columns)
+    row = given = renamed(record, columns)
+    if only == "preference":
+        row = _as_pair(given, record.place)
     if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
         refuse_other_than(only, f"{record.place}: the row has {_listed(row)}" if asked in ("auto", only) else f"data.format: {asked}")
     if asked in _JUDGED and not only:
         raise UsageError(f"data.format: {asked} has no effect: the run learns one answer a row", fix=_JUDGED[asked][3])  # type: ignore[index]  # found among its keys
     if only:
         _require(row, only, record.place)
-        return only, f"the first row ({record.place}) has {_read_as(_JUDGED[only][0], columns)}"
+        keys = _JUDGED[only][0] if row is given else [key for key in (*_ANSWERS, *_SCORES) if key in given]
+        return only, f"the first row ({record.place}) has {_read_as(keys, columns)}"
     if asked != "auto":
         _require(row, asked, record.place)
         return asked, f"data.format is {asked}"
@@ -173,9 +180,28 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     return row
 
 
+def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """A row of several answers with scores as a pair: the first of those with the highest score, and the first of those with the lowest."""
+    answers, scores = (next((key for key in names if key in row), "") for names in (_ANSWERS, _SCORES))
+    if not answers or not scores or any(key in row for key in _PREFERENCES):
+        return row
+    several, given = (parsed_json(row[key], f"{place}: {key}") for key in (answers, scores))
+    if not isinstance(several, list) or not isinstance(given, list) or len(several) != len(given) or len(given) < 2:
+        shown = [f"{len(value)}" if isinstance(value, list) else kind(value) for value in (several, given)]
+        raise RowError(f"{place}: {answers} and {scores} must be lists of the same length, 2 or more: got {shown[0]} and {shown[1]}")
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in given):
+        raise RowError(f"{place}: {scores} must be numbers, got {json.dumps(given, default=str)}")
+    if max(given) == min(given):
+        raise RowError(f"{place}: all {scores} are {given[0]}: no answer is better than another")
+    best, worst = (several[given.index(extreme(given))] for extreme in (max, min))
+    return {**{key: value for key, value in row.items() if key not in (answers, scores)}, "chosen": best, "rejected": worst}
+
+
 def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
     row = renamed(record, columns)
+    if name == "preference":
+        row = _as_pair(row, record.place)
     return _with_pictures(_checked(row, name, record.place, needs_answer=needs_answer), row, name, record)
 
 

@@ -220,7 +220,7 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     read = 0
     encoded = encoder.rows(handed(), tally)
     groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally) if one.only == "preference" else ((row,) for row in encoded)
-    for group in watched(groups, f"tokenising {one.name}"):
+    for group in watched(groups, f"tokenising {one.name}", one.about_rows):
         while waiting.popleft() is not group[0][0]:
             read += 1
         for example, row, cut in group:

@@ -14,9 +14,12 @@ _PATIENCE = 1.0  # seconds of silence before the live line appears
 _PLAIN = 30.0  # seconds between lines in a log
 
 
-def watched(items: Iterable[T], what: str) -> Iterator[T]:
-    """The items, counted on a line that appears after a second and vanishes at the end; with the time left where their number is known."""
-    total = len(items) if isinstance(items, Sized) else 0
+def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
+    """The items, counted on a line that appears after a second and vanishes at the end; with the time left where their number is known.
+
+    about  their number, where it can only be estimated
+    """
+    total = len(items) if isinstance(items, Sized) else about
     live: Any = None
     if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
@@ -46,7 +49,7 @@ def watched(items: Iterable[T], what: str) -> Iterator[T]:
 def progress(what: str, count: int, total: int, seconds: float) -> str:
     """`encoding pictures: 120 rows, 4/s, 31%, 1:08 left`"""
     line = f"{what}: {counted(count, 'row')}, {count / seconds:,.0f}/s"
-    if not total:
+    if total <= count:
         return line
     minutes, left = divmod(round(seconds * (total - count) / count), 60)
     hours, minutes = divmod(minutes, 60)

@@ -46,6 +46,11 @@ class Source:
         """Of the files; 0 where that is not known."""
         return 0
 
+    @property
+    def about_rows(self) -> int:
+        """For the time left while they are read; 0 where nothing is known."""
+        return self.spec.limit or 0
+
     def identity(self) -> dict[str, Any]:
         """Identifies the content, for the cache's key and for data.json: its `sha256`, or another name."""
         raise NotImplementedError

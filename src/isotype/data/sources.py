@@ -30,6 +30,7 @@ from .source import Source
 from .tables import read_csv, read_parquet, without_nulls_inside
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
+_BEGINNING = 1 << 18  # bytes from which the number of rows is estimated
 _AS_TEXT = "data.format: text, if it is to be learnt as plain text"
 _AS_TEXTS = "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain text"
 
@@ -48,6 +49,20 @@ class File:
     @cached_property
     def size(self) -> int:
         return self.path.stat().st_size
+
+    @property
+    def about_rows(self) -> int:
+        """By the length of its first lines; of Parquet as the file says; 0 where a line is no row."""
+        kind = ending(self.path)
+        if kind == ".parquet":
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(self.path).num_rows)
+        if kind == ".json" or self.is_text or self.path.suffix == ".gz":
+            return 0
+        with self.path.open("rb") as file:
+            start = file.read(_BEGINNING)
+        return self.size * start.count(b"\n") // len(start) if start else 0
 
     @property
     def is_blank(self) -> bool:
@@ -131,6 +146,11 @@ class FileSource(Source):
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def about_rows(self) -> int:
+        each = [file.about_rows for file in self.files]
+        return min(sum(each), self.spec.limit or sum(each)) if all(each) else super().about_rows
 
     @cached_property
     def _digest(self) -> str:
@@ -290,6 +310,10 @@ class HubSource(Source):
     @property
     def bytes(self) -> int:
         return 0 if self.streaming else int(self.rows.data.nbytes)
+
+    @property
+    def about_rows(self) -> int:
+        return super().about_rows if self.streaming else min(len(self.rows), self.spec.limit or len(self.rows))
 
     def identity(self) -> dict[str, Any]:
         if self.streaming:

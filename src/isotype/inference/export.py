@@ -14,9 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from ..errors import UsageError
+from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import run_and_result, without_run
 from .adapter_file import SETTINGS, read_settings
@@ -53,7 +52,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
         raise UsageError(f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others", fix=made)
     base = str(read_settings(result).get("base_model_name_or_path")) if adapter else str(result)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
-    config = AutoConfig.from_pretrained(base)
+    config = read_architecture(base)
     command = llama_cpp("merged" if adapter else result, kind or "F16")
     command = f"isotype merge {run} --out merged && {command}" if adapter else command
     converted = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..errors import UsageError
+from ..model.gguf import read_architecture
 from .adapter_file import read_pairs, read_settings
 from .gguf_tokenizer import tokenizer_keys
 
@@ -89,7 +90,7 @@ def export_adapter(adapter: Path, out: Path) -> int:
     import gguf
 
     pairs, base = read_pairs(adapter, "llama.cpp"), str(read_settings(adapter).get("base_model_name_or_path"))
-    config = AutoConfig.from_pretrained(base)
+    config = read_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:
         command = f"python llama.cpp/convert_lora_to_gguf.py {adapter} --base {base} --outfile {out}"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from ..config.kind import FORMATS
 from ..config.schema import DataSection
@@ -22,6 +21,7 @@ from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.architecture import auto_class
 from ..model.export import apart, digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
+from ..model.gguf import read_architecture
 from ..model.load import Source
 from ..model.processor import copy_files, pictures_of
 from ..model.tokens import align_special_tokens
@@ -73,7 +73,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
 
     def fill(folder: Path) -> None:
         trust = run.source.trust_remote_code
-        config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=trust)
+        config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
         with torch.device("meta"):
             plain = auto_class(config, of_text=vision_parts(base) is None).from_config(
                 config, dtype=to_torch(dtype), trust_remote_code=trust

@@ -1,7 +1,7 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets every A in one product.
 
-Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together, the weights, A and B as cast down, and
-a byte an element for each dropout. The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`)
+Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together, the weights, A and B, and a byte an
+element for each dropout. The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`)
 puts them together otherwise.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
@@ -29,7 +29,7 @@ from .linear import (
     dropout_mask,
     dropped_scale,
 )
-from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, gradient_product, scaled_product
+from .products import SKINNY, add_product_, adds_in_place, at_once, cast_down, casts_again, gradient_product, scaled_product
 
 # tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what the dropout before A keeps
 TENSORS = 5
@@ -224,7 +224,9 @@ class LoraGroup(torch.autograd.Function):
         if out != compute:
             ys = [y.to(out) for y in ys]
         ctx.make_x, kept_x = kept_for(x, low.reshape(-1, x.shape[-1]) if wants_input(ctx.needs_input_grad[4:]) else None)
-        ctx.save_for_backward(xa_TR, a_RK, *bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
+        ctx.again = casts_again(x)
+        adapters = (*flat[2::TENSORS], *flat[3::TENSORS]) if ctx.again else (a_RK, *bs)
+        ctx.save_for_backward(xa_TR, *flat[0::TENSORS], *flat[4::TENSORS], *adapters, *kept_x)
         ctx.given = scales, states, compute, x.shape, x.dtype, now
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
@@ -236,12 +238,16 @@ class LoraGroup(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_group")
         n, needs = len(dys), ctx.needs_input_grad[4:]
-        xa_TR, a_RK, *rest = ctx.saved_tensors
-        bs, weights, kept_x = rest[:n], rest[n : 2 * n], rest[3 * n :]
+        xa_TR, *rest = ctx.saved_tensors
+        weights, keeps, rest = rest[:n], rest[n : 2 * n], rest[2 * n :]
         if all_none(dys):
             return (None,) * (4 + len(needs))
         scales, states, compute, x_shape, x_dtype, now = ctx.given
-        keeps = None if all_none(rest[2 * n : 3 * n]) else rest[2 * n : 3 * n]
+        if ctx.again:
+            (a_RK, bs), kept_x = cast_down(rest[:n], rest[n : 2 * n], xa_TR, x_shape[-1], compute), rest[2 * n :]
+        else:
+            a_RK, bs, kept_x = rest[0], rest[1 : n + 1], rest[n + 1 :]
+        keeps = None if all_none(keeps) else keeps
         slices, now = parts(bs), now and not torch._C._len_torch_dispatch_stack()
         with now_without_autocast() if now else autocast_off(xa_TR):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]

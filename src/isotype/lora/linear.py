@@ -1,7 +1,7 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups of projections share with it.
 
-Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a
-byte per element where there is dropout.
+Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B, and a byte per element
+where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.
@@ -22,7 +22,7 @@ from ..ops.backend import applied, apply_of, autocast_dtype, autocast_off, no_vi
 from ..ops.contract import OpContract
 from ..ops.recompute import layers_running, output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
-from .products import SKINNY, add_product_, adds_in_place, at_once, gradient_product, row_blocks, scaled_product
+from .products import SKINNY, add_product_, adds_in_place, at_once, casts_again, gradient_product, row_blocks, scaled_product
 from .quantised import dequantised, packed_product
 
 LORA_LINEAR = OpContract(
@@ -303,7 +303,11 @@ class LoraLinear(torch.autograd.Function):
                     y = adapted_product(low, weight, bias, quant_state, xa_TR, b, branch_scale, before=before, now=now)
         ctx.make_x, kept_x = kept_for(x, branch_TK if needs_a or needs_weight else None)
         ctx.save_for_backward(
-            weight if needs_x else None, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x
+            weight if needs_x else None,
+            *((a_RK, b_OR) if casts_again(x) else (a, b)),
+            xa_TR if needs_b else None,
+            keep_TK if needs_x or needs_a else None,
+            *kept_x,
         )
         ctx.given = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
@@ -322,6 +326,8 @@ class LoraLinear(torch.autograd.Function):
         with now_without_autocast() if now else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
+            branch = torch.float32 if wide else compute
+            a, b = a.to(branch), b.to(branch)
             x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
             if ctx.make_x is not None and not wide:
                 x_TK = x_TK.to(compute)
@@ -340,6 +346,8 @@ class LoraLinear(torch.autograd.Function):
                     db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, now=now)
                 if needs_a:
                     da = gradient_product(dxa_TR, x_TK if keep_TK is None else x_TK * keep_TK, scale, a_dtype, now=now)
+                # before its gradient is made
+                del x_TK
                 if needs_x:
                     w_OK = weight if quant_state is None and weight.dtype == compute else base_weight(weight, quant_state, compute)
                     if keep_TK is None and ((now and x_dtype == compute and a.shape[0] <= SKINNY) or adds_in_place(x_dtype, dxa_TR, a)):

@@ -224,6 +224,11 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 # return gradients in their dtype
 
 
+def casts_again(x: Tensor) -> bool:
+    """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a launch, and they are kept as cast."""
+    return stands_for(x.device) == "cpu"
+
+
 def cast_down(
     a_s: Sequence[Tensor | None], bs: Sequence[Tensor | None], like: Tensor, features: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor | None]]:

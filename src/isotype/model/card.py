@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.sources import is_folder_name
+from ..config.sources import gguf_file, is_folder_name
 from ..precision.apply import inner_model
 from ..precision.precision import ROLES, Precision
 from ..precision.vision import vision_parts
@@ -37,8 +37,9 @@ def write_card(
         if role != "save"
     ]
     name, saved = json.dumps(base), precision.save_adapter if adapter else precision.save_model
+    packed = gguf_file(base) is not None  # transformers would widen it, and leave Llama 3's scaling of positions out
     load = [
-        f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
+        f"model = isotype.load_packed({name})" if packed else f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')",
         "model = PeftModel.from_pretrained(model, FOLDER)",
     ] if adapter else [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]  # fmt: skip
     lines = [
@@ -47,7 +48,8 @@ def write_card(
         f"* base: `{base}`", f"* data: {data}", f"* weights of step {step}, in {saved}", "",
         "| role | declared | observed |", "|---|---|---|", *roles, "",
         "FOLDER is this folder:", "", "```python",
-        *(["from peft import PeftModel"] if adapter else []), f"from transformers import {kind}, AutoTokenizer", "",
+        *(["import isotype"] if adapter and packed else []), *(["from peft import PeftModel"] if adapter else []),
+        f"from transformers import {kind}, AutoTokenizer", "",
         *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", "```", "",
     ]  # fmt: skip
     if not scored:

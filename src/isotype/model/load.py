@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from .. import json_objects
 from ..config.schema import ModelSection
-from ..config.sources import config_file, is_folder_name, near_model, where_looked
+from ..config.sources import config_file, gguf_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_away, not_in_cache, say
@@ -36,7 +36,9 @@ from ..wording import counted
 from .adapter import kept_whole, layers_to_quantise
 from .architecture import AUTO, SCORE, attention_options, auto_class, explain_attention, is_vision_language, refuse_other_objectives
 from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
-from .packed import pack, parts_of_files, quantise, reading_packed, wait_for_packed
+from .gguf import parts as gguf_parts
+from .gguf import read_architecture, tokenizer_in
+from .packed import from_pretrained, pack, parts_of_files, quantise, reading_packed, wait_for_packed
 from .processor import template_beside
 from .rope import KEY as ROPE
 from .rope import change_rope
@@ -75,8 +77,11 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     revision = section.revision if section.tokenizer is None else None
     with explained(name, "tokenizer", revision):
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
-        tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
+        if (file := gguf_file(name)) is not None:
+            tokenizer: PreTrainedTokenizerBase = tokenizer_in(file)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+            tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
     if section.add_tokens:
         add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
@@ -113,7 +118,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with explained(section.name, "model", section.revision):
-        found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+        found = read_architecture(section.name, section.revision, trust_remote_code=section.trust_remote_code)
     refuse_other_objectives(found, section.name, scored=scored)
     if section.rope_parameters is not None:
         change_rope(found, section.rope_parameters)
@@ -164,7 +169,8 @@ def load_base(
     quantised_before = bool(said)
     options["dtype"] = dtype
     if quantised_before and precision.base != "nf4":
-        options |= reading_packed(architecture, source.name) | {"device_map": {"": where}}
+        with explained(source.name, "model", source.revision):
+            options |= reading_packed(architecture, source.name, dtype) | {"device_map": {"": where}}
     quantises = precision.base == "nf4" and not trainable
     if mapped and not quantises and not quantised_before:
         in_files = _as_in_files(source, architecture, attention, options, notes)
@@ -208,8 +214,8 @@ def _load(
         options = options | {"num_labels": 1} if source.scored else options
         if source.rope is not None:
             options = options | change_rope(_architecture(source), source.rope)
-        made: Any = of_it.from_pretrained(  # a pair with output_loading_info, which its type does not say
-            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
+        made = from_pretrained(
+            of_it, source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
     model: PreTrainedModel
     model, loaded = made
@@ -250,10 +256,7 @@ def _checked(source: Source, precision: Precision) -> tuple[PretrainedConfig, li
 
 def _architecture(source: Source) -> PretrainedConfig:
     with explained(source.name, "model", source.revision):
-        found: PretrainedConfig = AutoConfig.from_pretrained(
-            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code
-        )
-    return found
+        return read_architecture(source.name, source.revision, trust_remote_code=source.trust_remote_code)
 
 
 def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
@@ -262,9 +265,13 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
 
     parts  folders below the model's of which the first that has a configuration is asked; "" for the model's own
     """
-    if section.name is None or section.init == "random" or Path(section.name).expanduser().is_file():  # a checkpoint in one file
+    if section.name is None or section.init == "random":
         return None
     found: dict[str, Any] = {}
+    if gguf_file(section.name) is not None:
+        found = read_architecture(section.name).to_dict()
+    elif Path(section.name).expanduser().is_file():  # a checkpoint in one file
+        return None
     for part in parts:
         with suppress(OSError, ValueError):
             found = found or PretrainedConfig.get_config_dict(section.name, revision=section.revision, subfolder=part)[0]
@@ -285,7 +292,9 @@ def outline_packed(
     assert section.name is not None
     assert found.packing is not None
     with explained(section.name, "model", section.revision):
-        wait_for_packed(model, parts_of_files(_files(section.name, section.revision)), found.packing, section.name)
+        file = gguf_file(section.name)
+        parts = parts_of_files(_files(section.name, section.revision)) if file is None else gguf_parts(file)
+        wait_for_packed(model, parts, found.packing, section.name)
         pack(model, found.packing)
 
 
@@ -405,15 +414,6 @@ def explained(name: str, what: str, revision: str | None, attention: str = AUTO)
         raise explain_attention(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 
-def _of_gguf(file: Path) -> str:
-    of, saved = f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}", "save_pretrained('DENSE')"
-    wide = "quantization_config=GgufConfig(dequantize=True), dtype='bfloat16'"
-    return (
-        f"transformers widens it: AutoModelForCausalLM.{of}, {wide}).{saved}; AutoTokenizer.{of}).{saved}; "
-        "then model.name: DENSE, and precision.base: nf4, fp8 or int8 packs it again"
-    )
-
-
 def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     causes: list[BaseException] = []
     at: BaseException | None = error
@@ -425,9 +425,6 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             there = _names_in(name) or "an empty folder"
-            if ".gguf" in name or ".gguf" in there:
-                file = next(Path(name).glob("*.gguf"), Path(name))
-                return UsageError(f"{what} {name}: a GGUF file, whose blocks are not trained on as they are", fix=_of_gguf(file))
             return UsageError(f"{what} {name}: no config.json there ({there})", fix="give the folder of a saved Hugging Face model")
         return _damaged(name, what, error)
     if "custom code" in text:

@@ -15,21 +15,22 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..config.sources import gguf_file
 from ..errors import UsageError
 from ..lora.quantised import PackedLinear
 from ..ops.packed import quantised
 from ..ops.packed.formats import Layout
-from ..ops.packed.recognise import OF_ACTIVATIONS, Part, is_packed, recognise, state_of
+from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
 from ..ops.packed.repack import in_rows
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade
+from . import gguf
 from .architecture import auto_class
 from .packed_experts import pack_experts, wait_for_experts
 
@@ -41,17 +42,21 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def reading_packed(config: Any, name: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which it loads this checkpoint packed.
+def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `from_pretrained` with which it loads this checkpoint packed; with a `state_dict` it takes no name.
 
     config  of a model that `of_config` finds packed
-    name    of the model, for messages
+    dtype   of what the file does not pack
     """
     found = of_config(config)
     assert found is not None
     assert found.packing is not None
     AUTO_QUANTIZER_MAPPING[METHOD] = _Reader
-    return {"config": plain_config(config), "quantization_config": _Reads(found.packing, name)}
+    reads, file = _Reads(found.packing, name), gguf_file(name)
+    beside = {} if file is None else {"state_dict": gguf.tensors(file, dtype)}
+    if file is not None:
+        reads.parts = {of: Part(t.dtype, tuple(t.shape)) for of, t in beside["state_dict"].items()}
+    return {"config": plain_config(config), "quantization_config": reads} | beside
 
 
 def plain_config(config: Any) -> Any:
@@ -65,6 +70,8 @@ def plain_config(config: Any) -> Any:
 
 class _Reads(QuantizationConfigMixin):
     """What transformers hands to the reader."""
+
+    parts: Mapping[str, Part] | None = None  # of tensors that are in no safetensors file
 
     def __init__(self, packing: Packing, name: str) -> None:
         self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # a word of ours beside its enumeration
@@ -84,7 +91,7 @@ class _Waiting(nn.Module):
         self.register_parameter("bias", like.bias)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
+        return {TORCHAO.get(name, name): p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
 
 
 class _Reader(HfQuantizer):
@@ -103,7 +110,9 @@ class _Reader(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any) -> Any:
-        wait_for_packed(model, parts_of_files(checkpoint_files or ()), self.quantization_config.packing, self.quantization_config.name)
+        how = self.quantization_config
+        parts = how.parts if how.parts is not None else parts_of_files(checkpoint_files or ())
+        wait_for_packed(model, parts, how.packing, how.name)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -214,13 +223,24 @@ def load_packed(name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch
     options  of transformers' `from_pretrained`
     Raises   UsageError for a base that is not packed, and for a packing that is not read
     """
-    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options})
+    config = gguf.read_architecture(name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options})
     found = of_config(config)
     if found is None or found.packing is None:
         what = "is not quantised" if found is None else found.unread or f"is {found.kind}, which transformers loads with bitsandbytes"
         raise UsageError(f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained")
-    arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name) | options
-    return auto_class(config).from_pretrained(name, **arguments).requires_grad_(False)
+    arguments = {"dtype": dtype, "device_map": {"": torch.device(device)}} | reading_packed(config, name, dtype) | options
+    return from_pretrained(auto_class(config), name, **arguments).requires_grad_(False)
+
+
+def from_pretrained(of: Any, name: str, **options: Any) -> Any:
+    """transformers' own, for `reading_packed` too."""
+    if "state_dict" not in options:
+        return of.from_pretrained(name, **options)
+    options["config"].name_or_path = name
+    made = of._model_mapping[type(options["config"])].from_pretrained(None, **options)  # an automatic class needs a name
+    model = made[0] if isinstance(made, tuple) else made
+    model.name_or_path = model.config.name_or_path = name
+    return made
 
 
 def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:

@@ -130,7 +130,9 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
             for expert in module._modules.values():
                 for layer in _STACKS[stack]:
                     getattr(expert, "_modules", {}).pop(layer, None)
-            state = StackState(layout, packing.word, tensors, transposed=bool(module.is_transposed))
+            state = StackState(
+                layout, packing.word, tensors, experts=main.shape[0], pieces=main.shape[1], transposed=bool(module.is_transposed)
+            )
             module.register_parameter(stack, PackedWeight(main, state))
         if plan:
             for name in [name for name in module._modules if name.isdecimal()]:

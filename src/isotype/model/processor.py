@@ -11,13 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from ..config.schema import DataSection, ModelSection
 from ..data.cache_folder import PICTURES, cache_folder
 from ..data.pictures import Pictures
 from ..errors import UsageError
 from .architecture import is_vision_language
+from .gguf import read_architecture
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _TEMPLATE = "chat_template.json"  # where repositories had the template that the processor reads and the tokenizer does not
@@ -70,7 +69,7 @@ def _architecture(section: ModelSection) -> Any:
     """The configuration of the model that a run loads; None where it builds one from `model.config`."""
     if section.name is None or section.config is not None:
         return None
-    return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    return read_architecture(section.name, section.revision, trust_remote_code=section.trust_remote_code)
 
 
 def load_processor(name: str, revision: str | None, architecture: Any, tokenizer: Any) -> Any:

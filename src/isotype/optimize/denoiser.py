@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..instance_method import put, settings_of
 from ..ops import gated_residual, gelu, modulated_layer_norm
-from ..ops.remade import follow
+from ..ops.remade import follow, remember, way_of
 from ..placement import Placement
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
@@ -55,13 +55,13 @@ def two_streams(block: Any, picture: Tensor, text: Tensor, emb: Tensor, given: d
     last = block.norm2_context is None
     text_rows, *of_text = (block.norm1_context(text, emb),) if last else block.norm1_context(text, emb=emb)
     attended, text_attended = block.attn(hidden_states=rows, encoder_hidden_states=text_rows, **given)
-    picture = _added(picture, attended, gate)
+    picture = _added_within(picture, attended, gate)
     if second:
-        picture = _added(picture, block.attn2(hidden_states=second[0], **given), second[1])
+        picture = _added_within(picture, block.attn2(hidden_states=second[0], **given), second[1])
     picture = _after_mlp(block.norm2, block.ff, picture, *of_mlp[:3])
     if last:
         return None, picture
-    text = _added(text, text_attended, of_text[0])
+    text = _added_within(text, text_attended, of_text[0])
     return _after_mlp(block.norm2_context, block.ff_context, text, *of_text[1:]), picture
 
 
@@ -70,18 +70,31 @@ def _added(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     return gated_residual(residual, x, gate) if residual.dtype == x.dtype else residual + gate[:, None] * x
 
 
+def _added_within(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """`_added`, for a norm that follows in the same block and makes it again: the norm before keeps the residual, the gate's gradient x.
+    A block's result is the next one's input: where blocks recompute, it would keep both alive."""
+    made = _added(residual, x, gate)
+    return remember(made, _added, residual, x, gate) if gate.requires_grad and way_of(residual) is None else made
+
+
 def _after_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     return _added(x, mlp(modulated(norm, x, scale, shift)), gate)
 
 
 def one_stream(block: Any, picture: Tensor, text: Tensor, emb: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     stream = torch.cat((text, picture), 1)
+    both, gate = _attended_and_inner(block, stream, emb, given)
+    stream = _added(stream, block.proj_out(both), gate)
+    text, picture = stream.split((text.shape[1], picture.shape[1]), 1)
+    return text, picture
+
+
+def _attended_and_inner(block: Any, stream: Tensor, emb: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(what the last layer reads, the gate): a function, so that what they are made of is given up before that layer runs."""
     rows, gate = block.norm(stream, emb=emb)
     inner = block.act_mlp(block.proj_mlp(rows))
     attended = block.attn(hidden_states=rows, **given)
-    both = follow(torch.cat((attended, inner), 2), _side_by_side, attended, inner)
-    stream = _added(stream, block.proj_out(both), gate)
-    return stream[:, : text.shape[1]], stream[:, text.shape[1] :]
+    return follow(torch.cat((attended, inner), 2), _side_by_side, attended, inner), gate
 
 
 def _side_by_side(attended: Tensor, inner: Tensor) -> Tensor:

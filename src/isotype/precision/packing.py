@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
-"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded."""
+WORDS = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf")
+"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files mix blocks of several sizes."""
 ON_LOAD = ("fp8", "int8")
 """Those that a base that is not quantised may become when it is loaded, with a scale a channel."""
-READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt and mxfp4"
+READ = "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4, torchao and GGUF files"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Packing:
 
 
 _OWN_CLASSES = {
-    "torchao": "its files hold parts of its own tensor classes, which change with its releases",
     "hqq": "transformers 5.23 does not load it either",
     "quanto": "its files hold its own tensor classes",
 }
@@ -107,6 +106,10 @@ def _mxfp4(found: Mapping[str, Any]) -> Packing:
     return Packing("mxfp4", "mxfp4", _group_words(32), ((1, 32),), 4)
 
 
+def _gguf(found: Mapping[str, Any]) -> Packing:
+    return Packing("gguf", "gguf", f"blocks {', '.join(found['kinds'])}")
+
+
 def _modelopt(found: Mapping[str, Any]) -> Packing:
     algorithm = str(found.get("quant_algo") or (found.get("quantization") or {}).get("quant_algo"))
     if algorithm == "FP8":
@@ -128,6 +131,26 @@ def _compressed(found: Mapping[str, Any]) -> Packing:
     return Packing(
         "compressed-tensors", words[0], " or ".join(layouts), blocks, made[0].bits, activations=any(one.activations for one in made)
     )
+
+
+# those whose files hold a number in a byte, with its scales beside it; the words of Int4WeightOnlyConfig lie as one kernel wants them
+_TORCHAO = {
+    "Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8", "IntxWeightOnlyConfig": "int8",
+    "Int8DynamicActivationInt8WeightConfig": "int8", "Int8DynamicActivationIntxWeightConfig": "int8",
+    "Float8DynamicActivationFloat8WeightConfig": "fp8",
+}  # fmt: skip
+
+
+def _torchao(found: Mapping[str, Any]) -> Packing:
+    how = found["quant_type"]
+    how = how.get("default", how) if isinstance(how, Mapping) else {"_type": how}
+    kind, own = str(how.get("_type")), how.get("_data", {})
+    if kind not in _TORCHAO:
+        raise UnreadPacking(f"torchao's {kind} is not read: {', '.join(_TORCHAO)} are")
+    grain = own.get("granularity") or own.get("weight_granularity") or {}
+    grain = grain[-1] if isinstance(grain, list) else grain
+    size = int(grain.get("_data", {}).get("group_size") or own.get("group_size") or -1)
+    return Packing("torchao", _TORCHAO[kind], _group_words(size), ((1, size),), activations="Activation" in kind)
 
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -166,5 +189,5 @@ def _block(given: Any) -> tuple[int, int]:
 
 _READERS = {
     "fp8": _fp8, "fbgemm_fp8": _fbgemm, "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4, "modelopt": _modelopt,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": _compressed, "gguf": _gguf, "torchao": _torchao,
 }  # fmt: skip

@@ -52,7 +52,7 @@ NAMED_ROLES: dict[str, dict[str, str]] = {
 class Precision:
     """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default elsewhere.
 
-    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4) the weights that are not packed have `compute`
+    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf) the weights that are not packed have `compute`
     trainable     weights that are trained
     compute       matrix products, activations, every module's output
     grads         gradients as accumulated over micro-batches

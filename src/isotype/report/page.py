@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config.keys import default, keys
 from ..config.load import recipe
-from ..config.sources import short_names
+from ..config.sources import gguf_file, short_names
 from ..config.yaml_text import write_value
 from ..precision.precision import PRESETS
 from ..wording import counted
@@ -375,10 +375,12 @@ def use(record: RunRecord) -> dict[str, Any]:
     kind, labels = ("AutoModelForSequenceClassification", ", num_labels=1") if scored else ("AutoModelForCausalLM", "")
     if adapter.is_dir():
         base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
-        base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
+        base = str(Path(base).resolve()) if Path(base).exists() else base  # else an id on the hub
+        packed = gguf_file(base) is not None
+        loaded = f"isotype.load_packed({_quoted(base)}" if packed else f"{kind}.from_pretrained({_quoted(base)}{labels}"
         code = (
-            "import torch\nfrom peft import PeftModel\nfrom transformers import "
-            f"{kind}, AutoTokenizer\n\nbase = {kind}.from_pretrained({_quoted(base)}{labels}, dtype={dtype})\n"
+            f"{'import isotype' if packed else ''}\nimport torch\nfrom peft import PeftModel\nfrom transformers import ".lstrip()
+            + f"{kind}, AutoTokenizer\n\nbase = {loaded}, dtype={dtype})\n"
             f"model = PeftModel.from_pretrained(base, {_quoted(adapter)})\n"
             f"tokenizer = AutoTokenizer.from_pretrained({_quoted(adapter)})\n"
         )

@@ -290,7 +290,6 @@ KEYS: dict[str, t.Handler] = {
     "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": _wandb_project,
-    # machine
 }
 
 

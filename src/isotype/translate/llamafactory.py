@@ -169,9 +169,7 @@ KEYS: dict[str, t.Handler] = {
     "finetuning_type": t.to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
     "lora_rank": t.count("adapter.r"),
     "lora_target": t.targets,
-    "additional_target": t.to(
-        "adapter.modules_to_save", lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    ),
+    "additional_target": t.names("adapter.modules_to_save"),
     "adapter_name_or_path": t.to("adapter.start_from"),
     "loraplus_lr_ratio": t.number("adapter.plus"),
     "pissa_init": t.when_on("adapter.start", "pissa"),
@@ -205,7 +203,6 @@ KEYS: dict[str, t.Handler] = {
     **t.each(_saves_memory("GaLore"), "use_galore galore_*"),
     **t.each(_saves_memory("BAdam"), "use_badam badam_*"),
     **t.each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
-    # the rest
 }
 
 

@@ -176,17 +176,26 @@ def refused(loaded) -> str:
     pytest.fail("it was not refused")
 
 
+def encoded(loaded):
+    """The task of a configuration, its pictures and captions encoded."""
+    task = task_of(loaded.config)
+    task.encode(settle(task, loaded.sources).device)
+    return task
+
+
+def built(loaded, folder: Path):
+    """The same, and its model."""
+    task = encoded(loaded)
+    return task, task.build_model(task.precision, torch.device("cpu"), folder)[0]
+
+
 def with_adapter(loaded, folder: Path, *, rows: int):
     """The task of a configuration, its model in training with random numbers in its adapter, which is saved in `folder`, and a batch."""
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    precision = basis.resolved.precision
-    task.encode(basis.device)
-    model, _ = task.build_model(precision, basis.device, folder)
+    task, model = built(loaded, folder)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     model.train()
-    save_lora(model, folder, precision, task.folder)
+    save_lora(model, folder, task.precision, task.folder)
     return task, model, task.collate(task.feed().take(rows))

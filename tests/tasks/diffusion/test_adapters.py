@@ -1,27 +1,168 @@
-"""Adapters besides plain LoRA: DoRA, starts and LoKr on a denoiser."""
+"""Adapters of a denoiser: for ComfyUI, read by its own rules; written as a run goes; DoRA, LoKr and starts; of text encoders.
+
+The rules, from ComfyUI's comfy/lora.py, comfy/utils.py and comfy/weight_adapter/lora.py: a table has the names that a module of the model
+may have in a file; of each such name it takes `NAME.alpha`, the matrices under `NAME.lora_up.weight` and `NAME.lora_down.weight`, or else
+`NAME.lora_B.weight` and `NAME.lora_A.weight`; it adds alpha / rank times their product, or the product itself without alpha; a tensor that
+no name takes is reported as not loaded.
+"""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DDPMScheduler, DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from isotype.cli.merge import export
+from isotype.config.schema import TrainSection
 from isotype.errors import UsageError
-from isotype.inference.diffusion import merge_denoiser
+from isotype.inference.diffusion import draw_with, evaluate_with, export_comfyui, merge_denoiser
+from isotype.precision import PRESETS
 from isotype.tasks.choose import train
+from isotype.training.optimizer import build_optimizer
 from isotype.training.setup import check_adapters
-from tests.tasks.diffusion.models import refused
+from tests.tasks.diffusion.models import refused, with_adapter
+from tests.tasks.diffusion.test_families import data_of, relative
+from tests.tasks.diffusion.test_loss import squared_error
 
-CASES = [
-    ("flux", {"dora": True}), ("sdxl", {"start": "pissa"}),
-    pytest.param("sdxl", {"dora": True}, marks=pytest.mark.full),
-    *(pytest.param("flux", {"start": start}, marks=pytest.mark.full) for start in ("orthogonal", "olora")),
+ATTENTION = "attn.(to_q|to_k|to_v|to_out.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+MLPS = "(ff|ff_context).net.(0.proj|2)"
+# the modules of a model under the names that ComfyUI knows them by in a file
+NAMES = {
+    "flux": [
+        rf"transformer.transformer_blocks.\d+.({ATTENTION}|norm1.linear|norm1_context.linear|{MLPS})",
+        r"transformer.single_transformer_blocks.\d+.(attn.(to_q|to_k|to_v)|proj_mlp|norm.linear|proj_out)",
+    ],
+    "sd3": [rf"transformer.transformer_blocks.\d+.({ATTENTION}|norm1.linear|norm1_context.linear|{MLPS})"],
+    "sdxl": [
+        r"lora_unet_(down_blocks_\d+|up_blocks_\d+|mid_block)_attentions_\d+_(proj_in|proj_out|transformer_blocks_\d+_"
+        r"(attn[12]_(to_q|to_k|to_v|to_out_0)|ff_net_(0_proj|2)))"
+    ],
+    "qwen": [
+        rf"transformer.transformer_blocks.\d+.({ATTENTION}|(img|txt)_mod.1|(img|txt)_mlp.net.(0.proj|2))",
+    ],
+    "hidream": [
+        r"transformer.(double|single)_stream_blocks.\d+.block.(adaLN_modulation.1|attn1.(to_q|to_k|to_v|to_out)(_t)?|"
+        r"ff_i.(shared_experts|experts.\d+).w[123]|ff_t.w[123])",
+    ],
+    "wan": [r"diffusion_model.blocks.\d+.((self|cross)_attn.[qkvo]|ffn.[02])"],
+    "ltx": [r"diffusion_model.transformer_blocks.\d+.(attn[12].(to_q|to_k|to_v|to_out.0)|ff.net.(0.proj|2))"],
+}  # fmt: skip
+NAMES |= {"kontext": NAMES["flux"], "qwen_edit": NAMES["qwen"]}
+OWN_NAMES = [  # Wan's
+    (".attn1.", ".self_attn."), (".attn2.", ".cross_attn."), (".to_out.0", ".o"), (".to_", "."), (".ffn.net.0.proj", ".ffn.0"),
+    (".ffn.net.2", ".ffn.2"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "adapter"), CASES)
+def read_as_comfyui_does(file, names):
+    """name of a module -> what is added to its weight; raises where a tensor of the file is not loaded."""
+    tensors, added, loaded = load_file(file), {}, set()
+    known = {key.rpartition(".alpha")[0] for key in tensors} | {re.sub(r"\.lora_(down|up|A|B)\.weight$", "", key) for key in tensors}
+    for name in {name for name in known for pattern in names if re.fullmatch(pattern, name)}:
+        alpha = None
+        if f"{name}.alpha" in tensors:
+            alpha = tensors[f"{name}.alpha"].item()
+            loaded.add(f"{name}.alpha")
+        up, down = f"{name}.lora_up.weight", f"{name}.lora_down.weight"
+        if up not in tensors:
+            up, down = f"{name}.lora_B.weight", f"{name}.lora_A.weight"
+        loaded |= {up, down}
+        scale = 1.0 if alpha is None else alpha / tensors[down].shape[0]
+        added[name] = scale * tensors[up] @ tensors[down]
+    assert set(tensors) == loaded, sorted(set(tensors) - loaded)
+    return added
+
+
+def peft_deltas(folder):
+    """name of a module -> what PEFT adds to its weight."""
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    names = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+
+    def scale(name):
+        alpha = next((a for end, a in settings["alpha_pattern"].items() if name.endswith(f".{end}")), settings["lora_alpha"])
+        return alpha / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
+
+    return {
+        name.removeprefix("base_model.model."): scale(name) * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        for name in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("flux", {}),
+        ("sdxl", {"rslora": True, "alpha_pattern": {"to_q": 8.0}}),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("sd3", "qwen", "kontext", "qwen_edit", "hidream", "wan", "ltx")),
+    ],
+)
+def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings):
+    run = {"adapter_format": "comfyui", "adapters_every": 2}
+    loaded = drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 8.0, **settings}, run=run, images=data_of(family, studio)[0])
+    assert train(loaded) == 0
+    for folder in (tmp_path / "run/adapter", tmp_path / "run/adapters/step_2"):
+        added, trained = read_as_comfyui_does(folder / "comfyui.safetensors", NAMES[family]), peft_deltas(folder)
+        named = {_named(name, family): delta for name, delta in trained.items()}
+        assert set(added) == set(named)
+        for name, delta in named.items():
+            torch.testing.assert_close(added[name], delta, rtol=1e-6, atol=1e-9)
+        assert any(bool(delta.any()) for delta in named.values())
+
+
+def _named(name, family):
+    if family == "sdxl":
+        return f"lora_unet_{name.replace('.', '_')}"
+    for theirs, own in OWN_NAMES if family == "wan" else ():
+        name = name.replace(theirs, own)
+    return f"{'diffusion_model' if family in ('wan', 'ltx') else 'transformer'}.{name}"
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("ltx", marks=pytest.mark.full)])
+def test_diffusers_reads_the_file_for_comfyui_as_the_same_adapter(drawn, studio, tmp_path, family):
+    """diffusers maps the names that ComfyUI has for these models to its own. Of LTX it takes no alphas."""
+    assert train(drawn(model=getattr(studio, family), adapter={"r": 4, "alpha": 4.0}, run={"adapter_format": "comfyui"})) == 0
+    pipe = DiffusionPipeline.from_pretrained(getattr(studio, family))
+    tensors = load_file(tmp_path / "run/adapter/comfyui.safetensors")
+    pipe.load_lora_weights({name: t for name, t in tensors.items() if family == "wan" or not name.endswith(".alpha")})
+    found = {name: p for name, p in pipe.transformer.named_parameters() if "lora_" in name}
+    saved = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert len(found) == len(saved)
+    for name, p in found.items():
+        assert torch.equal(p, saved[f"base_model.model.{name.replace('.default_0', '')}"])
+
+
+def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, capsys):
+    """`run.adapters_every` writes what the run of as many steps would have: it is loaded, drawn with and exported."""
+    drawing = {"samples": ["a red circle on white"], "sample_every": 0}
+    schedule = {"schedule": "constant", "warmup": 0}
+    assert train(drawn("short", train={**schedule, "steps": 2}, run=drawing)) == 0
+    assert train(drawn("way", train={**schedule, "steps": 4}, run={**drawing, "adapters_every": 1, "adapters_keep": 2})) == 0
+    assert sorted(p.name for p in (tmp_path / "way/adapters").iterdir()) == ["step_2", "step_3"]
+    short, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("short/adapter", "way/adapters/step_2"))
+    assert all(torch.equal(second[name], tensor) for name, tensor in short.items())
+    taken, (picture,) = draw_with(tmp_path / "way/adapters/step_2", [])
+    assert (taken, picture.png) == ("adapters/step_2", draw_with(tmp_path / "short", [])[1][0].png)
+
+    capsys.readouterr()
+    export(tmp_path / "way/adapters/step_2", "comfyui", None, json_output=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["file"] == str(tmp_path / "way/way-step_2.safetensors")
+    with pytest.raises(UsageError, match="is there already"):
+        export(tmp_path / "way/adapters/step_2", "comfyui", None, json_output=True)
+    (tmp_path / "way/adapters/step_3/DONE").unlink()
+    with pytest.raises(UsageError, match="never finished"):
+        draw_with(tmp_path / "way/adapters/step_3", [])
+
+
+# --- Adapters besides plain LoRA: DoRA, starts and LoKr on a denoiser.
+
+
+@pytest.mark.parametrize(("family", "adapter"), [("flux", {"dora": True}), ("sdxl", {"start": "pissa"})])
 def test_a_dora_or_a_start_is_loaded_by_diffusers(drawn, studio, tmp_path, family, adapter):
     assert train(drawn(model=getattr(studio, family), adapter={"r": 4, **adapter})) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
@@ -67,16 +208,13 @@ def as_comfyui_reads(tensors):
     return added
 
 
-@pytest.mark.parametrize(
-    ("adapter", "said"),
-    [
+def test_settings_that_do_nothing_are_refused_before_training(drawn):
+    for adapter, said in (
         ({"kind": "lokr", "dropout": 0.1}, "adapter.dropout: has no effect with adapter.kind: lokr"),
         ({"kind": "lora", "factor": 4}, "adapter.factor: has no effect with adapter.kind: lora"),
-    ],
-)
-def test_what_the_other_kind_has_is_refused(drawn, adapter, said):
-    with pytest.raises(UsageError, match=said):
-        check_adapters(drawn(adapter=adapter).config)
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_adapters(drawn(adapter=adapter).config)
 
 
 def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_training(drawn, studio, tmp_path):
@@ -91,3 +229,122 @@ def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_tr
     assert "is a lokr, and adapter.kind is lora" in begins('{"peft_type": "LOKR"}', {})
     assert "adapter_config.json: Expecting value" in begins("nothing", {})
     assert "adapter.start_from: has no effect with adapter.kind: none" in begins(dora, {"kind": "none"})
+
+
+# --- Text encoders of SDXL and Stable Diffusion that are trained with the denoiser (`adapter.text_encoders`).
+
+
+PARTS = {"sdxl": ("text_encoder", "text_encoder_2"), "sd1": ("text_encoder",)}
+TE = r"text_model_encoder_layers_\d+_(self_attn_(q_proj|k_proj|v_proj|out_proj)|mlp_fc[12])"
+ON = {"kind": "lora", "r": 4, "alpha": 8.0, "text_encoders": True}
+
+
+def in_training(drawn, studio, tmp_path, family):
+    """The task, the model with random numbers in its adapter, which is saved in tmp_path, and a batch with a dropped caption."""
+    loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON)
+    return with_adapter(loaded, tmp_path, rows=4)
+
+
+def plain_loss(pipe, batch):
+    """The loss of diffusers' scripts, with the embeddings of encoders that are trained; a dropped caption of SDXL is zeros."""
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    steps = (batch.sigma * 1000).round().long()
+    noisy, given = scheduler.add_noise(batch.latents, batch.noise, steps), {}
+    ids = batch.text["ids"]
+    if hasattr(pipe, "text_encoder_2"):
+        one, two = (encoder(ids[:, i], output_hidden_states=True) for i, encoder in enumerate((pipe.text_encoder, pipe.text_encoder_2)))
+        shown = batch.text["captioned"].to(batch.latents)[:, None]
+        text = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], -1) * shown[..., None]
+        sizes = torch.cat([batch.cut, torch.tensor([[32.0, 32.0]]).expand(len(batch.cut), 2)], 1)
+        given = {"added_cond_kwargs": {"text_embeds": two[0] * shown, "time_ids": sizes}}
+    else:
+        text = pipe.text_encoder(ids[:, 0])[0]
+    return squared_error(pipe.unet(noisy, steps, text, return_dict=False, **given)[0], batch.noise)
+
+
+def in_fp64(batch):
+    return replace(batch, **{name: getattr(batch, name).double() for name in ("latents", "noise", "sigma", "cut")})
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_path, family):
+    task, model, batch = in_training(drawn, studio, tmp_path, family)
+    assert 0 < int(batch.text["captioned"].sum()) < len(batch.latents)
+    ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
+    ours.backward()
+    pipe = DiffusionPipeline.from_pretrained(getattr(studio, family))
+    pipe.load_lora_weights(tmp_path, adapter_name="default")
+    theirs = {}
+    for part in ("unet", *PARTS[family]):
+        module = getattr(pipe, part).train()
+        theirs |= {f"{'' if part == 'unet' else f'text_encoders.{part}.'}{name}": p for name, p in module.named_parameters()}
+    for name, p in theirs.items():
+        p.requires_grad_("lora_" in name)
+    plain = plain_loss(pipe, batch)
+    plain.backward()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
+    trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    assert set(trained) == {name for name, p in theirs.items() if p.requires_grad}
+    grads = {name: theirs[name].grad.clone() for name in trained}
+    for part in ("unet", *PARTS[family]):
+        getattr(pipe, part).double().zero_grad()
+    plain_loss(pipe, in_fp64(batch)).backward()
+    for part in ("unet", *PARTS[family]):
+        mine = [n for n in trained if n.startswith(f"text_encoders.{part}.") or (part == "unet" and "text_encoders." not in n)]
+        assert all(trained[name].grad.any() for name in mine)
+        found, right, exact = (
+            torch.cat([grad.flatten() for grad in some])
+            for some in ([trained[n].grad for n in mine], [grads[n] for n in mine], [theirs[n].grad for n in mine])
+        )
+        # where diffusers' own fp32 is further than that from fp64, twice its distance
+        assert relative(found, exact) < max(1e-6, 2 * relative(right, exact)), part
+
+
+def test_a_run_with_encoders_ends_in_files_that_are_read(drawn, studio, tmp_path):
+    """Of SDXL, whose second encoder has other names than its first."""
+    family, adapter = "sdxl", {**ON, "text_encoder_rate": 5e-4}
+    loaded = drawn(model=studio.sdxl, adapter=adapter, images={"caption_dropout": 0.2}, run={"samples": ["a red circle on white"]})
+    assert train(loaded) == 0
+    run = tmp_path / "run"
+    tensors = load_file(run / "adapter/pytorch_lora_weights.safetensors")
+    assert {name.split(".")[0] for name in tensors} == {"unet", *PARTS[family]}
+    assert all(name.split(".")[1] == "text_model" for name in tensors if name.startswith("text_encoder"))
+    assert any(t.any() for name, t in tensors.items() if name.startswith("text_encoder") and "lora_B" in name)
+    assert draw_with(run, ["a green square on white"])[1]
+    assert evaluate_with(run, str(studio.pictures))[1].loss > 0
+
+    export_comfyui(run, None, tmp_path / "comfy.safetensors")
+    added, deltas = (
+        read_as_comfyui_does(tmp_path / "comfy.safetensors", [*NAMES["sdxl"], "lora_te[12]_" + TE]),
+        peft_deltas(run / "adapter"),
+    )
+    assert len(added) == len(deltas)
+    name = "text_encoders.text_encoder_2.text_model.encoder.layers.0.mlp.fc1"
+    torch.testing.assert_close(added["lora_te2_text_model_encoder_layers_0_mlp_fc1"], deltas[name])
+
+    merge_denoiser(run, tmp_path / "merged", dtype="fp32")
+    merged, plain = DiffusionPipeline.from_pretrained(tmp_path / "merged"), DiffusionPipeline.from_pretrained(getattr(studio, family))
+    plain.load_lora_weights(run / "adapter")
+    arguments = {"do_classifier_free_guidance": False, "device": "cpu", "num_images_per_prompt": 1}
+    with torch.no_grad():
+        ours, theirs = (pipe.encode_prompt("a red circle on white", **arguments)[0] for pipe in (merged, plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_encoders_rate_is_theirs():
+    model = torch.nn.ModuleDict({"unet": torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("text_encoders", "block")})})
+    optimizer = build_optimizer(model, TrainSection(learning_rate=2e-4), PRESETS["fp32"], lambda p: p.grad, text_rate=5e-5)
+    rates = {id(p): group.get("rate_factor", 1.0) for group in optimizer.param_groups for p in group["params"]}
+    assert all(rates[id(p)] == (0.25 if ".text_encoders." in name else 1.0) for name, p in model.named_parameters())
+    assert len(rates) == 4
+
+
+def test_what_does_not_fit_is_refused(drawn, studio, subtests):
+    for model, adapter, said in (
+        ("sd3", ON, "only those of SDXL and Stable Diffusion"),
+        ("sd1", {**ON, "kind": "none"}, "adapter.text_encoders: adapter.kind: none"),
+        ("sd1", {**ON, "kind": "lokr"}, "adapter.kind: lokr"),
+        ("sd1", {"text_encoder_rate": 1e-4}, "has no effect without adapter.text_encoders"),
+    ):
+        with subtests.test(said):
+            assert said in refused(drawn(model=getattr(studio, model), adapter=adapter))

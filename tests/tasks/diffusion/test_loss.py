@@ -11,14 +11,12 @@ from diffusers.training_utils import compute_snr
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
-from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.noise import sizes
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pixels import Window
-from isotype.training.setup import settle
-from tests.tasks.diffusion.models import draw
+from tests.tasks.diffusion.models import built, draw
 from tests.tasks.diffusion.test_families import flow, squared_error
 
 
@@ -91,10 +89,7 @@ PLAIN = [
 @pytest.mark.parametrize(("kind", "settings", "plain"), PLAIN)
 def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plain):
     loaded = drawn(model=getattr(studio, kind), adapter={"kind": "none"}, images={"limit": 4}, diffusion=settings)
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    task.encode(basis.device)
-    model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sd3)
+    task, model = built(loaded, studio.sd3)
     batch = task.collate(task.feed().take(3))
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
@@ -102,9 +97,8 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, monkeypatch, mirrored):
-    """60 rows of 96 columns fill 32 x 32 at 32 x 51: of 19 columns left over 14 lie before a window at 0.75, 5 behind it."""
+def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, monkeypatch):
+    """60 rows of 96 columns fill 32 x 32 at 32 x 51: of 19 columns left over 5 lie behind a window at 0.75, before it in a mirror."""
     monkeypatch.setattr("isotype.tasks.diffusion.encode.windows", lambda size, crop, **_: [Window(size, left=0.75, top=0.1)])
     data = tmp_path / "large"
     data.mkdir()
@@ -112,13 +106,9 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
     (data / "one.txt").write_text("a red circle on white\n")
     images = {"train": [{"name": str(data), "repeats": 16}], "eval_split": 0, "crop": 1, "flip": True}
     loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images=images)
-    task = task_of(loaded.config)
-    basis = settle(task, loaded.sources)
-    task.encode(basis.device)
-    model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sdxl)
-    left = 5 if mirrored else 14
-    batch = next(b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == left)
-    ids = (60, 96, 0, left, 32, 32)
+    task, model = built(loaded, studio.sdxl)
+    batch = next(b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == 5)
+    ids = (60, 96, 0, 5, 32, 32)
     assert sizes(batch.latents, Asked(downscale=task.downscale, cut=batch.cut)).tolist() == [[*ids]]
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32")
@@ -185,6 +175,3 @@ def test_the_embedding_is_bit_identical_under_every_preset(name):
         for sampling in (False, True):
             found = embedded(model, call, sampling=sampling)[-len(reference) :]
             assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (preset, sampling)
-
-
-# --- A slice of benchmarks/diffusion_matrix.py: a cell a preset; the whole table is in benchmarks/results.

@@ -8,18 +8,13 @@ from tests.distributed.processes import run
 from tests.results import metrics, read, same_records, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
-FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 3, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}
 SAMPLED = {"run": {"samples": ["a red circle on white"], "sample_every": 3}}
-# family, sections, most by which losses and weights of two shards may differ from those of one process
+# family and sections; losses and weights of two shards may differ from those of one process by 2e-5 and 2e-3
 SHARED = {
-    "sd3 bf16-lora": ("sd3", {"precision": {"preset": "bf16-lora"}, **SAMPLED}, 2e-5, 2e-3),
-    "flux nf4-lora recomputed": ("flux", {"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
-    "sdxl fp32 full": ("sdxl", {**FULL, **SAMPLED}, 2e-6, 2e-5),
-    "pixart bf16-pure full": ("pixart", {"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
-    "flux bf16-mixed full": ("flux", {"precision": {"preset": "bf16-mixed"}, **FULL, **SAMPLED}, 2e-5, 2e-3),
+    "flux nf4-lora recomputed": ("flux", {"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}),
+    "flux bf16-mixed full": ("flux", {"precision": {"preset": "bf16-mixed"}, "adapter": {"kind": "none"}, **SAMPLED}),
 }
-SLICE = ("flux bf16-mixed full",)
 
 
 def drift(folder):
@@ -34,10 +29,10 @@ def drift(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=pytest.mark.full) for case in SHARED])
+@pytest.mark.parametrize("case", ["flux bf16-mixed full", pytest.param("flux nf4-lora recomputed", marks=pytest.mark.full)])
 def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, studio, tmp_path):
     """Evaluation has one pass for two processes, and the first process alone encodes."""
-    family, sections, loss, weight = SHARED[case]
+    family, sections = SHARED[case]
     sections = {**sections, "train": STEPS | {"eval_batch_size": 4} | sections.get("train", {}), "model": getattr(studio, family)}
     sections["images"] = {"cache": str(tmp_path / "cache")}
     assert train(drawn("one", **sections)) == 0
@@ -49,8 +44,8 @@ def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, st
     assert "gloo: shard (parallel.kind), each computes 2 x 1 rows of each step" in said
     found = drift(tmp_path)
     print(case, found)
-    assert found["loss"] <= loss
-    assert found["weight"] <= weight
+    assert found["loss"] <= 2e-5
+    assert found["weight"] <= 2e-3
     same_records(tmp_path / "one", tmp_path / "two", sums="fp32")
     assert read(tmp_path / "one", "data") == read(tmp_path / "two", "data")
     results = [read(tmp_path / name, "result") for name in ("one", "two")]

@@ -10,10 +10,14 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
-from isotype.inference.diffusion import merge_denoiser
-from isotype.tasks.choose import plan, train
+from isotype.errors import UsageError
+from isotype.inference.diffusion import draw_with, merge_denoiser
+from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import original_name
+from isotype.training.setup import settle
+from tests.published import FORMATS, element, packed
 
 from .models import refused
 
@@ -92,15 +96,6 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     assert PipelineFolder.open(str(tmp_path / "mine.safetensors")).config("scheduler")["shift"] == 7.0
 
 
-def test_a_file_is_not_looked_for_on_the_hub(drawn, studio, tmp_path, monkeypatch):
-    as_one_file(studio.sd1, tmp_path / "pony.safetensors")
-    settings_of(studio.sd1, tmp_path / "pony")
-    asked = []
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", lambda *given, **_: asked.append(given))
-    plan(drawn(model=tmp_path / "pony.safetensors", diffusion={"max_text_length": None}))
-    assert asked == []
-
-
 WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
 OF_SDXL = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (320, 640, 1280),
@@ -121,24 +116,102 @@ def test_names_are_those_that_diffusers_reads(settings, count):
     assert {name: tensor.shape for name, tensor in read.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "tensors", "said"),
-    [
+def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
+    settings_of(studio.sd3, tmp_path / "a")
+    for name, tensors, said in (
         ("a.ckpt", None, "not a .safetensors file: a pickle can run code"),
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
-        ("a.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
+        ("b.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.uint8)}, "U8 weights in a single file are not read"),
-        (
-            "a.safetensors",
-            {"double_blocks.0.weight": torch.zeros(2)},
-            "does not read it as the transformer of a StableDiffusion3Pipeline",
-        ),
-    ],
+        ("a.safetensors", {"double_blocks.0.weight": torch.zeros(2)}, "does not read it as the transformer of a StableDiffusion3"),
+    ):
+        file = tmp_path / name
+        save_file(tensors, file) if tensors else file.write_bytes(b"")
+        with subtests.test(said):
+            assert re.search(said, refused(drawn(model=file)))
+
+
+# --- Denoisers that were published quantised: trained from their own files, resumed, drawn with and merged.
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+MEANT = "transformer_blocks.0.ff.net.2"  # packed, without an adapter
+
+
+def publish(pipeline, folder, form):
+    """A copy of a Flux pipeline whose blocks' linear layers are packed; gives some elements of `MEANT` as its file means them."""
+    shutil.copytree(pipeline, folder)
+    part, meant = folder / "transformer", {}
+    tensors = load_file(part / WEIGHTS)
+    torch.manual_seed(0)
+    for name in [n for n in tensors if "transformer_blocks" in n and n.endswith(".weight") and tensors[n].ndim == 2]:
+        weight, owner = tensors.pop(name), name.removesuffix(".weight")
+        if form == "nf4":
+            import bitsandbytes.functional as bnb
+
+            own, state = bnb.quantize_4bit(weight.float(), quant_type="nf4", compress_statistics=True)
+            wide = bnb.dequantize_4bit(own, state).float()
+            beside = {"weight": own} | {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+        else:
+            beside = packed(form, *weight.shape)
+        tensors |= {f"{owner}.{key}": value.contiguous() for key, value in beside.items()}
+        if owner == MEANT:
+            places = [(i % weight.shape[0], 7 * i % weight.shape[1]) for i in range(40)]
+            meant = {at: float(wide[at]) if form == "nf4" else element(form, beside, *at) for at in places}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, part / WEIGHTS)
+    config = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps(config | {"quantization_config": NF4 if form == "nf4" else FORMATS[form][1]}))
+    return meant
+
+
+@pytest.mark.parametrize(
+    "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
 )
-def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, name, tensors, said):
-    file = tmp_path / name
-    save_file(tensors, file) if tensors else file.write_bytes(b"")
-    if tensors and "blocks.0.weight" not in tensors:
-        settings_of(studio.sd3, tmp_path / "a")
-    assert re.search(said, refused(drawn(model=file)))
+def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, capsys, form):
+    meant = publish(studio.flux, tmp_path / "flux", form)
+    word = form.partition("-")[0]
+    run = {"samples": ["a red circle on white"], "sample_every": 4}
+    adapter = {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}
+    assert train(drawn(model=tmp_path / "flux", precision={"preset": "auto"}, run=run, adapter=adapter)) == 0
+    assert f"the base came quantised: {word} by" in capsys.readouterr().out
+    said = json.loads((tmp_path / "run/precision.json").read_text())
+    assert said["violations"] == []
+    assert word in said["observed"]["base"]
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
+    assert draw_with(tmp_path / "run", [])[0] == "adapter"
+    merged = merge_denoiser(tmp_path / "run", tmp_path / "merged", dtype="fp32")
+    assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=0.01)
+    weight = load_file(tmp_path / "merged/transformer" / WEIGHTS)[f"{MEANT}.weight"]
+    assert weight.dtype == torch.float32
+    assert all(float(weight[at]) == pytest.approx(value, rel=1e-6, abs=1e-9) for at, value in meant.items())
+    assert "quantization_config" not in json.loads((tmp_path / "merged/transformer/config.json").read_text())
+
+
+def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
+    publish(studio.sd3, tmp_path / "sd3", "int8-bnb")
+    file = tmp_path / "sd3/transformer" / WEIGHTS
+    tensors = load_file(file)
+    kept = tensors["pos_embed.pos_embed"].bfloat16()
+    save_file(tensors | {"pos_embed.pos_embed": kept}, file)
+    loaded = drawn(model=tmp_path / "sd3", precision={"preset": "auto"})
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    table = frozen_denoiser(task.folder, basis.resolved.precision, basis.device).pos_embed.pos_embed
+    assert table.dtype == torch.float32
+    assert torch.equal(table, kept.float())
+
+
+def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
+    publish(studio.flux, tmp_path / "flux", "int8-bnb")
+    precision = {"preset": "auto"}
+    with pytest.raises(UsageError, match="its weights are int8 already, declared base fp8"):
+        plan(drawn(model=tmp_path / "flux", precision=precision | {"base": "fp8"}))
+    file = tmp_path / "flux/transformer/config.json"
+    tensors = load_file(file.with_name(WEIGHTS))
+    del tensors[f"{MEANT}.SCB"]
+    save_file(tensors, file.with_name(WEIGHTS))
+    with pytest.raises(UsageError, match=rf"{MEANT}.weight is int8 and has no scale beside it"):
+        plan(drawn(model=tmp_path / "flux", precision=precision))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,27 +10,13 @@ from huggingface_hub import constants
 from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with
-from isotype.tasks.choose import task_of, train
-from isotype.tasks.diffusion.encode import Store
+from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import settle
 from tests.hub import hub
-from tests.tasks.diffusion.models import draw, refused
-from tests.tasks.diffusion.test_inputs import SMALLER
-
-COMMIT = "0123456789012345678901234567890123456789"
-
-
-@pytest.fixture
-def cache(studio, tmp_path, monkeypatch):
-    """The local cache of the hub, with a pipeline in it, and no network."""
-    repository = tmp_path / "hub/models--someone--flux"
-    shutil.copytree(studio.flux, repository / "snapshots" / COMMIT)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(COMMIT)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return repository / "snapshots" / COMMIT
+from tests.tasks.diffusion.models import built, draw, encoded, refused
+from tests.tasks.diffusion.test_typed import SMALLER
 
 
 def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, monkeypatch):
@@ -68,10 +53,6 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
             PipelineFolder.open("someone/nowhere")
 
 
-def test_what_is_not_on_the_hub_is_one_line(drawn, cache):
-    assert "model.name: someone/sd3: not in the local cache, and HF_HUB_OFFLINE is set" in refused(drawn(model="someone/sd3"))
-
-
 def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio, tmp_path):
     model = {"init": "random", "config": SMALLER, "name": str(studio.flux)}
     settings = {"steps": 2, "eval_every": 2}
@@ -92,39 +73,11 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_encoded(drawn
 # --- What goes wrong around the data and the folders is one line, and nothing that was made is lost.
 
 
-def copied(folder: Path, to: Path, without: str) -> Path:
-    return shutil.copytree(folder, to, ignore=shutil.ignore_patterns(without))
-
-
-@pytest.mark.parametrize("part", ["vae", "scheduler", "text_encoder_2"])
-def test_a_pipeline_without_a_part_is_named(studio, tmp_path, part):
-    folder = copied(studio.flux, tmp_path / "flux", part)
-    with pytest.raises(UsageError, match=f"model.name: .*flux: the pipeline has no {part}\n"):
-        PipelineFolder.open(str(folder))
-
-
-def test_ctrl_c_while_caching_keeps_what_was_made(drawn, tmp_path, monkeypatch, capsys):
-    images = {"cache": str(tmp_path / "cache")}
-    put, count = Store.put, [0]
-
-    def stops(self, key, tensors):
-        count[0] += 1
-        if count[0] > 6:
-            raise KeyboardInterrupt
-        put(self, key, tensors)
-
-    monkeypatch.setattr(Store, "put", stops)
-    assert train(drawn(images=images)) == 130
-    assert "nothing was begun, and the same command starts again" in capsys.readouterr().out
-    monkeypatch.undo()
-    assert found_again(drawn(images=images)) == 6
-
-
-def found_again(loaded) -> int:
-    task = task_of(loaded.config)
-    settle(task, loaded.sources)
-    task.encode(torch.device("cpu"))
-    return task.encoder.found
+def test_a_pipeline_without_a_part_is_named(studio, tmp_path):
+    for part in ("vae", "scheduler", "text_encoder_2"):
+        shutil.copytree(studio.flux, tmp_path / part / "flux", ignore=shutil.ignore_patterns(part))
+        with pytest.raises(UsageError, match=f"model.name: .*flux: the pipeline has no {part}\n"):
+            PipelineFolder.open(str(tmp_path / part / "flux"))
 
 
 def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):
@@ -142,3 +95,88 @@ def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):
     (folder / "8.png").write_bytes(b"GIF?")
     with pytest.raises(UsageError, match="at most 5% of the pictures"):
         train(drawn("again", images=images))
+
+
+# --- Class pictures, which the base model draws before training.
+
+
+CLASS = "a circle on white"
+
+
+def prior(folder, **settings):
+    return {"regularisation": [{"name": str(folder), "caption": CLASS, "draw": 25, "weight": 0.5, **settings}], "flip": True}
+
+
+def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, studio, tmp_path):
+    folder, images = tmp_path / "class", prior(tmp_path / "class")
+    assert "25 class pictures are drawn by the base model" in plan(drawn(images=images)).as_text()
+    assert not folder.exists(), "a plan draws nothing"
+    settings = {"run": {"samples": [{"prompt": CLASS, "seed": 1}], "sample_every": 4}}
+    assert train(drawn("first", images=images, **settings)) == 0
+    files = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    assert len(files) == len(set(files.values())) == 25
+    assert json.loads((folder / "drawn.json").read_text())["caption"] == CLASS
+    before_step_1 = (tmp_path / "first/samples/step_0_0.png").read_bytes()
+    assert before_step_1 == files["drawn_0001.png"], "an adapter that has learnt nothing yet is the base"
+
+    (folder / "drawn_0003.png").unlink()
+    loaded = drawn("second", images=images, **settings)
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    assert len(task.gathered.to_draw) == 1
+    task.encode(torch.device("cpu"))
+    assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, "the missing one, as it was"
+    weights = [row.weight for row in task.train_rows]
+    assert (weights.count(1.0), weights.count(0.5)) == (25, 25)
+    own = {row.latents: task.train_rows.count(row) for row in task.train_rows if row.weight == 1.0}
+    assert len(own) == 10
+    assert set(own.values()) == {2, 3}
+
+    stamps = {path: path.stat().st_mtime_ns for path in folder.glob("*.png")}
+    task.encode(torch.device("cpu"))  # as a second process does, which missed a picture before the first one drew it
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps
+    message = "drawn with caption 'a circle on white', not 'a square'"
+    assert message in refused(drawn(images=prior(folder, caption="a square"))), "also where no picture is missing"
+    other_steps = drawn(images=images, run={"sample_steps": 3})
+    settle(task_of(other_steps.config), other_steps.sources)
+
+
+def test_what_cannot_be_drawn_is_said(drawn, tmp_path, subtests):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    (folder / "drawn.json").write_text(json.dumps({"caption": CLASS}))
+    for settings, said in (
+        ({"caption": None}, r"images.regularisation\[0\].draw: needs caption"),
+        ({"draw": 0}, r"images.regularisation\[0\].draw: expected a whole number of at least 1, got 0"),
+        ({"repeats": 2}, r"repeats: has no effect with draw"),
+        ({"caption": "a square"}, r"drawn with caption 'a circle on white', not 'a square'"),
+    ):
+        with subtests.test(said), pytest.raises(UsageError, match=said):
+            encoded(drawn(images=prior(folder, **settings)))
+
+
+# --- Several resolutions in one run.
+
+
+def several(studio, **images):
+    return {"train": [{"name": str(studio.pictures), "resolution": [32, 64]}], "eval_split": 0.25, "max_aspect": 2.0, **images}
+
+
+def test_a_picture_comes_in_each_resolution_with_its_own_shift_and_cost(drawn, studio, tmp_path):
+    loaded = drawn(model=studio.flux, images=several(studio))
+    assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan(loaded).as_text()
+    task, model = built(loaded, studio.flux)
+    sizes = [row.size for row in task.train_rows]
+    assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [9, 9]
+    assert len(task.evaluated) == 6, "held out at both"
+    batches = {batch.latents.shape[-1]: batch for rows in task.one_shape_each(task.feed().take(18)) for batch in [task.collate(rows)]}
+    small, large = (task.flops(model)(batches[side]) for side in (8, 16))
+    assert 3 < large / small < 5, "a picture of four times the tokens"
+    section, scheduler = loaded.config.diffusion, task.folder.config("scheduler")
+    by_size = {side: shift_of(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
+    assert by_size[8] < by_size[16]
+    for tokens, side in ((16, 8), (64, 16)):
+        drawn_levels = [task.objective.draw(torch.Generator().manual_seed(n), tokens) for n in range(50)]
+        plain = [torch.sigmoid(torch.randn((), generator=torch.Generator().manual_seed(n), dtype=torch.float64)) for n in range(50)]
+        expected = [float(by_size[side] * t / (1 + (by_size[side] - 1) * t)) for t in plain]
+        assert drawn_levels == pytest.approx(expected, abs=1e-12)

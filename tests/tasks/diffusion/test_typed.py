@@ -3,21 +3,22 @@
 import io
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from PIL import Image
 
-from isotype.config.kind import DIFFUSION, kind_of
-from isotype.config.load import load
 from isotype.config.schema import DiffusionSection, ImagesSection
-from isotype.config.write import init_yaml
 from isotype.errors import UsageError
-from isotype.tasks.choose import task_of, train
+from isotype.tasks.choose import train
+from isotype.tasks.diffusion.batches import PictureStream, Row
+from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
 from isotype.tasks.diffusion.pictures import gather, with_trained_captions
-from isotype.training.setup import settle
+from isotype.tasks.diffusion.pixels import BadPicture, Size, Window, buckets, mask_pixels, pixels, shown_size
+from tests.tasks.diffusion.models import built, draw, encoded, refused
 
 
 def captioned(*captions, **images):
@@ -81,18 +82,15 @@ def test_densities_are_diffusers(ours, theirs):
 
 def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(drawn, studio):
     def made(**diffusion):
-        loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images={"limit": 4}, diffusion=diffusion)
-        task = task_of(loaded.config)
-        basis = settle(task, loaded.sources)
-        task.encode(basis.device)
-        model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sdxl)
+        loaded = drawn(model=studio.sd1, adapter={"kind": "none"}, images={"limit": 4}, diffusion=diffusion)
+        task, model = built(loaded, studio.sd1)
         return task, model, task.collate(task.feed().take(2))
 
     task, model, batch = made(loss="huber", huber_c=0.2)
     with torch.no_grad():
         ours = task.losses(model, batch, dtype="fp32")
         noisy, target = task.objective.mixed(batch.latents, batch.noise, batch.sigma)
-        predicted = task.folder.family.predict(model, noisy, task.objective.time(batch.sigma), batch.text, asked(task))
+        predicted = task.folder.family.predict(model, noisy, task.objective.time(batch.sigma), batch.text, Asked(downscale=task.downscale))
     smooth = 2 * 0.2 * (torch.sqrt((predicted - target) ** 2 + 0.2**2) - 0.2)
     torch.testing.assert_close(ours, smooth.flatten(1).mean(1))
     _, _, plain = made()
@@ -101,12 +99,6 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
     assert torch.equal(moved.latents, plain.latents)
     torch.testing.assert_close(offset, offset[..., :1, :1].expand_as(offset), atol=1e-6, rtol=0)
     assert 0.01 < float(offset.std()) < 0.3
-
-
-def asked(task):
-    from isotype.tasks.diffusion.families import Asked
-
-    return Asked(downscale=task.downscale)
 
 
 def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_path):
@@ -119,37 +111,161 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests):
+    for i, (name, content, said) in enumerate((
         ("a.png", b"", "an empty file"),
         ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture, which is not read here: convert it"),
         ("a.png", b"no picture at all", "not a picture"),
         ("a.heic", b"\x00\x00\x00\x18ftypheic", "HEIC is not read here: convert it"),
         ("a.png", None, "1 x 1 pixels: too small to learn from"),
-    ],
+    )):  # fmt: skip
+        folder = shutil.copytree(studio.pictures, tmp_path / f"{i}")
+        if content is None:
+            Image.new("RGB", (1, 1)).save(folder / name)
+        else:
+            (folder / name).write_bytes(content)
+        (folder / "a.txt").write_text("a")
+        with subtests.test(said), pytest.raises(UsageError, match=said):
+            encoded(drawn(images={"train": str(folder)}))
+
+
+# --- What a diffusion run cannot begin with is one line each, before anything heavy is loaded.
+
+
+SMALLER = {
+    "_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2,
+    "attention_head_dim": 16, "num_attention_heads": 1, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": [4, 6, 6],
+}  # fmt: skip
+FRESH = {"init": "random"}
+
+
+REFUSED = (
+    ("sd3", {"run": {"sample_tokens": 4}}, "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps"),
+    ("sd3", {"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
+    ("sd3", {"images": {"resolution": 128}}, "more than this model has positions for"),
+    ("sd3", {"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
+    ("sd3", {"images": {"tag_orders": 4}}, "none contains a comma"),
+    ("sd3", {"images": {"keep_tags": 1}}, "keep_tags: has no effect without images.tag_orders"),
+    ("sd3", {"images": {"tag_dropout": 0.1}}, "tag_dropout: has no effect without images.tag_orders"),
+    ("sd3", {"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
+    ("sd3", {"diffusion": {"objective": "epsilon"}}, "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching"),
+    ("sdxl", {"diffusion": {"objective": "v"}}, "diffusion.objective: v, but scheduler_config.json declares epsilon"),
+    ("sd3", {"diffusion": {"weighting": "min_snr"}}, "diffusion.weighting: min_snr is not defined for flow matching"),
+    ("sdxl", {"diffusion": {"shift": 3.0}}, "diffusion.shift: 3.0 has no effect with epsilon"),
+    ("sdxl", {"diffusion": {"max_text_length": 8}}, "diffusion.max_text_length: 8 has no effect"),
+    ("sd3", {"diffusion": {"noise_offset": 0.1}}, "noise_offset: has no effect without epsilon or v"),
+    ("sd3", {"diffusion": {"mode_scale": 1.0}}, "mode_scale: has no effect without timesteps: mode"),
+    ("sd3", {"diffusion": {"timesteps": "uniform", "logit_std": 2.0}}, "logit_std: has no effect without timesteps: logit_normal"),
+    ("sd3", {"diffusion": {"huber_c": 0.2}}, "huber_c: has no effect without loss: huber"),
+    ("sd3", {"diffusion": {"least_noise": 0.5, "most_noise": 0.4}}, "is not below"),
+    ("sd3", {"run": {"samples": [{"prompt": "a", "sede": 1}]}}, "did you mean seed"),
+    ("sd3", {"run": {"samples": [{"size": 32}]}}, "prompt is missing"),
+    ("sd3", {"run": {"samples": [{"prompt": "a", "size": "big"}]}}, "size: 'big': expected a number"),
+    ("sd3", {"run": {"samples": [{"prompt": "a", "size": 33}]}}, "33 is not a multiple of"),
+    ("sd3", {"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
+    ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
+    ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
+    ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
+    *(
+        (kind, {"adapter": {"targets": targets}}, said)
+        for kind, targets, said in (
+            ("sdxl", ["to_q", "text_encoder_2"], "adapter.targets: text_encoder_2 names a text encoder, and"),
+            ("sdxl", "te1", "adapter.targets: te1 names a text encoder, and"),
+            ("sdxl", ["text_model.encoder.layers.0.self_attn.q_proj"], "q_proj names a text encoder, and"),
+            ("sdxl", [".*self_attn.(q|v)_proj"], "these are layers of the unet"),
+            ("flux", ["SelfAttention.q"], "SelfAttention.q names a text encoder, and"),
+        )
+    ),
+    ("flux", {"model": {"config": SMALLER}}, "model.config: has no effect without model.init: random"),
+    ("flux", {"model": FRESH | {"config": SMALLER | {"_class_name": "SD3Transformer2DModel"}}}, "but the transformer of"),
+    ("flux", {"model": FRESH | {"config": SMALLER | {"num_layer": 2}}}, "num_layer: unknown key, did you mean num_layers?"),
+    ("flux", {"model": FRESH | {"config": SMALLER | {"num_layers": "many"}}}, "model.config: FluxTransformer2DModel: "),
+    ("flux", {"model": FRESH | {"config": SMALLER, "name": None}}, "model.name: missing: the pipeline whose VAE"),
+    ("flux", {"model": FRESH | {"config": "nowhere.json"}}, "model.config: nowhere.json: "),
 )
-def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, name, content, said):
-    shutil.copytree(studio.pictures, tmp_path / "mine")
-    if content is None:
-        Image.new("RGB", (1, 1)).save(tmp_path / "mine" / name)
-    else:
-        (tmp_path / "mine" / name).write_bytes(content)
-    (tmp_path / "mine/a.txt").write_text("a")
-    loaded = drawn(images={"train": str(tmp_path / "mine")})
-    task = task_of(loaded.config)
-    with pytest.raises(UsageError, match=said):
-        task.encode(settle(task, loaded.sources).device)
 
 
-def test_init_writes_a_configuration_of_pictures(studio, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(init_yaml("lora", model=str(studio.sd3), data=str(studio.pictures)))
-    config = load(file).config
-    assert (kind_of(config), config.images.train) == (DIFFUSION, str(studio.pictures))
-    text = file.read_text()
-    assert all(f"{name}:" in text for name in ImagesSection.model_fields)
-    assert "\ndata:" not in text
-    hub = init_yaml("lora", model="black-forest-labs/FLUX.1-dev", data=str(studio.pictures))
-    assert "images:" in hub, "a folder of pictures says it"
-    assert "images:" not in init_yaml("lora", model="Qwen/Qwen2.5-0.5B", data="chats.jsonl")
+def test_what_a_run_cannot_begin_with_is_one_line(drawn, studio, subtests):
+    for kind, sections, said in REFUSED:
+        folder = getattr(studio, kind)
+        model = {"name": str(folder)} | sections["model"] if "model" in sections else folder
+        with subtests.test(said):
+            line = refused(drawn(**sections | {"model": model}))
+            assert all(part in line for part in said.split(", here")), line
+            assert len(line.splitlines()) == 1 or said == "PR025"
+
+
+def test_keys_of_diffusion_runs_are_refused(configured):
+    assert "precision.vae: does not apply to a language run" in refused(configured(precision={"preset": "fp32", "vae": "fp32"}))
+
+
+def square(side: int) -> Window:
+    return Window(Size(side, side))
+
+
+def saved(image, tmp_path, suffix=".png", **settings) -> bytes:
+    file = tmp_path / f"picture{suffix}"
+    image.save(file, **settings)
+    return file.read_bytes()
+
+
+def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
+    plain = pixels(saved(Image.new("RGB", (16, 16), (255, 0, 0)), tmp_path), square(16))
+    assert plain[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
+    clear = pixels(saved(Image.new("RGBA", (16, 16), (255, 0, 0, 0)), tmp_path), square(16))
+    assert clear.min() == 1.0
+    deep = pixels(saved(Image.fromarray(np.full((16, 16), 32768, dtype=np.uint16)), tmp_path), square(16))
+    assert abs(float(deep.mean())) < 0.01
+    halves = Image.new("RGB", (32, 16), "white")
+    halves.paste((0, 0, 0), (0, 0, 16, 16))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise: the left half is shown on top
+    turned = pixels(saved(halves, tmp_path, ".png", exif=exif), square(16))
+    assert turned[:, 0].mean() < -0.9 < 0.9 < turned[:, -1].mean()
+    cmyk = pixels(saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), tmp_path, ".jpg"), square(16))
+    assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
+    with pytest.raises(BadPicture, match="an empty file"):
+        pixels(b"", square(16))
+
+
+# --- Aspect buckets and the windows that are kept of a picture.
+
+
+def test_buckets_have_about_the_squares_area():
+    assert buckets(1024, max_aspect=1.0, multiple=16) == [Size(1024, 1024)]
+    found = buckets(1024, max_aspect=2.0, multiple=16)
+    assert found[0] == Size(1024, 1024)
+    assert Size(832, 1216) in found
+    assert {Size(size.width, size.height) for size in found} == set(found)
+    for size in found:
+        assert size.height % 64 == size.width % 64 == 0
+        assert 0.9 * 1024**2 < size.area <= 1024**2
+        assert max(size.height, size.width) <= 2 * min(size.height, size.width)
+
+
+def test_a_window_is_cut_where_it_says(tmp_path):
+    wide = draw("circle", "red").resize((64, 32)).crop((0, 0, 64, 32))
+    wide.paste((0, 0, 0), (0, 0, 32, 32))
+    content = saved(wide, tmp_path)
+    assert shown_size(content) == (64, 32)
+    size = Size(16, 16)
+    assert float(pixels(content, Window(size, left=0.0)).max()) < -0.8
+    assert float(pixels(content, Window(size, left=1.0))[:, 0, 0].min()) > 0.8
+    assert pixels(content, Window(Size(16, 32))).shape == (3, 16, 32)
+    assert float(mask_pixels(content, Window(size, left=1.0))[0, 0, 0]) > 0.8
+    with pytest.raises(BadPicture, match="black all over"):
+        mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
+
+
+def rows(*sizes: int) -> list[Row]:
+    return [Row((str(i),), (), ("",), Size(8, side)) for i, side in enumerate(sizes)]
+
+
+def test_a_steps_rows_have_one_size_and_every_row_comes_once_an_epoch():
+    data = rows(*[8] * 9, *[16] * 7)
+    stream = PictureStream(data, seed=0, shuffle=True, together=4)
+    steps = [[placed.row for placed in stream.take(4)] for _ in range(4)]
+    assert [len({row.size for row in step}) for step in steps] == [1, 1, 1, 2]
+    assert sorted(row.latents for step in steps for row in step) == sorted(row.latents for row in data)
+    by_two = PictureStream(data, seed=0, shuffle=True, together=4)
+    assert [placed.row for _ in range(8) for placed in by_two.take(2)] == [row for step in steps for row in step]

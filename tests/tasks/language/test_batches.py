@@ -1,46 +1,24 @@
 """Rows of an epoch, their padding, FLOPs, and samples that leave no trace."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import BitsAndBytesConfig
 
-from isotype.data.rows import IGNORED, Row, SamplePrompt, Share
-from isotype.optimize.attention import why_mask_is_read
+from isotype.data.rows import Row, Share
+from isotype.data.tokens import joined
+from isotype.optimize import optimize
+from isotype.optimize.attention import FEW, why_mask_is_read
 from isotype.precision import PRESETS
-from isotype.tasks.language.batches import collate, model_inputs, next_tokens
+from isotype.precision.apply import apply_precision
+from isotype.tasks.choose import train
+from isotype.tasks.language.batches import Batch, collate, model_inputs, next_tokens, takes_one_row
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.result import evaluate
-from isotype.tasks.language.sample import sample
 from isotype.tasks.language.task import step_flops
 from isotype.training.feed import mixed_order
-from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
-from tests.models import lora, rows, stepper, tiny
-
-
-def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():
-    batch = collate([Row((5, 6, 7), (IGNORED, 6, 7), 1), Row((5,) * 9, (5,) * 9, 0)], pad_id=0)
-    assert tuple(batch.input_ids.shape) == (2, 16)
-    assert batch.tokens == 12
-    assert batch.supervised == 2 + 8  # the first label of a row predicts nothing
-    assert batch.labels[0, 3:].eq(IGNORED).all()
-    assert batch.attention_mask.sum() == 12
-
-
-shares = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 10.0)), min_size=2, max_size=4).map(lambda pairs: [Share(*p) for p in pairs])
-
-
-@pytest.mark.full
-@given(shares, st.integers(0, 4), st.booleans())
-def test_an_epoch_of_weighted_sources_has_their_shares(mix, epoch, shuffle):
-    order = mixed_order(mix, seed=3, epoch=epoch, shuffle=shuffle)
-    total, weight, begin = sum(s.rows for s in mix), sum(s.weight for s in mix), 0
-    assert len(order) == total
-    for share in mix:
-        count = sum(begin <= i < begin + share.rows for i in order)
-        assert abs(count - total * share.weight / weight) < 1
-        begin += share.rows
+from tests.models import FAMILIES, lora, rows, tiny
+from tests.results import same_tensors
 
 
 def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
@@ -74,14 +52,14 @@ def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
 # --- Right padding without a mask, and packed documents by their bounds alone: the loss and gradients of masks.
 
 
-def joined(documents, seed=0):
+def of_lengths(documents, seed=0):
     ids = [tuple(range(3 + (seed + i) % 7, 3 + (seed + i) % 7 + n)) for i, n in enumerate(documents)]
     flat = tuple(x for part in ids for x in part)
     return Row(flat, flat, seed, documents=tuple(documents))
 
 
 def packed():
-    return collate([joined([40, 21, 3]), joined([9, 30], seed=1)], pad_id=0)
+    return collate([of_lengths([40, 21, 3]), of_lengths([9, 30], seed=1)], pad_id=0)
 
 
 def unpacked():
@@ -115,74 +93,135 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     same(result(model, batch), result(model, batch, **batch.inputs))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_a_model_that_uses_its_mask_elsewhere_gets_it():
+    batch = unpacked()
+    for change, reason in (
         ({"output_router_logits": True}, "its routers' balancing loss leaves padding out"),
         ({"use_bidirectional_attention": True}, "its attention is bidirectional"),
         ({"is_encoder_decoder": True}, "its encoder attends to both sides"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "it has layers of linear_attention"),
-    ],
-    ids=str,
-)
-def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
-    model, batch = tiny("mixtral"), unpacked()
-    for name, value in change.items():
-        setattr(model.config, name, value)
-    assert why_mask_is_read(model) == reason
-    assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
-
-
-# --- Samples in the middle of training leave no trace: "train, generate, train" is bit-identical to "train, train".
-
-
-class WordTokenizer:
-    """As much of a tokenizer as sampling needs."""
-
-    eos_token_id, pad_token_id = 2, 0
-
-    def decode(self, ids, skip_special_tokens=True):
-        return " ".join(str(int(i)) for i in ids)
-
-
-def quantised(folder):
-    """A tiny Llama in nf4. Its sizes are multiples of the block of 64, as those of real models are."""
-    tiny(hidden_size=64, intermediate_size=128).save_pretrained(folder)
-    from transformers import AutoModelForCausalLM
-
-    quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantisation, dtype=torch.bfloat16)
-
-
-def trained(preset, folder, *, interludes, checkpointing=False):
-    model = quantised(folder) if preset == "nf4-lora" else tiny()
-    if checkpointing:
-        apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
-    if preset.endswith("lora"):
-        model = lora(model, lora_dropout=0.1)
-    step_of = stepper(model, preset, learning_rate=1e-3)
-    torch.manual_seed(7)
-    prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
-    every, losses = rows(12), []
-    for step in range(4):
-        model.train()
-        batch = collate(every[step * 3 : step * 3 + 3], pad_id=0)
-        losses.append(step_of([batch], step=step + 1, learning_rate=1e-3, watch_changes=True).loss)
-        if interludes:
-            answers = sample(model, WordTokenizer(), prompts, max_new_tokens=5, device=torch.device("cpu"))
-            assert len(answers) == 2
-            assert all(a.answer for a in answers)
-            evaluate(model, every, batch_size=4, pad_id=0, device=torch.device("cpu"))
-    return losses, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    ):
+        model = tiny("mixtral")
+        model.config.update(change)
+        assert why_mask_is_read(model) == reason
+        assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
 
 
 @pytest.mark.parametrize(
-    ("preset", "checkpointing"),
-    [("bf16-mixed", False), ("bf16-lora", False), ("nf4-lora", True), ("fp16-mixed", False)]
-    + [pytest.param(preset, True, marks=pytest.mark.full) for preset in PRESETS],
+    ("preset", "recompute"),
+    [("bf16-mixed", "none"), ("nf4-lora", "layers"), *(pytest.param(preset, "layers", marks=pytest.mark.full) for preset in PRESETS)],
 )
-def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_path):
-    plain = trained(preset, tmp_path, interludes=False, checkpointing=checkpointing)
-    with_interludes = trained(preset, tmp_path, interludes=True, checkpointing=checkpointing)
-    assert plain[0] == with_interludes[0]
-    assert all(torch.equal(plain[1][name], tensor) for name, tensor in with_interludes[1].items())
+def test_samples_and_evaluation_leave_no_trace(configured, tmp_path, preset, recompute):
+    """A run that answers and evaluates at every step trains what one does that never does."""
+    adapter = {"kind": "lora", "r": 4, "dropout": 0.1} if preset.endswith("lora") else {"kind": "none"}
+    for name, every, prompts in (("quiet", 6, []), ("asked", 1, ["How much is 1 plus 1?", "How much is 2 plus 3?"])):
+        steps = {"steps": 4, "gradient_checkpointing": recompute, "eval_every": every}
+        run = {"samples": prompts, "sample_every": every if prompts else 0}
+        assert train(configured(name, precision={"preset": preset}, adapter=adapter, train=steps, run=run)) == 0
+    assert len(list((tmp_path / "asked/samples").iterdir())) >= 4
+    same_tensors(tmp_path / "quiet", tmp_path / "asked")
+
+
+# --- Packed rows are learnt as if each document stood alone: on every attention back end that runs on a CPU, with the same loss.
+
+
+CPU = torch.device("cpu")
+BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]  # flash needs a GPU and its package: see test_one_row_for_varlen
+
+
+# every back end with one family, and families whose attention has another form; gpt_oss is refused by PF018
+CASES = [
+    *(("llama", attention) for attention in BACK_ENDS), ("gemma2", "eager"), ("qwen3", "sdpa"),
+    *(pytest.param(f, "sdpa", marks=pytest.mark.full) for f in FAMILIES if f not in ("llama", "gemma2", "qwen3", "gpt_oss")),
+]  # fmt: skip
+
+
+def model_of(family: str, attention: str, **changes: Any) -> Any:
+    if attention == "isotype":
+        # our own op is bf16's, in place of sdpa, for heads of 16 and their multiples
+        model = tiny(family, **{**changes, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}).to(torch.bfloat16)
+        model.set_attn_implementation("sdpa")
+        assert "attention" in {entry.op for entry in optimize(model).entries}
+    else:
+        model = tiny(family, **changes)
+        model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def logits(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch.inputs).logits
+
+
+def packed_three(changed: bool = False) -> tuple[Row, Row, list[Row]]:
+    """Two packed rows of unequal length, three documents each; with `changed`, the middle document of the first has other words."""
+    documents = rows(6, seed=3)
+    if changed:
+        middle = documents[1]
+        documents[1] = Row(middle.input_ids[::-1], middle.labels, middle.prompt_length)
+    return joined(documents[:3]), joined(documents[3:]), documents
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Flex attention and its masks without Inductor, which takes minutes for them on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask", "ignore:flex_attention called without")
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_no_document_sees_another(family: str, attention: str, uncompiled: None) -> None:
+    model = model_of(family, attention)
+    first, second, documents = packed_three()
+    as_is = logits(model, collate([first, second], pad_id=0))
+    changed = logits(model, collate([packed_three(changed=True)[0], second], pad_id=0))
+    begin, end = first.documents[0], first.documents[0] + first.documents[1]
+    assert sum(first.documents) >= FEW, "the op would not run"
+    assert not torch.equal(as_is[0, begin:end], changed[0, begin:end]), "the change must be seen somewhere"
+    assert torch.equal(as_is[0, :begin], changed[0, :begin])
+    assert torch.equal(as_is[0, end : sum(first.documents)], changed[0, end : sum(first.documents)])
+    assert torch.equal(as_is[1], changed[1])
+    # each document's logits are those that it has alone, up to the rounding of longer sums
+    at, rounding = 0, 2e-5 if as_is.dtype == torch.float32 else 2 * torch.finfo(as_is.dtype).eps * float(as_is.abs().max())
+    for document in documents[:3]:
+        alone = logits(model, collate([document], pad_id=0))[0, : len(document.input_ids)]
+        torch.testing.assert_close(as_is[0, at : at + len(document.input_ids)], alone, rtol=0, atol=rounding)
+        at += len(document.input_ids)
+
+
+def test_loss_and_gradients_are_the_unpacked_ones() -> None:
+    documents = rows(6, seed=5)
+    packed = [joined(documents[:4]), joined(documents[4:])]
+    sums, gradients, counts = [], [], []
+    for batch in (collate(documents, pad_id=0), collate(packed, pad_id=0)):
+        model = lora(tiny("qwen2"))
+        optimize(model, PRESETS["fp32"])
+        apply_precision(model, PRESETS["fp32"], device_type="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+        loss = batch_loss_sum(model, batch)
+        loss.backward()
+        sums.append(loss.detach())
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+        counts.append(batch.supervised)
+    assert counts[0] == counts[1] == sum(row.supervised for row in documents)
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-6, atol=0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_one_row_for_varlen() -> None:
+    """FlashAttention takes packed rows in a single row: the same logits and loss, on a back end that runs here."""
+    model = model_of("llama", "sdpa")
+    batch = collate(packed_three()[:2], pad_id=0)
+    one = batch.as_one_row()
+    assert one.input_ids.shape == (1, batch.input_ids.numel())
+    torch.testing.assert_close(logits(model, one).view_as(logits(model, batch)), logits(model, batch), rtol=0, atol=2e-5)
+    with torch.no_grad():
+        assert float(batch_loss_sum(model, one)) == pytest.approx(float(batch_loss_sum(model, batch)), rel=1e-6)
+    assert not takes_one_row(model)
+    model.config._attn_implementation = "flash_attention_2"
+    assert takes_one_row(model)

@@ -71,23 +71,18 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     assert "padding token is the same" in str(finding.cause)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_path, pairs):
+def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
     tokenizer.eos_token = tokenizer.pad_token  # <|endoftext|>, while turns end with <|im_end|>
     tokenizer.save_pretrained(tmp_path / "other")
     settings = json.loads((workshop.base / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
-    data = {}
-    if pairs:
-        (tmp_path / "p.jsonl").write_text('{"prompt": "one plus two?", "completion": "three"}\n' * 12)
-        data = {"train": str(tmp_path / "p.jsonl"), "eval_split": 0.0}
     model = {"init": "random", "name": None, "config": settings, "tokenizer": str(tmp_path / "other")}
-    (finding,) = end_never_learnt(subject(model=model, data=data))
+    (finding,) = end_never_learnt(subject(model=model))
     assert finding.severity == Severity.WARNING
     assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
     command = str(finding.fix).partition('python -c "')[2].removesuffix('"')
     exec(command.replace("'ended'", repr(str(tmp_path / "ended"))))
-    assert list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}, data=data))) == []
+    assert list(end_never_learnt(subject(model=model | {"tokenizer": str(tmp_path / "ended")}))) == []
 
 
 # --- tokens
@@ -120,11 +115,8 @@ def test_new_tokens_under_a_frozen_embedding(subject, grown):
     (finding,) = untrained_new_tokens(subject(model=grown))
     assert "<|user|>" in finding.message
     assert "<|assistant|>" in finding.message
-
-
-@pytest.mark.parametrize("adapter", [{"kind": "none"}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
-def test_new_tokens_that_are_trained(subject, grown, adapter):
-    assert list(untrained_new_tokens(subject(model=grown, adapter=adapter))) == []
+    trained = subject("trained", model=grown, adapter={"modules_to_save": ["embed_tokens", "lm_head"]})
+    assert list(untrained_new_tokens(trained)) == []
 
 
 def test_chats_without_a_template(subject, workshop, tmp_path):

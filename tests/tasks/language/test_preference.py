@@ -12,22 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
-from isotype.data.pairs import drawn_partners, with_answer_of
 from isotype.data.rows import IGNORED, Row
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.optimize import optimize
 from isotype.report.plots import plots
 from isotype.report.record import read_run
-from isotype.tasks.choose import train
+from isotype.tasks.choose import task_of, train
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.preference.batch import answer_log_probs
 from isotype.tasks.language.preference.objective import Answers, Preference, judged
+from isotype.training.plan import plan
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
 from tests.results import metrics, same_result
@@ -103,15 +102,9 @@ def test_a_killed_run_goes_on_bit_for_bit(paired, tmp_path, objective):
     assert resumed(tmp_path / "cut", "train.steps=7") == 0
     again = load_file(kept)
     assert all(torch.equal(again[name], before[name]) for name in ("training", "evaluation"))
-
-
-def test_accumulated_pairs_are_the_same_step(paired, tmp_path):
-    assert train(paired(folder="one", train={"batch_size": 8, "steps": 2})) == 0
-    assert train(paired(folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 2})) == 0
-    for one, eight in zip(metrics(tmp_path / "one"), metrics(tmp_path / "eight")):
-        for key in ("loss", "grad_norm", "rewards/margins", "rewards/accuracies", "logps/chosen"):
-            if key in one:
-                assert one[key] == pytest.approx(eight[key], rel=1e-5, abs=1e-6), key
+    save_file(again, kept, metadata={"model": "0"})
+    with pytest.raises(UsageError, match="the reference of another model"):
+        resumed(tmp_path / "cut", "train.steps=8")
 
 
 ASK, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "b"), ("assistant", "c")))
@@ -139,35 +132,60 @@ def test_conversations_share_the_turns_they_begin_with():
     assert (texts.prompt, texts.completion, texts.rejected.completion) == ("a?", " yes", " yesterday")
 
 
+def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst():
+    from isotype.data.formats import detect, example
+    from isotype.data.read import Record
+
+    def read(columns=None, **row):
+        record = Record("x", 1, {"prompt": "a?", **row})
+        name, why = detect(record, "auto", columns, only="preference")
+        assert name == "preference"
+        assert all(key in why for key in row if key != "prompt")
+        found = example(record, "preference", needs_answer=True, columns=columns)
+        return found.completion or found.messages[-1]["content"], found.rejected.completion or found.rejected.messages[-1]["content"]
+
+    assert read(completions=["a", "b", "c", "d"], scores=[1, 3.5, 3.5, 1]) == ("b", "a")
+    assert read(responses='["a", "b"]', rewards="[0.25, -1]") == ("a", "b")
+    assert read(generations=["a", "b"], ratings=[1, 2]) == ("b", "a")
+    assert read({"completions": "texts", "scores": "marks"}, texts=["a", "b"], marks=[1, 2]) == ("b", "a")
+    assert read(prompt=[ASK], completions=[[BAD], [GOOD]], scores=[1, 2]) == (GOOD["content"], BAD["content"])
+
+
 PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
+SCORED = {"prompt": "a?", "completions": ["b", "c"], "scores": [1, 2]}
 LABELLED = {"prompt": "a?", "completion": "b", "label": True}
 
 
-@pytest.mark.parametrize(
-    ("objective", "rows", "sections", "said", "fix"),
-    [
-        ("dpo", [PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
-        ("dpo", [PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
-        ("dpo", [PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
-        ("dpo", [{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
-        ("dpo", [{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
-        ("sft", [PAIR], {}, "preference pairs", "train.objective=dpo"),
-        ("dpo", [PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
-        ("dpo", [PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
-        ("dpo", [PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
-        ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], {}, "every training answer is labelled true", "rows of the other label"),
-        ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], {}, 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
-        ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], {}, "every training row has the same prompt", "two prompts"),
-        ("kto", [PAIR], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
-        ("dpo", [LABELLED], {}, "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
-        ("sft", [LABELLED], {}, "the row has a label that is true or false", "train.objective=kto"),
-    ],
+REFUSED = (
+    ("dpo", [PAIR, PAIR | {"rejected": "b"}], {}, "pairs.jsonl:2: chosen and rejected are the same", "on_bad_row: skip"),
+    ("dpo", [PAIR, {"prompt": "a?", "chosen": "b"}], {}, "pairs.jsonl:2: no key 'rejected'", "on_bad_row: skip"),
+    ("dpo", [PAIR | {"rejected": " "}], {}, "no training row is left: the answer is empty", ""),
+    ("dpo", [{"chosen": [ASK, GOOD], "rejected": [ASK]}], {}, "one of chosen and rejected is the beginning of the other", ""),
+    ("dpo", [SCORED, SCORED | {"scores": [1]}], {}, "pairs.jsonl:2: completions and scores must be lists of the same length", "skip"),
+    ("dpo", [SCORED, SCORED | {"scores": [1, None]}], {}, "pairs.jsonl:2: scores must be numbers, got [1, null]", "skip"),
+    ("dpo", [SCORED, SCORED | {"scores": [2, 2]}], {}, "pairs.jsonl:2: all scores are 2: no answer is better than another", "skip"),
+    ("kto", [SCORED], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
+    ("dpo", [{"prompt": "a?", "completion": "b"}], {}, "train.objective learns from pairs", "train.objective: sft"),
+    ("sft", [PAIR], {}, "preference pairs", "train.objective=dpo"),
+    ("dpo", [PAIR], {"data": {"packing": True}}, "cannot run with data.packing: true", "leave out data.packing"),
+    ("dpo", [PAIR], {"data": {"stream": True}}, "cannot run with data.stream: true", "leave out data.stream"),
+    ("dpo", [PAIR], {"adapter": {"dropout": 0.1}}, "cannot run with adapter.dropout: 0.1", "leave out adapter.dropout"),
+    ("kto", [LABELLED, LABELLED | {"prompt": "c?"}], {}, "every training answer is labelled true", "rows of the other label"),
+    ("kto", [LABELLED, LABELLED | {"label": "perhaps"}], {}, 'pairs.jsonl:2: label must be true or false, got "perhaps"', "on_bad_row"),
+    ("kto", [LABELLED, LABELLED | {"completion": "d", "label": False}], {}, "every training row has the same prompt", "two prompts"),
+    ("kto", [PAIR], {}, "train.objective learns from answers with a label", "train.objective=dpo learns from pairs"),
+    ("dpo", [LABELLED], {}, "train.objective learns from pairs of answers", "train.objective=kto learns from labels"),
+    ("sft", [LABELLED], {}, "the row has a label that is true or false", "train.objective=kto"),
 )
-def test_bad_input_is_refused_in_one_line(paired, objective, rows, sections, said, fix):
-    with pytest.raises(UsageError) as refused:
-        train(paired(objective, rows=rows, **sections))
-    assert said in refused.value.message
-    assert fix in (refused.value.fix or "")
+
+
+def test_bad_input_is_refused_in_one_line(paired, subtests):
+    for objective, rows, sections, said, fix in REFUSED:
+        with subtests.test(said):
+            with pytest.raises(UsageError) as refused:
+                train(paired(objective, rows=rows, **sections))
+            assert said in refused.value.message
+            assert fix in (refused.value.fix or "")
 
 
 def test_a_model_with_dropout_is_refused_beside_a_reference():
@@ -180,7 +198,7 @@ def test_a_model_with_dropout_is_refused_beside_a_reference():
         Preference(RunConfig(train=TrainSection(objective="simpo"))).check_model(model)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "simpo", "reward", "distil"])
+@pytest.mark.parametrize("objective", ["dpo", "distil"])
 def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused(objective):
     from isotype.tasks.language.distil import Distil
 
@@ -190,16 +208,6 @@ def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused(objective
         kind(RunConfig(train=TrainSection(objective=objective))).check_model(model)
     assert refused.value.fix == "train.aux_loss: 0 trains without it"
     kind(RunConfig(train=TrainSection(objective=objective, aux_loss=0.0))).check_model(model)
-
-
-def test_the_reference_of_another_model_is_refused(paired, tmp_path):
-    assert train(paired(train={"steps": 2})) == 0
-    file = tmp_path / "run" / "reference.safetensors"
-    with safe_open(file, framework="pt") as kept:
-        said, tensors = kept.metadata(), {name: kept.get_tensor(name) for name in ("training", "evaluation")}
-    save_file(tensors, file, metadata=said | {"model": "0"})
-    with pytest.raises(UsageError, match="the reference of another model"):
-        resumed(tmp_path / "run", "train.steps=3")
 
 
 def test_an_answers_log_probability_is_the_sum_of_its_learnt_tokens():
@@ -236,7 +244,7 @@ def test_losses_are_those_of_trl():
     torch.testing.assert_close(with_nll, odds - c / n)
 
 
-@pytest.mark.parametrize("objective", ["ipo", "orpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("simpo", "cpo"))])
+@pytest.mark.parametrize("objective", ["ipo", *(pytest.param(name, marks=pytest.mark.full) for name in ("orpo", "simpo", "cpo"))])
 def test_the_other_objectives_learn_the_taste(paired, tmp_path, objective):
     assert train(paired(objective, train={"steps": 24, "eval_every": 24})) == 0
     assert metrics(tmp_path / "run")[-1]["eval_rewards/accuracies"] > 0.9
@@ -273,24 +281,13 @@ def test_kto_learns_the_taste_from_labels(paired, tmp_path, capsys):
 def test_the_reference_point_of_kto_is_one_number_of_the_whole_step(paired, tmp_path):
     # mostly wanted answers, so that those to other prompts become likelier too, and the point is above 0
     rows = [row for i, row in enumerate(labelled(taste(16))) if row["label"] or i % 8 == 1]
-    assert train(paired("kto", rows=rows, folder="one", train={"batch_size": 8, "steps": 4})) == 0
-    assert train(paired("kto", rows=rows, folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 4})) == 0
+    assert train(paired("kto", rows=rows, folder="one", train={"batch_size": 8, "steps": 3})) == 0
+    assert train(paired("kto", rows=rows, folder="eight", train={"batch_size": 1, "accumulate": 8, "steps": 3})) == 0
     one, eight = (metrics(tmp_path / name) for name in ("one", "eight"))
     assert max(row["kl"] for row in one if "kl" in row) > 0
     for mine, other in zip(one, eight, strict=True):
         for key in {"loss", "kl", "grad_norm", "rewards/margins", "eval_loss", "eval_kl"} & mine.keys():
             assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
-
-
-def test_partners_of_kto_have_other_prompts_and_follow_the_seed():
-    prompts = np.array([7, 7, 7, 7, 3, 9], np.uint64)
-    drawn = drawn_partners(prompts, prompts, 0)
-    assert (prompts[drawn] != prompts).all()
-    assert (drawn == drawn_partners(prompts, prompts, 0)).all()
-    every = np.stack([drawn_partners(prompts, prompts, seed) for seed in range(64)])
-    assert [sorted(set(column)) for column in every.T] == [[4, 5]] * 4 + [[0, 1, 2, 3, 5], [0, 1, 2, 3, 4]]
-    row, other = Row((1, 2, 3, 4), (-100, -100, 3, 4), 2), Row((5, 6, 7), (-100, 6, 7), 1)
-    assert with_answer_of(row, other, 3) == Row((1, 2, 6), (-100, -100, 6), 2)
 
 
 def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_path):
@@ -327,7 +324,7 @@ def test_a_reward_model_scores_the_taste_and_loads_in_transformers(paired, tmp_p
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kind", "objective"), [("replicate", "dpo"), ("shard", "dpo"), ("replicate", "kto"), ("shard", "kto")])
+@pytest.mark.parametrize(("kind", "objective"), [("replicate", "dpo"), ("shard", "kto")])
 def test_two_processes_make_the_run_of_one(paired, tmp_path, kind, objective):
     rows = labelled(taste(30)) if objective == "kto" else taste(60)
     sections = {"rows": rows, "train": {"batch_size": 2, "accumulate": 4, "steps": 4}, "run": {"sample_every": 0, "samples": []}}
@@ -389,3 +386,73 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
     for mine, other in zip(ours, logged, strict=True):
         for key in {"loss", "kl", "rewards/margins", "logps/chosen"} & mine.keys():
             assert mine[key] == pytest.approx(float(other[key]), rel=1e-5, abs=1e-4 if "logps" in key else 1e-5), (key, mine["step"])
+
+
+# --- `train.objective: distil`, by what docs/preferences.md promises.
+
+
+@pytest.fixture
+def taught(configured, tmp_path, workshop):
+    """`taught(folder, **sections)`: a loaded configuration with a teacher, which is the base with other weights and a larger head."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = AutoModelForCausalLM.from_pretrained(workshop.base)
+    teacher.resize_token_embeddings(teacher.config.vocab_size + 9, mean_resizing=False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    teacher.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(workshop.base).save_pretrained(tmp_path / "teacher")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in taste(40)))
+
+    def make(folder: str = "run", **sections):
+        steps = {"steps": 24, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 24, "objective": "distil"}
+        data = {"train": str(file), "eval_split": 0.2, "max_length": 64}
+        given = {"data": data, "train": steps, "distil": {"teacher": str(tmp_path / "teacher")}}
+        for name, values in sections.items():
+            given[name] = given.get(name, {}) | values
+        return configured(folder, **given)
+
+    return make
+
+
+def test_a_student_halves_its_divergence_from_the_teacher(taught, tmp_path, capsys):
+    assert train(taught(adapter={"kind": "none"})) == 0
+    losses = [row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row]
+    assert losses[-1] < losses[0] / 2
+    assert "distil.teacher" in capsys.readouterr().out
+
+
+def test_losses_are_those_of_whole_logits_and_accumulate(taught, tmp_path):
+    """In fp32, with a share of cross-entropy: the op beside plain logits (`model.optimize: false`), and 1 x 8 beside 8 x 1."""
+    alike = {"precision": {"preset": "fp32"}, "distil": {"cross_entropy": 0.3, "beta": 0.4, "temperature": 2.0}}
+    runs = {"op": {}, "plain": {"model": {"optimize": False}}, "eight": {"train": {"batch_size": 1, "accumulate": 8, "steps": 3}}}
+    for name, sections in runs.items():
+        assert train(taught(name, **alike, **{"train": {"steps": 3}} | sections)) == 0
+    op, plain, eight = ([row for row in metrics(tmp_path / name) if "loss" in row] for name in runs)
+    for mine, other, third in zip(op, plain, eight, strict=True):
+        assert mine["loss"] == pytest.approx(0.7 * mine["divergence"] + 0.3 * mine["cross_entropy"], rel=1e-5)
+        for key in ("loss", "divergence", "cross_entropy", "grad_norm"):
+            assert mine[key] == pytest.approx(other[key], rel=1e-4), key
+            assert mine[key] == pytest.approx(third[key], rel=1e-4), key
+
+
+def test_the_plan_counts_the_teacher(taught):
+    made = {name: taught(name) for name in ("distil", "sft")}
+    made["sft"] = taught("sft", train={"objective": "sft"})
+    plans = {name: plan(task_of(loaded.config), loaded.sources) for name, loaded in made.items()}
+    assert "distil.teacher" in plans["distil"].as_text()
+    assert plans["distil"].memory.frozen - plans["sft"].memory.frozen == 4 * (36576 - 3712 + 9 * 64)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(taught, tmp_path):
+    from transformers import AutoTokenizer
+
+    loaded = taught()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(UsageError, match="has another vocabulary than the model: 1 entries differ"):
+        train(loaded)

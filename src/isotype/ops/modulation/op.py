@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import DtypeError, ShapeError
 from ..backend import Path, applied, narrowed, path_for, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..remade import remember
+from ..remade import kept_for, made_again, remember
 from . import cpu
 
 # the output has x's dtype, for scale and shift of any one dtype
@@ -64,11 +64,12 @@ def _normed(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class ModulatedLayerNorm(torch.autograd.Function):
-    """Saves its inputs alone: not the normed rows, and neither mean nor deviation of a row."""
+    """Saves its inputs alone (or what x is made from: `ops.remade`): not the normed rows, and neither mean nor deviation of a row."""
 
     @staticmethod
     def forward(ctx: Any, x_BTH: Tensor, scale_BH: Tensor, shift_BH: Tensor, eps: float, out_dtype: torch.dtype, path: Path) -> Tensor:
-        ctx.save_for_backward(x_BTH, scale_BH)
+        ctx.make_x, kept_x = kept_for(x_BTH, x_BTH)
+        ctx.save_for_backward(scale_BH, *kept_x)
         ctx.path, ctx.eps = path, eps
         if path == "cpp":
             return cpu.modulated_layer_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
@@ -84,7 +85,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("modulated_layer_norm")
-        x_BTH, scale_BH = ctx.saved_tensors
+        scale_BH, *kept_x = ctx.saved_tensors
+        x_BTH = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x)
         want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
         if path == "cpp":
             dx_BTH, dscale_BH, dshift_BH = cpu.modulated_layer_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
@@ -131,11 +133,11 @@ def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tenso
 
 
 class GatedResidual(torch.autograd.Function):
-    """Saves x and the gate; the residual's gradient is the incoming one."""
+    """Saves the gate, and x where the gate has a gradient; the residual's gradient is the incoming one."""
 
     @staticmethod
     def forward(ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor, path: Path) -> Tensor:
-        ctx.save_for_backward(x_BTH, gate_BH)
+        ctx.save_for_backward(x_BTH if ctx.needs_input_grad[2] else None, gate_BH)
         ctx.path = path
         if path == "cpp":
             return cpu.gated_residual_forward(residual_BTH, x_BTH, gate_BH)
@@ -149,7 +151,8 @@ class GatedResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("gated_residual")
-        x_BTH, gate_BH = ctx.saved_tensors
+        kept_x, gate_BH = ctx.saved_tensors
+        x_BTH = dy_BTH if kept_x is None else kept_x  # of which only shape and dtype count then
         needs_residual, _, want, _ = ctx.needs_input_grad
         dresidual, path = dy_BTH if needs_residual else None, ctx.path
         if path == "cpp":
@@ -168,7 +171,7 @@ class GatedResidual(torch.autograd.Function):
 
 
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """residual + gate * x in one pass, rounded once; saves x and the gate.
+    """residual + gate * x in one pass, rounded once; saves the gate, and x where the gate has a gradient.
 
     residual  F[B T H]   any float dtype, unchanged by autocast
     x         F[B T H]

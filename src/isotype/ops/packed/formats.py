@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ggml import decoded
+
 # the kinds of a packed element; the C++ source has the same numbers
 KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
 HALVES = ("fp4", "int4")
@@ -151,6 +153,11 @@ def mxfp4(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
     weight_scale   uint8[O K/32], exponents with a bias of 127
     """
     return _by_group(_fp4(t["weight_packed"][rows], wide), exponents(t["weight_scale"][rows], wide), None, of, torch.Tensor.mul_)
+
+
+def ggml(t: Tensors, rows: slice, wide: torch.dtype, of: Layout) -> Tensor:
+    """The blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
+    return decoded(of.main[0], t[of.main[0]][rows], wide)
 
 
 def exponents(scale: Tensor, wide: torch.dtype) -> Tensor:

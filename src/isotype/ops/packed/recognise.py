@@ -14,14 +14,17 @@ from torch import Tensor
 from ...errors import UsageError
 from ...precision.packing import Packing
 from .formats import Layout
+from .ggml import BLOCKS, not_finite
 from .state import PackedState
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_format")
 """Tensors beside a packed weight that do not belong to it: for activations and caches of a server."""
+TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
+"""The parts of torchao's tensors in its safetensors files, by the names that others have for them."""
 PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx",
+    "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO,
 ))  # fmt: skip
 """Names that only packed weights have."""
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "SCB", "scales")
@@ -50,11 +53,16 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
     shape  [O K] as the model's code has it
     Raises  UsageError naming the tensor that is missing or has another shape
     """
+    parts = {TORCHAO.get(name, name): part for name, part in parts.items()}
     weight = parts.get("weight")
     if "qweight" in parts:
         return _by_columns(where, parts, packing, shape)
     if "weight_packed" in parts:
         return _packed_rows(where, parts, packing, shape)
+    if kind := next((name for name in parts if name in BLOCKS), None):
+        numbers, size, _ = BLOCKS[kind]
+        _expect(where, parts, kind, (shape[0], shape[1] // numbers * size))
+        return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN)
     if weight.dtype == torch.uint8 and "weight_scale_2" in parts:
@@ -158,9 +166,9 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
     own = {name: tensor.detach() for name, tensor in tensors.items() if name not in (layout.main[0], "weight_shape", *OF_ACTIVATIONS)}
     for name in (*_SCALES, layout.main[0]):
         tensor = tensors.get(name)
-        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8):
+        if tensor is None or tensor.is_meta or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml"):
             continue
-        bad = _not_finite(tensor)
+        bad = not_finite(name, tensor) if layout.format == "ggml" else _not_finite(tensor)
         if bool(bad.any()):
             raise UsageError(f"{where}.{name} is not finite at {bad.nonzero()[0].tolist()} ({int(bad.sum())} such)", fix=AGAIN)
     for name in ("g_idx", "weight_g_idx"):
@@ -175,7 +183,8 @@ def state_of(where: str, layout: Layout, word: str, tensors: Mapping[str, Tensor
                 if scale.numel() in (1, rows) and layout.block == (1, layout.shape[1]):
                     own["weight_scale"] = scale.reshape(-1, 1).expand(rows, 1).contiguous()
         if "weight_zero_point" in own:
-            own["weight_zero_point"] = own["weight_zero_point"].reshape(-1, 1).expand_as(own["weight_scale"]).contiguous()
+            zero = own["weight_zero_point"]
+            own["weight_zero_point"] = zero.reshape(*zero.shape[:1], -1).expand_as(own["weight_scale"]).contiguous()
     if layout.format == "packed_rows":
         own["weight_scale"] = own["weight_scale"].reshape(layout.shape[0], -1)
     return PackedState(layout, word, own)

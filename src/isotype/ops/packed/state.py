@@ -24,7 +24,7 @@ class PackedState:
     """The part of a packed weight that is not its bytes.
 
     shape    of the weight as a product sees it
-    word     `fp8 int8 int4 nvfp4 mxfp4`, as `precision.base` has it
+    word     `fp8 int8 int4 nvfp4 mxfp4 gguf`, as `precision.base` has it
     tensors  scales, zero points and the like, by the file's names
     """
 
@@ -73,13 +73,16 @@ class StackState(PackedState):
 
     layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below the other
     tensors     [E pieces ...]
+    experts     E
+    pieces      of one expert
     transposed  whether the model's code has a matrix as [K O]
     """
 
-    def __init__(self, layout: Layout, word: str, tensors: dict[str, Tensor], *, transposed: bool) -> None:
+    def __init__(
+        self, layout: Layout, word: str, tensors: dict[str, Tensor], *, experts: int, pieces: int, transposed: bool
+    ) -> None:  # fmt: skip
         super().__init__(layout, word, tensors)
-        first = next(iter(tensors.values()))
-        self.experts, self.pieces, self.transposed = first.shape[0], first.shape[1], transposed
+        self.experts, self.pieces, self.transposed = experts, pieces, transposed
         rows, columns = self.pieces * layout.shape[0], layout.shape[1]
         self.shape = torch.Size((self.experts, columns, rows) if transposed else (self.experts, rows, columns))
 
@@ -102,7 +105,8 @@ class StackState(PackedState):
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> StackState:
         tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
-        return StackState(self.layout, self.word, tensors, transposed=self.transposed)
+        how = {"experts": self.experts, "pieces": self.pieces}
+        return StackState(self.layout, self.word, tensors, transposed=self.transposed, **how)
 
 
 def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:

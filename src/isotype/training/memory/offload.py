@@ -1,4 +1,4 @@
-"""Runs a layer under checkpointing, and moves what recomputed layers keep to host memory and back, two calls at a time.
+"""Moves what recomputed layers keep to host memory and back, two calls at a time.
 
 A call keeps its input, and attention's output where that is kept. Copies run while forward and backward run.
 To the host: a separate CUDA stream copies into pinned memory. What the last two calls keep stays on the device until their copies are done.
@@ -18,11 +18,9 @@ import torch
 import torch._prims_common
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
 
-from ...environment import planned
 from ...ops.library import library_op
-from ...ops.recompute import RecomputedLayer
+from .run_again import call_and_recompute
 
 BUFFERS = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
@@ -31,17 +29,6 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
     """Stands in a plan for a copy of `x` between the host and a device, so that who records the step sees it."""
-
-
-def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any) -> Any:
-    """`function(*args)`, whose activations are recomputed in backward.
-
-    keep_attention  attention's output and logsumexp are kept, so that the recompute runs no attention
-    options         of RecomputedLayer: put and get, which say where what is kept waits
-    """
-    layer = RecomputedLayer(keep_attention=keep_attention, **options)
-    # PyTorch's checkpoint restores its own autocast; a plan's is another one
-    return checkpoint(partial(layer.run, planned.as_now(function)), *args, use_reentrant=False)
 
 
 class Streamed:
@@ -138,7 +125,7 @@ class HostMemory:
     def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.kept = Kept(self.kept)
         self.leaving.append([])
-        # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
+        # the layer's inputs are saved outside its own hooks: these see them and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return self.call(function, *args, put=self.pack, get=self.unpack, **options)
 

@@ -20,7 +20,8 @@ from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...precision.apply import denoiser_blocks, inner_model
 from ...precision.vision import LANGUAGE, vision_parts
-from .offload import HostMemory, call_and_recompute
+from .offload import HostMemory
+from .run_again import call_and_recompute
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 ENTER = "_isotype_enter"  # of a block whose weights may be away: what brings them

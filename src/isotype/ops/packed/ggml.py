@@ -1,0 +1,107 @@
+"""The blocks of GGUF files, by their definition: a few dozen bytes each, which hold 32 or 256 numbers of a row with their scales.
+
+Arithmetic has the order of ggml's reference, so that fp32 results have its bits.
+
+B blocks. Half precision scales `d` and minima are fp16; a group of a block has an integer of 4, 6 or 8 bits by which they are multiplied.
+
+Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the package gguf 0.19 (`quants.py`) is the reference of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# kind -> (numbers of a block, its bytes, where its fp16 scales are)
+BLOCKS = {
+    "Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q5_0": (32, 22, (0,)), "Q5_1": (32, 24, (0, 2)), "Q8_0": (32, 34, (0,)),
+    "IQ4_NL": (32, 18, (0,)), "Q2_K": (256, 84, (80, 82)), "Q3_K": (256, 110, (108,)), "Q4_K": (256, 144, (0, 2)),
+    "Q5_K": (256, 176, (0, 2)), "Q6_K": (256, 210, (208,)),
+}  # fmt: skip
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def decoded(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
+    """The numbers of whole blocks.
+
+    packed  uint8[rows bytes]
+    ->      wide[rows K]
+    """
+    numbers, size, halves = BLOCKS[kind]
+    blocks = packed.reshape(-1, size)
+    d = [_half(blocks, at).to(wide) for at in halves]
+    values = _K[kind](blocks, d, wide) if kind in _K else _of_32(kind, blocks, d, wide)
+    return values.reshape(packed.shape[0], packed.shape[1] // size * numbers)
+
+
+def not_finite(kind: str, packed: Tensor) -> Tensor:
+    """bool[rows blocks]: where a scale is infinite or no number."""
+    _, size, halves = BLOCKS[kind]
+    blocks = packed.reshape(-1, size)
+    bad = torch.stack([~_half(blocks, at).isfinite() for at in halves]).any(0)
+    return bad.view(packed.shape[0], -1)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
+    """Each run of `width` bytes once for each shift: uint8[B len(shifts) * bytes]."""
+    by = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed.reshape(packed.shape[0], -1, 1, width) >> by) & mask).reshape(packed.shape[0], -1)
+
+
+def _of_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    """Blocks of 32: a scale, and a minimum in Q4_1 and Q5_1; Q5 keep the fifth bits in a word of their own."""
+    if kind == "Q8_0":
+        return blocks[:, 2:].contiguous().view(torch.int8).to(wide) * d[0]
+    q = _fields(blocks[:, -16:], (0, 4), 16, 15)
+    if kind == "IQ4_NL":
+        return d[0] * torch.tensor(_IQ4, dtype=wide, device=q.device)[q.int()]
+    zero = 8
+    if kind.startswith("Q5"):
+        bits = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8, device=q.device)
+        q, zero = q | (bits & 1).reshape(-1, 32) << 4, 16
+    return d[0] * q.to(wide) + d[1] if len(d) == 2 else d[0] * (q.to(wide) - zero)
+
+
+def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    scales = blocks[:, :16]
+    q = _fields(blocks[:, 16:80], (0, 2, 4, 6), 32, 3)
+    return _of_groups(d[0] * (scales & 15).to(wide), q.to(wide), d[1] * (scales >> 4).to(wide))
+
+
+def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    low, high = _fields(blocks[:, 96:104], (0, 4), 8, 15), _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
+    q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
+    # 4 is taken off where the bit is not set
+    q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
+    return _of_groups(d[0] * ((low | high << 4).to(wide) - 32), q)
+
+
+def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    """Scales and minima of 6 bits: four bytes each, whose two highest bits belong to the last four, whose low halves follow."""
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = torch.cat((first & 63, (both & 15) | (first >> 2) & 48), 1)
+    least = torch.cat((second & 63, (both >> 4) | (second >> 2) & 48), 1)
+    q = _fields(blocks[:, -128:], (0, 4), 32, 15)
+    if blocks.shape[1] == BLOCKS["Q5_K"][1]:
+        q = q | _fields(blocks[:, 16:48], range(8), 32, 1) << 4
+    return _of_groups(d[0] * scale.to(wide), q.to(wide), d[1] * least.to(wide))
+
+
+def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    q = _fields(blocks[:, :128], (0, 4), 64, 15) | _fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
+    return _of_groups(d[0] * blocks[:, 192:208].contiguous().view(torch.int8).to(wide), q.to(wide) - 32)
+
+
+def _of_groups(scale: Tensor, q: Tensor, least: Tensor | None = None) -> Tensor:
+    """scale [B groups] * q [B numbers] - least [B groups]."""
+    values: Tensor = q.unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
+    return values if least is None else values.sub_(least[..., None])
+
+
+_K = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k}

@@ -1,0 +1,180 @@
+"""GGUF files as bases, against transformers' own widening of the same file and the package gguf."""
+
+import json
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from isotype import load_packed, optimize
+from isotype.inference.gguf_file import export_model
+from isotype.inference.loaded import load_run
+from isotype.inference.merge import merged_state
+from isotype.lora import PackedLinear
+from isotype.model.gguf import read_architecture
+from isotype.ops.packed.ggml import BLOCKS, decoded, not_finite
+from isotype.tasks.choose import train
+from tests.commands import ask
+from tests.gguf_files import blocks, splitting, write
+from tests.model.test_packed import BF16, adapted, dense, off, step, user
+from tests.models import tiny
+
+gguf = pytest.importorskip("gguf")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 320}
+# transformers takes widths of these families from its own defaults
+EXPERTS = {"head_dim": 128, "num_experts": 4, "moe_intermediate_size": 768}
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 128}, "qwen3_moe": EXPERTS}
+MIXED = {"ffn_down.weight": "Q6_K", "attn_v.weight": "Q5_K"}
+IDS = torch.arange(3, 51).view(2, 24)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """`file(family)`: a model's file, alone in its folder."""
+    place, tokenizer = tmp_path_factory.mktemp("gguf"), splitting()
+    tokenizer.save_pretrained(place / "tokenizer")
+
+    def make(family: str = "llama", kind: str = "Q4_K", **changes):
+        at = place / "-".join((family, kind, *map(str, changes))) / "model.gguf"
+        if not at.exists():
+            at.parent.mkdir()
+            ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+            model = tiny(family, **SIZES | ids | FAMILIES[family] | changes)
+            write(model, place / "tokenizer", at, kind, others=MIXED if kind == "Q4_K" else {})
+        return at
+
+    return make
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_have_the_bits_of_the_package(kind):
+    raw = blocks(kind, 24, 768)
+    want = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    packed = torch.from_numpy(raw)
+    assert torch.equal(decoded(kind, packed, torch.float32).view(torch.int32), want.view(torch.int32))
+    torch.testing.assert_close(decoded(kind, packed, torch.float64), want.double(), rtol=1e-6, atol=1e-6)
+    assert not not_finite(kind, packed).any()
+    _, size, halves = BLOCKS[kind]
+    packed[5, size + halves[-1] : size + halves[-1] + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    assert not_finite(kind, packed).nonzero().tolist() == [[5, 1]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_the_model_that_transformers_widens(file, family):
+    path = file(family)
+    model = load_packed(str(path), dtype=torch.float32)
+    want = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    got = model(IDS).logits
+    torch.testing.assert_close(got, want(IDS).logits, rtol=1e-5, atol=1e-5)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert type(layer) is PackedLinear
+    assert layer.weight.nbytes == layer.out_features * 144, "as many bytes as in the file"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q4_0", "Q5_K", "Q6_K", "Q3_K"))])
+def test_gradients_are_as_near_as_those_of_the_dense_weights(file, kind):
+    model = load_packed(str(file(kind=kind)))
+    plain, exact = dense(model, torch.bfloat16), dense(model, torch.float64)
+    logits, grads = step(adapted(model, BF16.but(base="gguf")), IDS)
+    plain_logits, plain_grads = step(adapted(plain, BF16), IDS)
+    exact_logits, exact_grads = step(adapted(exact, None).double(), IDS)
+    assert off(logits, exact_logits) <= 1.5 * off(plain_logits, exact_logits)
+    for n, grad in grads.items():
+        assert off(grad, exact_grads[n]) <= 1.5 * off(plain_grads[n], exact_grads[n]) + 1e-3, n
+
+
+def test_a_file_is_trained_resumed_and_merged_as_peft_would(file, configured, tmp_path):
+    path = file()
+    assert train(configured(model={"name": str(path)}, precision={"preset": "auto"}, train={"steps": 2})) == 0
+    run = tmp_path / "run"
+    said = json.loads((run / "precision.json").read_text())
+    assert said["precision"] == "bf16-lora base=gguf"
+    assert said["observed"]["base"] == {"gguf": 15, "bf16": 6}  # the head is packed, the embedding is not
+    assert said["violations"] == []
+    notes = json.loads((run / "manifest.json").read_text())["notes"]
+    assert "the base came quantised: gguf, blocks Q4_K, Q5_K, Q6_K" in notes
+    ask("train", "--resume", run, "train.steps=3")
+    assert 'isotype.load_packed("' in (run / "adapter/README.md").read_text()
+    # the dense weights, as transformers widens the file: PEFT loads the adapter there, and merges to the same
+    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload().state_dict()
+    state, _, count = merged_state(load_run(run).model, torch.float32)
+    assert count == 14
+    for name, value in state.items():
+        assert off(value.double(), expected[name].double()) <= 2e-5 + (2e-3 if "embed" in name else 0), name
+    assert "checked" in ask("merge", run, "--out", tmp_path / "merged")
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    assert "14 layers" in ask("export", run, "--to", "gguf", "--out", tmp_path / "adapter.gguf")
+
+
+def test_adapters_on_experts_of_a_file_are_right(file):
+    path = file("qwen3_moe")
+    model = load_packed(str(path), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["v_proj"], target_parameters=stacks, init_lora_weights=False)
+    torch.manual_seed(0)
+    ours = get_peft_model(model, config)
+    optimize(ours)
+    theirs = get_peft_model(plain, config)
+    theirs.load_state_dict({n: t for n, t in ours.state_dict().items() if "lora_" in n}, strict=False)
+    logits, grads = step(ours, IDS)
+    exact_logits, exact_grads = step(theirs, IDS)
+    assert off(logits, exact_logits) < 1e-4
+    assert grads.keys() == exact_grads.keys()
+    assert all(off(grad, exact_grads[n]) < 1e-4 for n, grad in grads.items())
+
+
+def test_llama_3s_scaling_of_positions_is_found_again(tmp_path):
+    """transformers leaves it out, and has other angles."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    tiny("llama", **SIZES, rope_parameters=rope, head_dim=64).save_pretrained(tmp_path / "model")
+    splitting().save_pretrained(tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "model.gguf", "Q8_0")
+    assert read_architecture(str(tmp_path / "model.gguf")).rope_parameters == rope
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "gemma2", "GGUF files of gemma2 are not read"),
+        ("split.count", 2, "a part of 2"),
+        ("llama.attention.sliding_window", 8, "llama.attention.sliding_window: 8 is not read"),
+        ("llama.rope.scaling.type", "longrope", "rope.scaling.type: longrope is not read"),
+        ("tokenizer.ggml.pre", "smollm", "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, key, value, message):
+    splitting().save_pretrained(tmp_path / "tokenizer")
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    write(tiny("llama", **SIZES | ids), tmp_path / "tokenizer", tmp_path / "a.gguf", "Q8_0", keys={key: value})
+    error = user(["--model", str(tmp_path / "a.gguf"), "--data", str(workshop.chats)])
+    assert message in str(error)
+    assert error.exit_status == 2
+
+
+def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    path = file()
+    path.touch()
+    assert "pip install 'isotype[gguf]'" in str(user(["--model", str(path), "--data", str(workshop.chats)]))
+
+
+def test_damaged_files_are_named(file, workshop, tmp_path):
+    content = file(kind="Q8_0").read_bytes()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/model.gguf").write_bytes(content[: len(content) // 2])
+    assert "no whole GGUF file" in str(user(["--model", str(tmp_path / "cut"), "--data", str(workshop.chats)]))
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+    assert "2 GGUF files" in str(user(["--model", str(tmp_path), "--data", str(workshop.chats)]))
+    path = tmp_path / "a.gguf"
+    at = {t.name: t for t in gguf.GGUFReader(str(path)).tensors}["blk.1.ffn_up.weight"].data_offset
+    damaged = bytearray(content)
+    damaged[at : at + 2] = b"\x00\x7e"
+    path.write_bytes(bytes(damaged))
+    error = user(["--model", str(path), "--data", str(workshop.chats), f"run.folder={tmp_path / 'run'}"], "train")
+    assert "model.layers.1.mlp.up_proj.Q8_0 is not finite at [0, 0]" in str(error)
