@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.load import LoadedConfig
-from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
+from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, versions
 from ..distributed.world import World, join
 from ..environment.hardware import measured_matmul_peak, out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
@@ -170,7 +170,6 @@ class _Run:
     def _refuse_before_the_first_step(self, prepared: Prepared) -> None:
         """Raises UsageError for processes that differ, and for callbacks where the model is shared."""
         world = self.world
-        refuse_other_precision(prepared.resolved.precision)
         if world.size > 1:
             refuse_differences(
                 world,
