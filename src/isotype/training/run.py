@@ -10,7 +10,7 @@ from typing import Any
 from ..config.load import LoadedConfig
 from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, versions
 from ..distributed.world import World, join
-from ..environment.hardware import measured_matmul_peak, out_of_memory
+from ..environment.hardware import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..observe import Observer
 from ..runs.checkpoint.atomic_folder import refused, writable_again
@@ -198,8 +198,6 @@ class _Run:
             store=CheckpointStore(self.folder.checkpoints, keep=config.run.keep),
             console=self.console,
             device=prepared.device,
-            flops=task.flops(prepared.model),
-            peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
             callbacks=self.callbacks,
             world=self.world,
         )
