@@ -40,6 +40,8 @@ def blocks(kind: str, rows: int, columns: int) -> np.ndarray:
     largest = {"Q8_0": 127, "IQ4_NL": 127, "Q6_K": 127 * 32, "Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q3_K": 31 * 4, "Q2_K": 45}.get(kind, 16)
     for at in halves:
         own = ((torch.rand(len(drawn)) + 0.5) * columns**-0.5 / largest).half()
+        # the second is a minimum, of which the mean of a block becomes zero
+        own = own * {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind] if at != halves[0] else own
         drawn[:, at : at + 2] = own.view(torch.uint8).view(-1, 2)
     return drawn.reshape(rows, -1).numpy()
 

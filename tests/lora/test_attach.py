@@ -103,24 +103,15 @@ def test_a_hook_is_honoured_once_the_layer_is_looked_at(part):
     assert fused(twin)
 
 
-def test_other_kinds_of_layers_are_not_fused():
+def test_other_kinds_of_layers_and_replaced_forwards_are_left_alone():
     embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
-    before = {id(module): dict(vars(module)) for module in embedding.modules()}
-    lines = fuse_lora(embedding)
-    assert [line.op for line in lines] == [None, None]
-    assert all("no fused op" in str(line) for line in lines)
-    assert before == {id(module): dict(vars(module)) for module in embedding.modules()}
-
-
-def test_a_forward_replaced_by_another_library_is_not_fused():
-    model = adapted()
-    layer = layer_of(model)
-    theirs = lambda x: x  # noqa: E731
-    layer.forward = theirs
-    (line,) = fuse_lora(model)
-    assert "another library" in line.reason
-    unfuse_lora(model)
-    assert layer.forward is theirs
+    replaced = adapted()
+    layer_of(replaced).forward = lambda x: x
+    for model, why in ((embedding, "no fused op"), (replaced, "another library")):
+        before = {id(module): dict(vars(module)) for module in model.modules()}
+        assert all(line.op is None and why in str(line) for line in fuse_lora(model))
+        unfuse_lora(model)
+        assert before == {id(module): dict(vars(module)) for module in model.modules()}
 
 
 def test_unfuse_restores_every_attribute_and_class():

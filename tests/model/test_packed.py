@@ -24,6 +24,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, of_model
 from isotype.tasks.choose import train
+from isotype.tasks.language.task import step_flops
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts
@@ -165,6 +166,7 @@ def test_a_merged_weight_is_the_sum_in_fp32(form, published):
         ("precision.base=int8", "its weights are fp8 already, declared base int8"),
         ("precision.preset=bf16-lora", "its weights are fp8 already, declared base bf16"),
         ("precision.compute=fp8", "fp8 products are refused until"),
+        ("adapter.dora=true", "q_proj is packed, and PEFT takes DoRA's lengths off dense"),
     ],
 )
 def test_settings_that_a_packed_base_cannot_keep_are_refused(setting, message, published, workshop):
@@ -184,6 +186,41 @@ def test_a_damaged_file_is_named_before_anything_is_trained(published, workshop,
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     error = user(["--data", str(workshop.chats), "--model", str(folder)])
     assert re.search(r"model\.layers\.1\.mlp\.up_proj\.weight is float8_e4m3fn and has no scale", str(error))
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("int4-ct-asymmetric", "weight_zero_point", f"{UP}.weight_zero_point is missing"),
+        ("gptq-act-order", "g_idx", f"{UP}.g_idx is missing"),
+        ("nvfp4-ct", "weight_global_scale", f"{UP}.weight_global_scale is missing"),
+        ("nvfp4-modelopt", lambda t: t[f"{UP}.weight_scale_2"].expand(2), f"{UP}.weight_scale_2 is [2], expected [1]"),
+        ("int8-torchao-group", lambda t: t[f"{UP}._weight_zero_point"][:40], f"{UP}.weight_zero_point is [40, 4], expected [80, 4]"),
+        ("gptq", {"group_size": 0}, "quantization_config: ValueError: group_size: 0"),
+        ("fp8-block", None, "weight_scale_inv belongs to a packed weight, and config.json has no quantization_config"),
+    ],
+)
+def test_damaged_files_that_would_be_read_wrong_are_named(published, workshop, tmp_path, form, change, message):
+    """form, and the tensor to leave out, another in its place, settings to change, or no settings."""
+    folder = shutil.copytree(published(form), tmp_path / "damaged")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    if change is None:
+        del config["quantization_config"]
+    elif isinstance(change, dict):
+        config["quantization_config"] |= change
+    elif isinstance(change, str):
+        del tensors[f"{UP}.{change}"]
+    else:
+        name = next(name for name in tensors if name.startswith(UP) and re.search(r"scale_2$|_zero_point$", name))
+        tensors[name] = change(tensors).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    error = user(["--data", str(workshop.chats), "--model", str(folder), f"run.folder={tmp_path / 'run'}"], "train")
+    assert message in str(error)
+    assert error.exit_status == 2
 
 
 @pytest.mark.parametrize("word", ["fp8", "int8"])
@@ -271,6 +308,8 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")
     exact.config._attn_implementation = "eager"
+    model.requires_grad_(False)
+    assert step_flops(model, model.config) == step_flops(exact, exact.config), "a token is sent to two experts, packed or not"
     packed = attach_adapter(model, AdapterSection(r=4), seed=0)
     assert notes_of_targets(packed, AdapterSection(r=4)) == []
     for n, p in sorted(packed.named_parameters()):

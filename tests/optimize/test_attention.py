@@ -81,13 +81,6 @@ def test_autocast_decides_the_dtype(calls):
     assert calls == [40, 40]
 
 
-def test_generation_runs_the_op_on_the_prompt_alone(calls):
-    model = tiny("llama", dtype=torch.bfloat16, **SDPA).eval()
-    optimize(model)
-    model.generate(batch(length=50)["input_ids"], max_new_tokens=4, do_sample=False)
-    assert calls == [50, 50]
-
-
 def test_a_position_bias_is_the_models():
     """T5-likes hand a tensor to the attention function; without dropout 40 queries would be the op's to compute."""
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM

@@ -71,7 +71,7 @@ def test_the_doctor_and_import_run_without_torch(system, folder, subtests):
     assert made.returncode == 0, made.stderr
     assert "preset: bf16-lora" in (folder / "run.yaml").read_text(encoding="utf-8")
     again = isotype(system, folder, "doctor", "check", "run.yaml", "--json")
-    assert json.loads(again.stdout)["findings"] == []
+    assert {finding["severity"] for finding in json.loads(again.stdout)["findings"]} <= {"note"}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

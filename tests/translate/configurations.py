@@ -178,7 +178,7 @@ CASES: dict[str, Case] = {
     "axolotl_fp16": Case(
         "fp16.yml", (AXOLOTL + AXOLOTL_LORA).replace("bf16: auto", "fp16: true"), "axolotl", {"precision.preset": "fp16-mixed"}
     ),
-    "axolotl_8bit": Case("8bit.yml", AXOLOTL + AXOLOTL_LORA + "load_in_8bit: true\n", "axolotl", {"precision.preset": "bf16-lora"}),
+    "axolotl_8bit": Case("8bit.yml", AXOLOTL + AXOLOTL_LORA + "load_in_8bit: true\n", "axolotl", {"precision.preset": "bf16-lora", "precision.base": "int8"}),
     "axolotl_chat": Case(
         "chat.yaml",
         AXOLOTL.replace("    type: alpaca", "    type: chat_template\n    field_messages: conversations\n    split: train_sft") + AXOLOTL_LORA,

@@ -25,6 +25,7 @@ from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..errors import UsageError
 from ..lora.attach import lora_layers
+from ..lora.quantised import PackedLinear
 from ..ops.packed.state import widen
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
@@ -96,6 +97,10 @@ def attach_adapter(
     if parts is not None:
         in_full += _vision_in_full(model, parts, section)
     refuse_quantised(model, in_full, "adapter.modules_to_save")
+    if section.dora and (packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)):
+        raise UsageError(
+            f"adapter.dora: {packed} is packed, and PEFT takes DoRA's lengths off dense and nf4 weights", fix="adapter.dora: false"
+        )
     modules, parameters = targets_of(model, section) if targets is None else (targets, [])
     refuse_on_parameters(section, parameters)
     refuse_unknown(model, section.parameters)

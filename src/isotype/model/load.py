@@ -27,6 +27,7 @@ from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
+from ..ops.packed.recognise import PARTS
 from ..precision.packing import ON_LOAD
 from ..precision.parts import Part, loaded_on
 from ..precision.precision import Precision
@@ -219,6 +220,10 @@ def _load(
         )
     model: PreTrainedModel
     model, loaded = made
+    if scales := sorted(name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PARTS):
+        # transformers would take the numbers without them
+        what = f"{scales[0]} belongs to a packed weight, and config.json has no quantization_config"
+        raise UsageError(f"model {source.name}: {what}", fix="take config.json again from where the files came")
     mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"]}
     absent = sorted({*loaded["missing_keys"], *mismatched})
     if source.scored:

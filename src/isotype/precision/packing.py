@@ -26,6 +26,7 @@ class Packing:
     bits         of integers
     first_zero   what GPTQ's stored zero points lack
     activations  whether the file also asks for rounded activations
+    needs        a tensor that every packed weight has by the settings, and some files of the same library have not
     """
 
     library: str
@@ -35,6 +36,7 @@ class Packing:
     bits: int = 8
     first_zero: int = 0
     activations: bool = False
+    needs: str = ""
 
     def __str__(self) -> str:
         return f"{self.word} by {self.library}, {self.layout}"
@@ -91,7 +93,8 @@ def _gptq(found: Mapping[str, Any]) -> Packing:
     if version not in ("gptq", "gptq_v2"):
         raise UnreadPacking(f"GPTQ's checkpoint_format {version}: gptq and gptq_v2 are read")
     size = int(found["group_size"])
-    return Packing("gptq", f"int{bits}", _group_words(size), ((1, size),), bits, first_zero=int(version == "gptq"))
+    needs = "g_idx" if found.get("desc_act") else ""
+    return Packing("gptq", f"int{bits}", _group_words(size), ((1, size),), bits, first_zero=int(version == "gptq"), needs=needs)
 
 
 def _awq(found: Mapping[str, Any]) -> Packing:
@@ -129,8 +132,9 @@ def _compressed(found: Mapping[str, Any]) -> Packing:
     layouts = list(dict.fromkeys(one.layout for one in made))
     blocks = tuple(dict.fromkeys(block for one in made for block in one.blocks))
     return Packing(
-        "compressed-tensors", words[0], " or ".join(layouts), blocks, made[0].bits, activations=any(one.activations for one in made)
-    )
+        "compressed-tensors", words[0], " or ".join(layouts), blocks, made[0].bits, activations=any(one.activations for one in made),
+        needs=made[0].needs if len(made) == 1 else "",
+    )  # fmt: skip
 
 
 # those whose files hold a number in a byte, with its scales beside it; the words of Int4WeightOnlyConfig lie as one kernel wants them
@@ -173,10 +177,13 @@ def _compressed_group(group: Mapping[str, Any], form: str) -> Packing:
         return Packing("", word, f"a scale for each block of {rows} x {columns}", ((rows, columns),), bits, activations=rounds)
     if strategy in ("tensor", "channel"):
         return Packing("", word, f"a scale a {strategy}", bits=bits, activations=rounds)
-    return Packing("", word, _group_words(size), ((1, size),), bits, activations=rounds)
+    needs = "" if kind == "float" or weights.get("symmetric", True) else "weight_zero_point"
+    return Packing("", word, _group_words(size), ((1, size),), bits, activations=rounds, needs=needs)
 
 
 def _group_words(size: int) -> str:
+    if size != -1 and size < 1:
+        raise ValueError(f"group_size: {size}")
     return "a scale a channel" if size == -1 else f"a scale for {size} of a row"
 
 

@@ -203,7 +203,6 @@ def _decide(draft: Draft, record: Record | None) -> None:
 def _precision_note(name: str, note: str) -> str:
     own = {
         "tf32": "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that setting",
-        "load_in_8bit": "an 8-bit base is not offered: the base is bf16, or `precision.preset: nf4-lora`",
         "bnb_4bit_use_double_quant": "nf4 with double quantisation",
         "fp8": "fp8 is not offered: products are bf16",
         "load_in_fp8": "fp8 is not offered: products are bf16",
@@ -213,6 +212,14 @@ def _precision_note(name: str, note: str) -> str:
 
 
 def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
+    chosen, note = _preset(draft, record)
+    storage = "" if record is None else record.value("storage") or ""
+    if "int8" in storage and draft.settings.get("adapter.kind", "lora") == "lora":
+        return {**chosen, "precision.base": "int8"}, f"{note}; the base is int8 with a scale a channel, which does not round activations"
+    return chosen, note
+
+
+def _preset(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
     adapter = draft.settings.get("adapter.kind", "lora") == "lora"
     if record is None:
         return {}, "from the device"

@@ -59,10 +59,6 @@ def test_updates_below_the_spacing_of_fp32_are_lost(subject):
     assert finding.fix == "a train.learning_rate above 1e-11"
 
 
-def files(folder):
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
 def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
     one = subject()
     needed = 4 * checkpoint_bytes(one) + result_bytes(one)  # keep 2, the best, the one in writing

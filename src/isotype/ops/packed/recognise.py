@@ -54,6 +54,8 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
     Raises  UsageError naming the tensor that is missing or has another shape
     """
     parts = {TORCHAO.get(name, name): part for name, part in parts.items()}
+    if packing.needs and "weight" not in parts:
+        _need(where, parts, packing.needs)
     weight = parts.get("weight")
     if "qweight" in parts:
         return _by_columns(where, parts, packing, shape)
@@ -65,7 +67,7 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(f"{where}: {', '.join(sorted(parts))}, and no weight to which they belong", fix=AGAIN)
-    if weight.dtype == torch.uint8 and "weight_scale_2" in parts:
+    if weight.dtype == torch.uint8 and packing.word == "nvfp4":
         return _nvfp4(where, parts, packing, shape, "weight")
     _expect(where, parts, "weight", shape)
     if "SCB" in parts:
@@ -76,6 +78,8 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         what = f"{where}.weight is {str(weight.dtype).removeprefix('torch.')}"
         raise UsageError(f"{what} and has no scale beside it: weight_scale, weight_scale_inv or SCB", fix=AGAIN)
     scale = parts[name]
+    if "weight_zero_point" in parts and _elements(parts["weight_zero_point"]) != _elements(scale):
+        _expect(where, parts, "weight_zero_point", tuple(scale.shape))
     powers = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
     if _elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
         return Layout("scaled", shape, ("weight", weight.dtype, shape), (1, shape[1]), powers=powers)
@@ -85,7 +89,7 @@ def recognise(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]
 
 def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
     if parts["weight_packed"].dtype == torch.uint8:
-        if "weight_global_scale" in parts:
+        if packing.word == "nvfp4":
             return _nvfp4(where, parts, packing, shape, "weight_packed")
         _expect(where, parts, "weight_packed", (shape[0], shape[1] // 2))
         _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
@@ -102,6 +106,9 @@ def _packed_rows(where: str, parts: Parts, packing: Packing, shape: tuple[int, i
 
 
 def _nvfp4(where: str, parts: Parts, packing: Packing, shape: tuple[int, int], main: str) -> Layout:
+    whole = "weight_scale_2" if main == "weight" else "weight_global_scale"
+    if _elements(_need(where, parts, whole)) != 1:
+        _expect(where, parts, whole, (1,))
     _expect(where, parts, main, (shape[0], shape[1] // 2))
     _expect(where, parts, "weight_scale", (shape[0], -(-shape[1] // 16)))
     return Layout("nvfp4", shape, (main, torch.uint8, parts[main].shape), (1, 16))

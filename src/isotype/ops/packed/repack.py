@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .formats import AWQ_ORDER, Layout, Tensors, unpacked
-from .state import PIECE, PackedState
+from .state import PackedState, piece_of
 
 
 def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
@@ -24,7 +24,7 @@ def in_rows(words: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
         return words, state
     (rows, columns), per_word = of.shape, 32 // of.bits
     made = words.new_empty(rows, -(-columns // per_word))
-    for start in range(0, 0 if words.is_meta else rows, step := max(1, PIECE // (8 * columns)) * 8):
+    for start in range(0, 0 if words.is_meta else rows, step := max(1, piece_of(words) // (8 * columns)) * 8):
         piece = slice(start, min(start + step, rows))
         made[piece] = _joined(_numbers({"qweight": words}, "qweight", piece, of), of.bits)
     zero = _numbers(t, "qzeros", slice(0, rows), of) + of.first_zero - 2 ** (of.bits - 1)

@@ -15,9 +15,12 @@ from ..nf4 import widen_4bit
 from . import formats, kernels
 from .formats import Layout
 
-# elements of a piece
 _CPU, _GPU = 1 << 18, 1 << 26
-PIECE = _GPU
+
+
+def piece_of(tensor: Tensor) -> int:
+    """Elements that are widened or put in order at once, where this tensor is."""
+    return _CPU if tensor.is_cpu else _GPU
 
 
 class PackedState:
@@ -50,8 +53,7 @@ class PackedState:
             return out
         wide = torch.promote_types(torch.float32, out.dtype)
         decode: Callable[..., Tensor] = getattr(formats, of.format)
-        most = _CPU if packed.is_cpu else _GPU
-        step = max(1, most // (columns * of.align)) * of.align
+        step = max(1, piece_of(packed) // (columns * of.align)) * of.align
         for start in range(rows.start, rows.stop, step):
             piece = slice(start, min(start + step, rows.stop))
             out[piece.start - rows.start : piece.stop - rows.start] = decode(t, piece, wide, of)
@@ -127,7 +129,7 @@ def quantised(weight: Tensor, word: str) -> tuple[Tensor, PackedState]:
     rows, columns = weight.shape
     dtype, largest = (torch.float8_e4m3fn, 448.0) if word == "fp8" else (torch.int8, 127.0)
     packed, scale = torch.empty(rows, columns, dtype=dtype, device=weight.device), weight.new_empty(rows, 1, dtype=torch.float32)
-    step = rows if weight.is_meta else max(1, (_CPU if weight.is_cpu else _GPU) // columns)
+    step = rows if weight.is_meta else max(1, piece_of(weight) // columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
         values = weight[piece].float()
