@@ -69,7 +69,7 @@ def test_values_and_where_they_came_from(write):
         ),
         (
             "precision:\n  base: BFloat16",
-            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 fp8 int8 int4 nvfp4 mxfp4 (or nothing), got BFloat16, "
+            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 fp8 int8 int4 nvfp4 mxfp4 gguf (or nothing), got BFloat16, "
             "did you mean bf16?",
         ),
         (
