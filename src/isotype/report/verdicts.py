@@ -1,4 +1,4 @@
-"""Compares declared and observed values: the precision of every role, the preflight, the run as a whole; and the precision of two runs."""
+"""Compares declared and observed values: the precision of every role, the preflight, and the run as a whole."""
 
 from __future__ import annotations
 
