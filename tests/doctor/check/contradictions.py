@@ -238,6 +238,7 @@ CASES: dict[str, Case] = {
     "AX012": Case("CF076", ax(adapter="lora", fp8=True, bf16=True), ax(adapter="lora", fp8=True, bf16=True, torch_compile=True)),
     "AX012 gather": Case("CF076", ax(adapter="lora", fp8=True, torch_compile=True, fp8_enable_fsdp_float8_all_gather=True), ax(adapter="lora", fp8=True, torch_compile=True, fp8_enable_fsdp_float8_all_gather=True, fsdp_version=2)),
     "AX015": Case("CF077", ax(rl="dpo", adapter="qlora", load_in_4bit=True, bf16=True, fsdp_version=2), ax(rl="dpo", adapter="qlora", load_in_4bit=True, bf16=True)),
+    "AX016": Case("CF078", y("a.yaml", base_model="Qwen/Qwen1.5-MoE-A2.7B", micro_batch_size=1, sequence_len=8, adapter="qlora", load_in_4bit=True, bf16=True, bnb_config_kwargs={"bnb_4bit_quant_storage": "bfloat16"}), y("a.yaml", base_model="Qwen/Qwen1.5-MoE-A2.7B", micro_batch_size=1, sequence_len=8, adapter="qlora", load_in_4bit=True, bf16=True, bnb_config_kwargs={"bnb_4bit_quant_storage": "float32"})),
     # LLaMA-Factory
     "LF001": Case("CF080", lf(pure_bf16=True, finetuning_type="full", deepspeed="examples/deepspeed/ds_z3_config.json"), lf(bf16=True, finetuning_type="full", deepspeed="examples/deepspeed/ds_z3_config.json")),
     "LF002": Case("CF007", lf(pure_bf16=True, finetuning_type="full"), lf(fp16=True, finetuning_type="full"), device="t4"),
@@ -256,6 +257,7 @@ CASES: dict[str, Case] = {
     "TT001": Case("CF090", y("tt.yaml", model={"_component_": "torchtune.models.llama3.llama3_8b"}, dtype="fp16"), y("tt.yaml", model={"_component_": "torchtune.models.llama3.llama3_8b"}, dtype="bf16")),
     "TT002": Case("CF007", y("tt.yaml", model={"_component_": "torchtune.models.llama3.lora_llama3_8b"}, dtype="bf16"), y("tt.yaml", model={"_component_": "torchtune.models.llama3.lora_llama3_8b"}, dtype="fp32"), device="v100"),
     "TT003": Case("CF004", y("tt.yaml", model={"_component_": "torchtune.models.llama3.llama3_8b"}, dtype="bf16", optimizer={"_component_": "torch.optim.AdamW", "lr": "2.0e-05"}), y("tt.yaml", model={"_component_": "torchtune.models.llama3.llama3_8b"}, dtype="fp32", optimizer={"_component_": "torch.optim.AdamW", "lr": "2.0e-05"})),
+    "TI001": Case("CF091", {"train.toml": '[job]\ndump_folder = "o"\n[training]\nmixed_precision_param = "bfloat16"\nmixed_precision_reduce = "bfloat16"\n'}, {"train.toml": '[job]\ndump_folder = "o"\n[training]\nmixed_precision_param = "bfloat16"\nmixed_precision_reduce = "float32"\n'}),
     "LI002": Case("CF007", y("config.yaml", trainer={"accelerator": "cpu", "precision": "16-mixed"}), y("config.yaml", trainer={"accelerator": "cpu", "precision": "bf16-mixed"})),
     "LI005": Case("CF006", {"t.py": "import lightning as L\nt = L.Trainer(precision='bf16-mixed', strategy=FSDPStrategy(auto_wrap_policy=p))\n"}, {"t.py": "import lightning as L\nt = L.Trainer(precision='bf16-mixed', strategy='ddp')\n"}, note=True),
     "LI006": Case("CF093", {"t.py": "import lightning as L\nt = L.Trainer(precision='bf16-mixed', plugins=[MixedPrecision('16-mixed', 'cuda')])\n"}, {"t.py": "import lightning as L\nt = L.Trainer(precision='bf16-mixed')\n"}),
