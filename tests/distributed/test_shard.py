@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.load import load
 from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit
@@ -13,6 +13,7 @@ from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run, succeeds
 from tests.models import tiny
+from tests.published import FORMATS, write
 from tests.results import close_runs, read, same_records, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
@@ -146,3 +147,17 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     succeeds(2, resume=tmp_path / "killed")
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("form", "kind"), [("fp8-block", "shard"), pytest.param("awq", "replicate", marks=pytest.mark.full)])
+def test_a_published_base_is_that_of_one_process(form, kind, configured, workshop, tmp_path):
+    """Packed layers on two processes, each with half of the rows."""
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    write(tiny(hidden_size=64, intermediate_size=80, vocab_size=len(tokenizer), **ids), tokenizer, tmp_path / "base", form)
+    steps = {"steps": 4, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
+    same = {"model": {"name": str(tmp_path / "base")}, "precision": {"preset": "fp32", "base": FORMATS[form][0]}, "train": steps}
+    assert train(configured("one", **same)) == 0
+    configured("two", **same, parallel={"kind": kind})
+    succeeds(2, tmp_path / "two.yaml")
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)

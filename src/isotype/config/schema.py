@@ -252,8 +252,8 @@ class AdapterSection(Section):
     text_encoders: bool = False
     """Diffusion, SDXL and Stable Diffusion: the CLIP text encoders' attention and MLPs get an adapter too, and captions are encoded in each
     step."""
-    text_encoder_rate: PositiveFloat | None = None
-    """Their learning rate; by default train.learning_rate."""
+    text_encoder_rate: PositiveFloat | list[PositiveFloat] | None = None
+    """Their learning rate, or one for each of them in the pipeline's order (`[5e-5, 2e-5]`); by default train.learning_rate."""
     vision: Literal["none", "lora", "full"] = "none"
     """Vision-language: what is trained of the tower that sees the pictures; `none` leaves it frozen, also with `kind: none`."""
     projector: Literal["none", "lora", "full"] = "none"

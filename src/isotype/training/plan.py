@@ -159,7 +159,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         total=made.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
-        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream),
+        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream, samples=task.samples),
         memory=memory,
         checkpointing=checkpointing,
         process=process,
@@ -181,7 +181,7 @@ def _every(what: str, steps: int) -> str:
     return f"{what} every {steps} steps" if steps > 1 else f"{what} every step"
 
 
-def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> dict[str, Any]:
+def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int) -> dict[str, Any]:
     train = config.train
     when = Milestones.of(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
@@ -195,7 +195,7 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> 
         "warmup": warmup_steps(train, when.total),
         "eval_every": when.eval_every,
         "save_every": when.save_every,
-        "sample_every": when.sample_every,
+        "sample_every": when.sample_every if samples else 0,
         "note": None if stream else repeats_in_a_step(per_step, rows),
     }
 

@@ -199,8 +199,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
     )
-    rates = {"plus": config.adapter.plus, "text_rate": config.adapter.text_encoder_rate}
-    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient, **rates)
+    optimizer = build_optimizer(
+        model, config.train, precision, accumulator.gradient, plus=config.adapter.plus, text_rate=config.adapter.text_encoder_rate
+    )
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     if not world.first:
