@@ -179,7 +179,8 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
     """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
     from ..distributed.rank import find_rank
 
-    if loaded.config.run.push_to_hub is None or find_rank().rank != 0:
+    run = loaded.config.run
+    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
         return None
     from ..inference.push import check_push
 
