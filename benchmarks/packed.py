@@ -28,6 +28,7 @@ from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import using
 from isotype.ops.packed import PackedState, quantised, widen
 from isotype.ops.packed.formats import Layout
+from isotype.ops.packed.ggml import BLOCKS
 from isotype.ops.packed.repack import in_rows
 
 
@@ -63,6 +64,17 @@ def gptq(weight: Tensor, *, act_order: bool = False) -> tuple[Tensor, PackedStat
     return made.view(torch.uint8), state
 
 
+def ggml(weight: Tensor, kind: str) -> tuple[Tensor, PackedState]:
+    """The blocks of a GGUF file, all of one number: what they are changes no time."""
+    rows, columns = weight.shape
+    numbers, size, halves = BLOCKS[kind]
+    blocks = torch.full((rows * columns // numbers, size), 0x55, dtype=torch.uint8)
+    for at in halves:
+        blocks[:, at : at + 2] = torch.tensor([1e-5], dtype=torch.float16).view(torch.uint8)
+    shape = (rows, columns // numbers * size)
+    return blocks.view(shape), PackedState(Layout("ggml", (rows, columns), (kind, torch.uint8, shape), (1, numbers)), "gguf", {})
+
+
 FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, PackedState]]] = {
     "fp8, blocks of 128 x 128": fp8_blocks,
     "fp8, a scale a row": lambda weight: quantised(weight, "fp8"),
@@ -70,6 +82,8 @@ FORMATS: dict[str, Callable[[Tensor], tuple[Tensor, PackedState]]] = {
     "mxfp4": mxfp4,
     "GPTQ and AWQ, 4 bits": gptq,
     "GPTQ with act-order": partial(gptq, act_order=True),
+    "GGUF Q8_0": partial(ggml, kind="Q8_0"),
+    "GGUF Q4_K": partial(ggml, kind="Q4_K"),
 }
 
 

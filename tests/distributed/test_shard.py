@@ -5,14 +5,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.load import load
 from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run, succeeds
+from tests.distributed.test_launchers import on_two_machines
 from tests.models import tiny
+from tests.published import FORMATS, write
 from tests.results import close_runs, read, same_records, trained_tensors
 
 pytestmark = pytest.mark.timeout(900)
@@ -77,7 +79,7 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else pytest.mark.full)
+        pytest.param(case, kind, marks=[] if (case, kind) in (("fp32 full", "shard"), ("fp8 recomputed", "shard")) else pytest.mark.full)
         for kind in ("shard", "replicate")
         for case in CASES
         if (case, kind) != ("bf16-pure full", "shard")  # a test of its own below
@@ -146,3 +148,35 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     succeeds(2, resume=tmp_path / "killed")
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("form", "kind"), [("fp8-block", "shard"), pytest.param("awq", "replicate", marks=pytest.mark.full)])
+def test_a_published_base_is_that_of_one_process(form, kind, configured, workshop, tmp_path):
+    """Packed layers on two processes, each with half of the rows."""
+    tokenizer = AutoTokenizer.from_pretrained(workshop.base)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    write(tiny(hidden_size=64, intermediate_size=80, vocab_size=len(tokenizer), **ids), tokenizer, tmp_path / "base", form)
+    steps = {"steps": 4, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
+    same = {"model": {"name": str(tmp_path / "base")}, "precision": {"preset": "fp32", "base": FORMATS[form][0]}, "train": steps}
+    assert train(configured("one", **same)) == 0
+    configured("two", **same, parallel={"kind": kind})
+    succeeds(2, tmp_path / "two.yaml")
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
+    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
+    sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
+    assert train(configured("one", **sections)) == 0
+    configured("four", **sections, parallel={"kind": "hybrid"})
+    statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
+    assert statuses == [0, 0], said
+    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
+    close_runs(tmp_path / "one", tmp_path / "four", loss=2e-5, weight=2e-3)
+    same_records(tmp_path / "one", tmp_path / "four", sums="fp32")
+    assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
+        "tensors.1.safetensors",
+        "tensors.safetensors",
+    ]

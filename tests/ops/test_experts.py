@@ -148,7 +148,8 @@ def packed_stack(form, o, i, *, transposed):
     made = [read(form, packed(form, o, i), (o, i)) for _ in range(EXPERTS)]
     first = made[0][1]
     tensors = {name: torch.stack([state.tensors[name][None] for _, state in made]) for name in first.tensors}
-    return torch.stack([weight for weight, _ in made]).flatten(), StackState(first.layout, first.word, tensors, transposed=transposed)
+    state = StackState(first.layout, first.word, tensors, experts=EXPERTS, pieces=1, transposed=transposed)
+    return torch.stack([weight for weight, _ in made]).flatten(), state
 
 
 class Largest(TorchDispatchMode):

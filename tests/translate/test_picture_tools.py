@@ -165,7 +165,7 @@ def text_encoders_of(tmp_path, name, text):
 
 def test_text_encoders_are_trained_as_they_were(tmp_path):
     assert text_encoders_of(tmp_path, "a.toml", KOHYA) == (False, None)
-    for given, carried in (("5e-5", 5e-5), ("[5e-5, 2e-5]", 5e-5), ("1.0", None)):
+    for given, carried in (("5e-5", 5e-5), ("[5e-5, 2e-5]", [5e-5, 2e-5]), ("[5e-5, 0]", 5e-5), ("1.0", None)):
         assert text_encoders_of(tmp_path, "a.toml", f"text_encoder_lr = {given}\n{KOHYA}") == (True, carried)
     for off in ("text_encoder_lr = 0", "text_encoder_lr = 5e-5\nnetwork_train_unet_only = true"):
         assert text_encoders_of(tmp_path, "a.toml", f"{off}\n{KOHYA}") == (False, None)
@@ -184,6 +184,16 @@ def test_text_encoders_are_trained_as_they_were(tmp_path):
     on = adamw.replace("lr: 1.0", "lr: 1e-4\n        train_text_encoder: true\n        text_encoder_lr: 2e-5")
     assert text_encoders_of(tmp_path, "c.yaml", on.replace("is_flux: true", "is_xl: true")) == (True, 2e-5)
     assert text_encoders_of(tmp_path, "c.yaml", on) == (False, None), "of Flux"
+
+    first, second = {"train": True, "learning_rate": 5e-5}, {"train": True, "learning_rate": None}
+    for kind, parts, carried in (
+        ("STABLE_DIFFUSION_XL_10_BASE", (first, second), (True, [5e-5, 3e-4])),
+        ("STABLE_DIFFUSION_XL_10_BASE", (first, {"train": False}), (False, None)),
+        ("STABLE_DIFFUSION_15", (first,), (True, 5e-5)),
+        ("FLUX_DEV_1", (first, second), (False, None)),
+    ):
+        settings = ONETRAINER | {"model_type": kind} | dict(zip(("text_encoder", "text_encoder_2"), parts))
+        assert text_encoders_of(tmp_path, "d.json", json.dumps(settings)) == carried
 
 
 def test_ai_toolkits_yaml(tmp_path):

@@ -54,6 +54,10 @@ INSTEAD = {
 }  # fmt: skip
 
 
+NO_GGUF = "a denoiser packed as GGUF is for inference, and is not read"
+INSTEAD_OF_GGUF = "the same model's .safetensors; precision.preset: nf4-lora packs it as small"
+
+
 def kind_of(config: RunConfig) -> str:
     """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a class of diffusers, or where the model is
     no folder and pictures are given."""

@@ -179,7 +179,8 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
     """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
     from ..distributed.rank import find_rank
 
-    if loaded.config.run.push_to_hub is None or find_rank().rank != 0:
+    run = loaded.config.run
+    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
         return None
     from ..inference.push import check_push
 
@@ -394,7 +395,7 @@ def load_settings(
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
-    from ..config.kind import DIFFUSION, is_denoiser, kind_of, refuse_inapplicable
+    from ..config.kind import DIFFUSION, INSTEAD_OF_GGUF, NO_GGUF, is_denoiser, kind_of, refuse_inapplicable
     from ..config.sources import check_data, is_folder_name, near_model, picture_sources, source_specs, where_looked
     from ..data.sources import refuse_absent
 
@@ -407,9 +408,12 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name) or where_looked(name, loaded.path)}")
+            what = "file" if name.endswith(".safetensors") else "folder"
+            missing.append(f"{loaded.sources[key]} {key}: {name}: no such {what}{near_model(name) or where_looked(name, loaded.path)}")
     refuse_inapplicable(config, loaded.sources)
     diffusion = kind_of(config) == DIFFUSION
+    if diffusion and str(config.model.name).endswith(".gguf"):
+        missing.append(f"{where}model.name: {config.model.name}: {NO_GGUF}: take {INSTEAD_OF_GGUF}")
     if diffusion and config.images.train is None:
         missing.append(f"{where}images.train: missing: a folder of pictures with captions, or a JSONL file")
     if not diffusion and config.data.train is None:

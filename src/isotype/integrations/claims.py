@@ -62,7 +62,8 @@ def _auto(trainer: Any, adapter: str, *, quantised: Quantisation | None) -> tupl
     given, typed = asked_by_arguments(trainer), _typed_false(trainer)
     fp32 = "bf16=False in the trainer's arguments"
     if quantised is not None:
-        preset, base = ("bf16-lora", {"base": quantised.kind}) if quantised.held else ("nf4-lora", {})
+        own = quantised.held or quantised.kind == "int8"
+        preset, base = ("bf16-lora", {"base": quantised.kind}) if own else ("nf4-lora", {})
         return preset, base | ({"compute": "fp32"} if typed else {}), "auto: the model's base is quantised" + f", and {fp32}" * typed
     if given is not None:
         preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -137,7 +137,7 @@ class LayerSettings:
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The form, with gradient checkpointing as the class's forward has it; that one, where it was called in another way."""
     s: LayerSettings = settings_of(self)
-    recomputed = self.training and bool(self.gradient_checkpointing)
+    recomputed = self.training and not _call_recomputes() and bool(self.gradient_checkpointing)
     if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
@@ -145,6 +145,14 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         return whole(self, s, given, hidden_states)
     without_cache(given)
     return self._gradient_checkpointing_func(partial(whole, self, s, given), hidden_states)
+
+
+@cache
+def _call_recomputes() -> bool:
+    """Whether transformers puts checkpointing around a layer's call, as 5.17 does, and not around its `forward`."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return "__call__" in vars(GradientCheckpointingLayer)
 
 
 def without_cache(given: dict[str, Any]) -> None:

@@ -55,9 +55,7 @@ def is_candidate(module: nn.Module) -> bool:
     """Whether the module is one of the layers that transformers can checkpoint, with an attention layer of its own."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # where the class wraps `forward`, not the call: that wrapper's part is `layer_forward`'s too
-    wraps = "__call__" not in vars(GradientCheckpointingLayer)
-    return wraps and isinstance(module, GradientCheckpointingLayer) and any(implementation_of(c) is not None for c in module.children())
+    return isinstance(module, GradientCheckpointingLayer) and any(implementation_of(c) is not None for c in module.children())
 
 
 class _Attention(nn.Module):

@@ -50,6 +50,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "samples": shown,
         "pictures": pictures,
         "drawn": side_by_side(shown) if pictures else [],
+        "before_edits": {prompt: one for prompt, one in record.before_edits.items() if isinstance(one, str) and _PICTURE.fullmatch(one)},
         "first_is_base": not record.setting("adapter", "start_from"),
         "levels": noise_levels(record),
         "diffusion": record.plan.get("task") == "diffusion",

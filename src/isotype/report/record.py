@@ -33,6 +33,7 @@ class RunRecord:
     plan: dict[str, Any] = field(default_factory=dict)
     resumes: dict[str, Any] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    before_edits: dict[str, Any] = field(default_factory=dict)
     running: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     settings_text: str = ""
@@ -100,6 +101,8 @@ def read_run(folder: Path) -> RunRecord:
             setattr(record, attribute, value)
     shown = _json(folder / "examples.json", record)
     rows = shown.get("examples") if isinstance(shown, dict) else None
+    before = shown.get("before") if isinstance(shown, dict) else None
+    record.before_edits = before if isinstance(before, dict) else {}
     record.examples = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     record.running = is_held(folder)
     record.metrics = _metrics(folder / "metrics.jsonl", record)

@@ -1,4 +1,4 @@
-"""The pytest plugin: a fixture and a marker for `ampcheck`, and failures that print the report instead of a traceback.
+"""The pytest plugin: a fixture for `ampcheck`, and failures that print the report instead of a traceback.
 
     def test_silu_mul(ampcheck):
         ampcheck(silu_mul, (gate, up), reference=silu_mul_reference)
@@ -16,34 +16,19 @@ from typing import Any
 
 import pytest
 
-MARKERS = (
-    "ampcheck(code, ...): the codes that this test's ampcheck findings may have; others fail",
-    "interpreted: Triton kernels run on the CPU, in Isotype's repaired interpreter (skipped without Triton)",
-)
+MARKER = "interpreted: Triton kernels run on the CPU, in Isotype's repaired interpreter (skipped without Triton)"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in MARKERS:
-        config.addinivalue_line("markers", marker)
+    config.addinivalue_line("markers", MARKER)
 
 
 @pytest.fixture
-def ampcheck(request: pytest.FixtureRequest) -> Any:
-    """`isotype.testing.ampcheck`; findings whose codes the marker `ampcheck("AC003", ...)` allows do not fail the test."""
-    from ..finding import Severity
-    from .amp.check import ConformanceError
+def ampcheck() -> Any:
+    """`isotype.testing.ampcheck`."""
     from .amp.check import ampcheck as check
 
-    marker = request.node.get_closest_marker("ampcheck")
-    allowed = set(marker.args) if marker is not None else set()
-
-    def run(*args: Any, raises: bool = True, fail_on: Severity = Severity.WARNING, **options: Any) -> Any:
-        report = check(*args, raises=False, **options)
-        if raises and any(f.code not in allowed for f in report.at_least(fail_on)):
-            raise ConformanceError(report)
-        return report
-
-    return run
+    return check
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -263,7 +263,8 @@ class Loop:
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        return self.task.fingerprints()["evaluation"]
+        on = self.config.train.stop_on
+        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
@@ -273,9 +274,11 @@ class Loop:
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
             )
-        best = result.loss < progress.best_loss
+        on = self.config.train.stop_on
+        compared = result.loss if on is None else result.parts[on]
+        best = compared < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
@@ -288,7 +291,7 @@ class Loop:
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
             + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
-            + (" (best)" if best and progress.step else "")
+            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
             + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)

@@ -194,12 +194,12 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
 
 def build_optimizer(
     model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient, *, plus: float | None = None,
-    text_rate: float | None = None,
+    text_rate: float | Sequence[float] | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of a run; weight decay on matrices only.
 
     plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024, "LoRA+")
-    text_rate  that of a denoiser's text encoders, where it differs from `train.learning_rate`
+    text_rate  that of a denoiser's text encoders, or of each, where it differs from `train.learning_rate`
     Raises     UsageError when its package is missing, or Muon has no matrix
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -209,8 +209,13 @@ def build_optimizer(
         {"params": [p for p in trainable if p in faster], "weight_decay": train.weight_decay, "rate_factor": plus},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if text_rate is not None and train.learning_rate > 0:
-        text, factor = {p for name, p in named.items() if ".text_encoders." in name}, text_rate / train.learning_rate
+    rates: dict[str, float] = {}
+    if isinstance(text_rate, Sequence):
+        rates = {f".text_encoders.text_encoder{'' if i == 1 else f'_{i}'}.": one for i, one in enumerate(text_rate, 1)}
+    elif text_rate is not None:
+        rates = {".text_encoders.": text_rate}
+    for encoder, one in rates.items() if train.learning_rate > 0 else ():
+        text, factor = {p for name, p in named.items() if encoder in name}, one / train.learning_rate
         of_text = [g | {"params": [p for p in g["params"] if p in text]} for g in groups]
         groups = [g | {"params": [p for p in g["params"] if p not in text]} for g in groups]
         groups += [g | {"rate_factor": factor * (g.get("rate_factor") or 1.0)} for g in of_text]

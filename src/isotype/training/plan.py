@@ -19,7 +19,7 @@ from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
 from .quiet import quiet_libraries
 from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
-from .setup import REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
+from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
 from .start import attention_line
 from .step import peak_memory
 from .task import Outline, Task, micro_batch
@@ -159,7 +159,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, g
         total=made.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
-        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream),
+        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream, samples=task.samples),
         memory=memory,
         checkpointing=checkpointing,
         process=process,
@@ -181,7 +181,7 @@ def _every(what: str, steps: int) -> str:
     return f"{what} every {steps} steps" if steps > 1 else f"{what} every step"
 
 
-def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> dict[str, Any]:
+def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int) -> dict[str, Any]:
     train = config.train
     when = Milestones.of(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
@@ -195,7 +195,7 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> 
         "warmup": warmup_steps(train, when.total),
         "eval_every": when.eval_every,
         "save_every": when.save_every,
-        "sample_every": when.sample_every,
+        "sample_every": when.sample_every if samples else 0,
         "note": None if stream else repeats_in_a_step(per_step, rows),
     }
 
@@ -262,9 +262,11 @@ def plan_processes(
     """
     has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
     kinds = [KindPlan(REPLICATE, whole[1], whole[0])]
-    if task.config.model.offload != BLOCKS:
-        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=processes)
-        kinds.append(KindPlan(SHARD, memory, checkpointing))
+    shared = () if task.config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
+    for kind in shared:
+        parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
+        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
+        kinds.append(KindPlan(kind, memory, checkpointing))
     peak, config = whole[1].peak, task.config
     taken = by_plan(peak, has, lambda: peak, config=config)
     if config.parallel.kind != "auto":

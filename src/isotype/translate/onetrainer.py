@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from . import pictures as p
@@ -67,6 +68,26 @@ def _ema(draft: Draft, given: Given) -> None:
         draft.set(given, "train.ema", float(draft.keys.get("ema_decay") or 0.999))
 
 
+_CLIP = {"stable_diffusion_15": 1, "stable_diffusion_20": 1, "stable_diffusion_21": 1, "stable_diffusion_xl_10_base": 2}  # encoders
+
+
+def _text_encoder(draft: Draft, given: Given) -> None:
+    """`text_encoder.train`, `text_encoder_2.learning_rate` and the like: trained where all encoders of the family are."""
+    parts = ("text_encoder", "text_encoder_2")[: _CLIP.get(draft.said("model_type"), 0)]
+    part, _, key = given.name.partition(".")
+    if not t.is_on(draft.keys.get(f"{part}.train")) or given.value is None:
+        draft.no_effect(given, "not trained" if given.value is not None else "learning_rate")
+    elif part not in parts or {draft.said("training_method"), draft.said("peft_type")} - {"", "lora"}:
+        draft.not_offered(given, p.NO_TEXT_ENCODER)
+    elif not all(t.is_on(draft.keys.get(f"{one}.train")) for one in parts):
+        draft.not_offered(given, "adapter.text_encoders trains both")
+    elif key == "train":
+        draft.set(given, "adapter.text_encoders", True)
+    else:
+        rates = [draft.keys.get(f"{one}.learning_rate") or draft.keys.get("learning_rate") for one in parts]
+        p.text_rate(draft, replace(given, value=rates))
+
+
 def _every(target: str, unit: str) -> t.Handler:
     """`sample_after` 10 with `sample_after_unit` STEP."""
 
@@ -120,6 +141,7 @@ KEYS: dict[str, t.Handler] = {
     "aspect_ratio_bucketing": t.when_on("images.max_aspect", 2.0, note="aspect buckets"),
     # adapter
     "peft_type": lambda draft, given: (p.lokr if str(given.value) == "LOKR" else t.no_effect(p.PEFT))(draft, given),
+    **t.each(_text_encoder, "text_encoder.train text_encoder.learning_rate text_encoder_2.train text_encoder_2.learning_rate"),
     "lora_decompose": t.when_on("adapter.dora", True),
     "lora_rank": t.count("adapter.r"),
     "lora_alpha": t.number("adapter.alpha"),

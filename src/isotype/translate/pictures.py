@@ -130,14 +130,14 @@ def rate(draft: Draft, given: Given) -> None:
 
 
 def text_rate(draft: Draft, given: Given) -> None:
-    """A rate of text encoders, one for both. The factor of an optimizer that finds its own rate is none."""
+    """A rate of text encoders, or one for each. The factor of an optimizer that finds its own rate is none."""
     rates = [float(one) for one in (given.value if isinstance(given.value, list) else [given.value])]
     draft.settings["adapter.text_encoders"] = True
     if max(rates) > 0.05 or _optimizer_word(draft).startswith(_OWN_RATE):
         draft.changed(given, "of an optimizer that finds its own rate; adapter.text_encoders has train.learning_rate")
     else:
-        note = "" if len(set(rates)) == 1 else "one rate for both encoders"
-        draft.set(given, "adapter.text_encoder_rate", max(rates), note or "with adapter.text_encoders")
+        note = "with adapter.text_encoders" if min(rates) > 0 else "one rate for all: a trained encoder has a rate above 0"
+        draft.set(given, "adapter.text_encoder_rate", rates if len(set(rates)) > 1 and min(rates) > 0 else max(rates), note)
 
 
 def min_snr(draft: Draft, given: Given) -> None:

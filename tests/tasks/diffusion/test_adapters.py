@@ -339,11 +339,23 @@ def test_the_encoders_rate_is_theirs():
     assert len(rates) == 4
 
 
+def test_each_encoder_may_have_its_own_rate():
+    encoders = torch.nn.ModuleDict({part: torch.nn.Linear(2, 2) for part in PARTS["sdxl"]})
+    model = torch.nn.ModuleDict({"unet": torch.nn.ModuleDict({"text_encoders": encoders, "block": torch.nn.Linear(2, 2)})})
+    given = {"plus": 4.0, "text_rate": [1e-4, 5e-5]}
+    optimizer = build_optimizer(model, TrainSection(learning_rate=2e-4), PRESETS["fp32"], lambda p: p.grad, **given)
+    rates = {id(p): group.get("rate_factor", 1.0) for group in optimizer.param_groups for p in group["params"]}
+    found = {name.split(".")[-2]: rates[id(p)] for name, p in model.named_parameters()}
+    assert found == {"block": 1.0, "text_encoder": 0.5, "text_encoder_2": 0.25}
+
+
 def test_what_does_not_fit_is_refused(drawn, studio, subtests):
     for model, adapter, said in (
         ("sd3", ON, "only those of SDXL and Stable Diffusion"),
         ("sd1", {**ON, "kind": "none"}, "adapter.text_encoders: adapter.kind: none"),
         ("sd1", {**ON, "kind": "lokr"}, "adapter.kind: lokr"),
+        ("sd1", {**ON, "text_encoder_rate": [1e-4, 1e-5]}, "has 2 rates, and a StableDiffusionPipeline has 1 encoder"),
+        ("sd1", {**ON, "dora": True}, "diffusers does not load the lengths of a DoRA"),
         ("sd1", {"text_encoder_rate": 1e-4}, "has no effect without adapter.text_encoders"),
     ):
         with subtests.test(said):

@@ -12,6 +12,7 @@ from isotype.tasks.choose import train
 from tests.commands import ask
 from tests.tasks.diffusion.models import built, encoded, refused
 from tests.tasks.diffusion.test_families import edits
+from tests.training.memory.test_blocks import same
 
 
 def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_are_gone(drawn, studio, tmp_path):
@@ -22,11 +23,35 @@ def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_ar
     assert json.loads((tmp_path / "run/precision.json").read_text())["violations"] == []
     (sample,) = json.loads((tmp_path / "run/samples/step_4.json").read_text())["samples"]
     assert sample["prompt"] == "green on white (circle_0.png)"
+    ask("report", tmp_path / "run")
+    assert "<figcaption>before the edit</figcaption>" in (tmp_path / "run/report.html").read_text()
     (tmp_path / "circle_0.png").unlink()
     ask("export", tmp_path / "run", "--to", "comfyui")
     assert json.loads(ask("eval", tmp_path / "run", studio.pairs / "rows.jsonl", "--json").splitlines()[-1])["rows"] == 8
     ask("merge", tmp_path / "run", "--out", tmp_path / "merged")
     assert ask("sample", tmp_path / "run", "red", "--control", studio.pairs / "before/circle_1.png")
+
+
+@pytest.mark.parametrize("family", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.full)])
+def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_path, monkeypatch, family):
+    monkeypatch.setattr("isotype.training.memory.blocks.SMALLEST", 1 << 8)  # of tiny weights
+    file = getattr(studio, family) / "transformer/config.json"
+    model = {"name": str(file.parents[1]), "init": "random", "config": json.loads(file.read_text()) | {"num_layers": 3}}
+    sample = {"prompt": "green on white", "control": str(studio.pairs / "before/circle_0.png")}
+    train = {"gradient_checkpointing": "layers", "batch_size": 2}
+    settings = {"images": edits(studio), "precision": {"preset": "bf16-lora"}, "train": train, "run": {"samples": [sample]}}
+    if family == "qwen_edit":
+        settings["diffusion"] = {"max_text_length": None}
+    drawn_with = []
+
+    def batches(task):
+        drawn_with.append(task)
+        return [task.collate(task.feed().take(2)) for _ in range(2)]
+
+    late, sizes, models = same(drawn(model=model, **settings), batches, tmp_path)
+    assert late.most <= sum(sorted(sizes)[-2:]) < sum(sizes)
+    first, second = (task.sample(model, torch.device("cpu")) for task, model in zip(drawn_with, models))
+    assert [sample.png for sample in first] == [sample.png for sample in second]
 
 
 def test_an_edit_depends_on_the_picture_before_it(drawn, studio, tmp_path):
@@ -53,6 +78,9 @@ def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
     Image.new("RGB", (64, 32)).save(folder / "before/circle_2.png")
     (folder / "before/circle_3.png").write_bytes((folder / "before/circle_3.png").read_bytes()[:60])
     (folder / "before/square_0.png").unlink()
+    (folder / "two.jsonl").write_text(json.dumps({"image": "after/circle_0.png", "control": ["before/circle_0.png"] * 2, "text": "green"}))
+    said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "two.jsonl")}))
+    assert "control: 2 pictures in a row: an edit with several pictures before it is not offered" in said
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "rows.jsonl")}))
     assert said.splitlines() == [f"{folder}/rows.jsonl:5: before/square_0.png: no such picture"]
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "after"), "controls": str(folder / "before")}))

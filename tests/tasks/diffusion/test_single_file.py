@@ -1,8 +1,10 @@
 """Checkpoints in one file, in the names of the program that made them, as pipelines."""
 
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
+from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_with, merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import original_name
+from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 from tests.published import FORMATS, element, packed
 
@@ -120,6 +124,8 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
     settings_of(studio.sd3, tmp_path / "a")
     for name, tensors, said in (
         ("a.ckpt", None, "not a .safetensors file: a pickle can run code"),
+        ("a.png", None, "not a .safetensors file: expected one, or a pipeline's folder"),
+        ("a.gguf", None, "a denoiser packed as GGUF is for inference, and is not read"),
         ("a.safetensors", {}, "HeaderTooSmall|header too small"),
         ("b.safetensors", {"blocks.0.weight": torch.zeros(2)}, "diffusers does not know this file's family by its tensors"),
         ("a.safetensors", {"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "F8_E4M3 weights in a single file are not read"),
@@ -130,6 +136,18 @@ def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
         save_file(tensors, file) if tensors else file.write_bytes(b"")
         with subtests.test(said):
             assert re.search(said, refused(drawn(model=file)))
+
+
+def test_a_folder_without_weights_that_are_read_is_refused_before_pictures_are_encoded(drawn, studio, tmp_path, subtests):
+    for part, name, said in (
+        ("transformer", "q8.gguf", "packed as GGUF is for inference"),
+        ("text_encoder", "x.bin", "x.bin can run code"),
+    ):
+        folder = shutil.copytree(studio.sd3, tmp_path / part)
+        (weights,) = (folder / part).glob("*.safetensors")
+        weights.rename(weights.with_name(name))
+        with subtests.test(part):
+            assert said in refused(drawn(model=folder))
 
 
 # --- Denoisers that were published quantised: trained from their own files, resumed, drawn with and merged.
@@ -215,3 +233,21 @@ def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
     save_file(tensors, file.with_name(WEIGHTS))
     with pytest.raises(UsageError, match=rf"{MEANT}.weight is int8 and has no scale beside it"):
         plan(drawn(model=tmp_path / "flux", precision=precision))
+
+
+def test_a_published_denoiser_resumes_bit_for_bit(drawn, studio, tmp_path):
+    publish(studio.flux, tmp_path / "flux", "int8-bnb")
+    sections = {"precision": {"preset": "auto"}, "adapter": {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}, "train": {"steps": 4}}
+    assert train(drawn("plain", model=tmp_path / "flux", **sections)) == 0
+
+    class CtrlC(Callback):
+        def on_step(self, moment):
+            if moment.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(drawn("stopped", model=tmp_path / "flux", **sections), callbacks=[CtrlC()]) == 130
+    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
+    assert train(again, resume=tmp_path / "stopped") == 0
+    first, second = (load_file(tmp_path / run / "adapter/pytorch_lora_weights.safetensors") for run in ("plain", "stopped"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

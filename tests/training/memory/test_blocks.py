@@ -54,8 +54,8 @@ def spoil_what_is_away(model):
 
 
 def same(loaded, batches_of, tmp_path):
-    """Compares steps with and without blocks in host memory. (copies, bytes of each block in their order)"""
-    late, found = Late(), []
+    """Compares steps with and without blocks in host memory. (copies, bytes of each block in their order, both models)"""
+    late, found, models = Late(), [], []
     for copies in (None, late):
         task = task_of(loaded.config)
         prepared = prepare(task, loaded.sources, tmp_path / "base")
@@ -63,10 +63,11 @@ def same(loaded, batches_of, tmp_path):
             put_blocks(prepared.model, CPU, copies)
             apply_checkpointing(prepared.model, prepared.checkpointing)
             spoil_what_is_away(prepared.model)
+        models.append(prepared.model)
         found.append(steps(prepared, batches_of(task)))
     assert all(torch.isfinite(t).all() for t in found[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return late, [block.bytes for block in blocks_of(prepared.model).order]
+    return late, [block.bytes for block in blocks_of(prepared.model).order], models
 
 
 def rows(count=2, length=40):
@@ -83,7 +84,7 @@ def random_llama(configured, workshop, **changes):
 def test_a_language_models_steps_are_bit_equal_and_two_blocks_are_there(configured, workshop, tmp_path, precision):
     if "nf4" in precision["preset"]:
         pytest.importorskip("bitsandbytes")
-    late, sizes = same(random_llama(configured, workshop, precision=precision), lambda task: rows(), tmp_path)
+    late, sizes, _ = same(random_llama(configured, workshop, precision=precision), lambda task: rows(), tmp_path)
     gc.collect()
     assert late.most == sum(sorted(sizes)[-2:])
     assert late.here <= late.most

@@ -167,7 +167,6 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<
 _NOTEBOOK_FRAME = re.compile(
     r"^(?:File|Cell) (?P<file>\S+?|In\[\d+\])(?::(?P<line>\d+)|, line (?P<cell>\d+))(?:, in (?P<function>[\w.<>]+))?"
 )
-_OLD_NOTEBOOK_FRAME = re.compile(r"^(?P<file>[/~\w][^\s:]*\.py) in (?P<function>[\w.<>]+)\(")
 _ARROW = re.compile(r"^-+> ?(?P<line>\d+)\s(?P<code>.*)$")
 _EXCEPTION = re.compile(
     r"^(?P<kind>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Timeout|Failure|Unsupported|Iteration))(?:: "
@@ -317,8 +316,6 @@ def _take(current: _Open, line: str) -> bool:
             current.add(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
         elif frame := _NOTEBOOK_FRAME.match(line):
             current.add(Frame(frame["file"], int(frame["line"] or frame["cell"]), frame["function"] or ""))
-        elif frame := _OLD_NOTEBOOK_FRAME.match(line):
-            current.add(Frame(frame["file"], None, frame["function"]))
         elif (arrow := _ARROW.match(line)) and current.frames:
             last = current.frames[-1]
             current.frames[-1] = Frame(last.file, int(arrow["line"]), last.function, arrow["code"].strip())

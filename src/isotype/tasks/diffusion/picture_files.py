@@ -315,6 +315,8 @@ def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Con
         given = given["path"]
     if isinstance(given, bytes) or (isinstance(given, dict) and isinstance(given.get("bytes"), bytes)):
         return InParquet(file, column, *cells)
+    if isinstance(given, list):
+        return f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is not offered; keep one"
     if not isinstance(given, str) or not given.strip():
         return f"{column}: expected a picture's file, got {given!r:.60}"
     path = file.parent / given

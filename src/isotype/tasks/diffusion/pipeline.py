@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...config.kind import PIPELINE_FILE
+from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory
 from ...environment.hub import is_away, say
@@ -101,6 +101,19 @@ class PipelineFolder:
     def _fetch(self, *parts: str) -> None:
         if self.on_hub is not None:
             fetch_weights(self.on_hub, self.path, parts)
+
+    def refuse_lacking_weights(self) -> None:
+        """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
+        parts = (
+            () if self.on_hub or self.whole else (*([] if self.own or self.file else [self.denoiser_part]), "vae", *self.family.encoders)
+        )
+        for part in parts:
+            here = self.path / part
+            is_model = here.is_dir() and (here / "config.json").is_file() and self.index.get(part, [None, None])[1] is not None
+            if is_model and not any(here.glob("*.safetensors")):
+                packed, others = any(here.glob("*.gguf")), sorted(here.glob("*.bin"))
+                why = NO_GGUF if packed else f"no .safetensors{f', and {others[0].name} can run code' if others else ''}"
+                raise UsageError(f"model.name: {here}: {why}", fix=INSTEAD_OF_GGUF if packed else _AGAIN)
 
     def config(self, part: str) -> dict[str, Any]:
         """The part's own configuration. Raises UsageError."""

@@ -91,7 +91,8 @@ def _unknown(file: Path) -> UsageError:
 def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype as the file names it, and shape. Raises UsageError."""
     if file.suffix != ".safetensors":
-        raise UsageError(f"model.name: {file}: not a .safetensors file: a pickle can run code", fix="the same checkpoint as .safetensors")
+        why = "a pickle can run code" if file.suffix in (".ckpt", ".pt", ".pth", ".bin") else "expected one, or a pipeline's folder"
+        raise UsageError(f"model.name: {file}: not a .safetensors file: {why}", fix="the same checkpoint as .safetensors")
     try:
         with safe_open(file, framework="pt") as opened:
             each = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +19,6 @@ from ...distributed.world import ALONE, World
 from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...model.adapter import check_branch
 from ...model.load import read_config
 from ...model.packed import quantise as pack_layers
 from ...optimize import Manifest
@@ -43,22 +40,21 @@ from .denoiser import (
     frozen_base,
     put_under,
     quantised_layers,
-    refuse_encoders,
     with_encoder_outlines,
 )
 from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
-from .pictures import Gathered, captions_of, gather
+from .pictures import Gathered, gather
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, as_webp, buckets
 from .published import outline_published
-from .result import load_result, refuse_start, refuse_unread, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, refuse_prompts, sample, texts_of
-from .text_encoders import refuse_text_encoders
+from .refused import refuse_unfit
+from .result import load_result, save_denoiser, save_lora
+from .sample import Drawing, Prompt, Sample, sample, texts_of
+from .sizes import RunSizes
+from .told import before_edits, data_facts, data_lines, examples
 
 EMPTY = ""
-EXAMPLES, EXAMPLE_SIDE = 6, 192  # pictures in the report, and pixels of their longer side
 REHEARSED_STEPS = 2  # of a shortened sample
 
 
@@ -69,6 +65,7 @@ class DiffusionTask:
     words = Words(units="pictures", unit="pic", weight="compared")
 
     folder: PipelineFolder
+    sizes: RunSizes
     precision: Precision
     objective: Objective
     gathered: Gathered
@@ -94,72 +91,22 @@ class DiffusionTask:
     # before step 1
 
     def check(self, precision: Precision) -> None:
-        config, side = self.config, self.config.images.resolution
-        check_branch(config, precision)
-        if config.train.ema is None and config.precision.ema is not None:
-            raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
+        config = self.config
         self.precision = precision
         self.folder = PipelineFolder.open(self.base_name, revision=config.model.revision)
         if config.model.init == "random":
             self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
         elif config.model.config is not None:
             raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
-        check_base(self.folder.published, precision, self.base_name)
-        refuse_text_encoders(config, self.folder, precision)
-        refuse_start(config, self.folder)
-        if config.adapter.kind != "none" and config.adapter.targets != "all-linear":
-            refuse_encoders(config.adapter.targets, self.folder)
-        if config.adapter.kind == "lokr" and precision.packed:
-            raise UsageError(
-                f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs plain weights", fix="adapter.kind: lora"
-            )
+        refuse_unfit(config, self.folder, precision, self.sources, self.prompts)
         family = self.folder.family
-        if config.run.adapter_format == "comfyui":
-            if config.adapter.kind == "none":
-                raise UsageError("run.adapter_format: has no effect with adapter.kind: none", fix="remove run.adapter_format")
-            refuse_unread(family)
-        if not family.pairs:
-            self._refuse_controls()
-        if family.sees_control and config.images.flip:
-            raise UsageError(
-                f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its mirror image",
-                fix="images.flip: false",
-            )
-        refuse_prompts(self.prompts, family)
-        if config.diffusion.max_text_length is not None and family.max_text_length is None:
-            raise UsageError(
-                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: "
-                f"{family.pipeline} {'does not cut instructions' if family.sees_control else 'has CLIP encoders only'}",
-                fix="remove diffusion.max_text_length",
-            )
-        self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
-        multiple = self.downscale * self.folder.family.downscale
-        asked = [("run.samples: size", prompt.own["size"]) for prompt in self.prompts if "size" in prompt.own]
-        for key, size in (*self.resolutions, ("run.sample_size", config.run.sample_size or side), *asked):
-            if size % multiple:
-                raise UsageError(
-                    f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, int(size) - int(size) % multiple)}"
-                )
+        self.sizes = RunSizes(config.images, self.sources, self.downscale * family.downscale)
+        self.objective = objective_of(
+            config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.sizes.tokens
+        )  # fmt: skip
+        asked = [("run.samples: size", int(prompt.own["size"])) for prompt in self.prompts if "size" in prompt.own]
         most: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
-        for key, size in self.resolutions if most is not None else ():
-            if size // multiple > int(most):
-                raise UsageError(f"{key}: {size} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
-        if most is not None and (longest := max(max(s.height, s.width) for s in self.sizes)) // multiple > int(most):
-            raise UsageError(
-                f"images.max_aspect: {config.images.max_aspect:g}: a side of {longest} is more than this model has positions for",
-                fix=f"sides of at most {int(most) * multiple}: a smaller max_aspect or resolution",
-            )
-
-    def _refuse_controls(self) -> None:
-        images = self.config.images
-        for source in self.sources:
-            if source.controls is not None:
-                key = "images.controls" if source.controls == images.controls else f"{source.key}.controls"
-            elif "control" in (source.columns or {}):
-                key = ("images" if source.columns == images.columns else source.key) + ".columns: control"
-            else:
-                continue
-            raise UsageError(f"{key}: has no effect: {self.folder.family.pipeline} does not edit pictures", fix=f"remove {key}")
+        self.sizes.refuse([("run.sample_size", self.drawing().size), *asked], None if most is None else int(most))
 
     @property
     def downscale(self) -> int:
@@ -170,43 +117,9 @@ class DiffusionTask:
     def sources(self) -> list[PictureSource]:
         return [source for side in ("train", "regularisation", "eval") for source in picture_sources(self.config.images, side)]
 
-    @cached_property
-    def resolutions(self) -> list[tuple[str, int]]:
-        """Those of training and evaluation pictures, each with the key that it comes from."""
-        images, found = self.config.images, dict[int, str]()
-        for source in self.sources:
-            for size in source.resolution or (images.resolution,):
-                found.setdefault(size, f"{source.key}.resolution" if source.resolution else "images.resolution")
-        return [(key, size) for size, key in sorted(found.items())]
-
-    @property
-    def largest_side(self) -> int:
-        """Of the squares of the resolutions, in pixels."""
-        return self.resolutions[-1][1]
-
-    @property
-    def tokens(self) -> int:
-        """Latent tokens of the largest training picture."""
-        return self.tokens_of(Size(self.largest_side, self.largest_side))
-
-    def tokens_of(self, size: Size) -> int:
-        side = self.downscale * self.folder.family.downscale
-        return (size.height // side) * (size.width // side)
-
     @property
     def text_length(self) -> int:
         return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
-
-    @property
-    def sizes_at(self) -> dict[int, list[Size]]:
-        """The shapes of training pictures at each resolution, the square first: it has the most tokens."""
-        multiple = self.downscale * self.folder.family.downscale
-        return {side: buckets(side, max_aspect=self.config.images.max_aspect, multiple=multiple) for _, side in self.resolutions}
-
-    @property
-    def sizes(self) -> set[Size]:
-        """All of them."""
-        return {size for sizes in self.sizes_at.values() for size in sizes}
 
     def load_data(self) -> None:
         self.gathered = gather(self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs)
@@ -224,7 +137,7 @@ class DiffusionTask:
         if missing := [one for one in gathered.to_draw if not one.path.is_file()]:  # none where another process has drawn them
             self._draw_class_pictures(missing, device)
             release(device)
-        shapes = Shapes(images.resolution, self.sizes_at, images.crop, images.flip, self.config.train.seed)
+        shapes = Shapes(images.resolution, self.sizes.at, images.crop, images.flip, self.config.train.seed)
         rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
         gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
         encoder.store.hold_to_bound()
@@ -357,7 +270,7 @@ class DiffusionTask:
 
         return StepOutline(
             rows=rows,
-            length=self.tokens,
+            length=self.sizes.tokens,
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
@@ -367,7 +280,7 @@ class DiffusionTask:
     def empty_batch(self, rows: int, device: torch.device, latent_size: tuple[int, int] | None = None) -> Batch:
         """The shapes and dtypes of a batch; `latent_size`: height and width of its latents, by default those of the largest pictures."""
         config, channels = self.folder.config(self.folder.denoiser_part), self.folder.family.latents.channels(self.folder.config("vae"))
-        sides = latent_size or (self.largest_side // self.downscale,) * 2
+        sides = latent_size or (self.sizes.largest_side // self.downscale,) * 2
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2))
@@ -403,7 +316,7 @@ class DiffusionTask:
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
             row = placed.row
-            sigma = self.objective.draw(generator, self.tokens_of(row.size))
+            sigma = self.objective.draw(generator, self.sizes.tokens_of(row.size))
             dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
             keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
             entry = self.encoder.store.get(keys[int(window * len(keys))])
@@ -532,21 +445,8 @@ class DiffusionTask:
         by_size = {str(size): count for size, count in sorted(Counter(row.size for row in self._encoded()).items())}
         return {
             "data.json": {**self.plan_facts(), "train_pictures_by_size": by_size, "made": self.encoder.made, "found": self.encoder.found},
-            "examples.json": self._examples(),
+            "examples.json": {**examples(self.gathered.train), "before": before_edits(self.prompts)},
         }
-
-    def _examples(self) -> dict[str, Any]:
-        """The first training pictures with their captions, small, for the report."""
-        shown = []
-        for picture in self.gathered.train[:EXAMPLES]:
-            with suppress(BadPicture, OSError):
-                halves = [half for half in (picture.control, picture.content) if half is not None]
-                webps = [base64.b64encode(as_webp(half.read(), side=EXAMPLE_SIDE)).decode() for half in halves]
-                parts = [{"text": caption + "\n", "learnt": False} for caption in picture.captions[:EXAMPLES]]
-                times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
-                where = f"{Path(picture.where).name}{times}"
-                shown.append({"which": where, "parts": parts, "pictures": [f"data:image/webp;base64,{webp}" for webp in webps]})
-        return {"examples": shown}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
@@ -555,36 +455,7 @@ class DiffusionTask:
         return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
 
     def plan_facts(self) -> dict[str, Any]:
-        gathered = self.gathered
-        return {
-            "train_pictures": self.rows,
-            "eval_pictures": self.eval_rows,
-            "regularisation_pictures": gathered.regularisation,
-            "masked_pictures": sum(picture.mask is not None for picture in gathered.train),
-            "bad_pictures": len(gathered.bad.rows),
-            "captions": len(captions_of(gathered.all)),
-            "buckets": len(self.sizes),
-            "resolutions": [side for _, side in self.resolutions],
-            "latent_tokens": self.tokens,
-            "objective": self.objective.kind,
-            "timesteps": self.objective.levels.timesteps,
-            "shift": self.objective.levels.shift,
-        }
+        return data_facts(self.gathered, self.sizes, self.objective, rows=self.rows, eval_rows=self.eval_rows)
 
     def plan_lines(self) -> list[str]:
-        facts = self.plan_facts()
-        kinds = [f"{facts[f'{kind}_pictures']:,} {kind}" for kind in ("regularisation", "masked") if facts[f"{kind}_pictures"]]
-        of_these = f" ({', '.join(kinds)})" if kinds else ""
-        lines = [
-            f"{facts['train_pictures']:,} training pictures{of_these}, "
-            f"{facts['eval_pictures']:,} for evaluation, "
-            f"{' and '.join(f'{side} x {side}' for side in facts['resolutions'])} pixels, {facts['latent_tokens']:,} latent tokens each",
-            self.levels_line(),
-        ]
-        if facts["buckets"] > len(self.resolutions):
-            lines.append(f"aspect buckets: {', '.join(map(str, sorted(self.sizes)))}")
-        if self.gathered.to_draw:
-            lines.append(f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once")
-        if facts["bad_pictures"]:
-            lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
-        return lines
+        return data_lines(self.plan_facts(), self.gathered, self.sizes, self.levels_line())

@@ -17,6 +17,7 @@ from ...config.schema import RunConfig
 from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...precision.precision import Precision
+from ...wording import counted
 from .families import Family
 from .pipeline import PipelineFolder
 
@@ -110,6 +111,12 @@ def refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: P
         why = f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
     elif adapter.kind != "lora":
         why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
+    elif adapter.dora:
+        why, fix = "diffusers does not load the lengths of a DoRA into text encoders", "adapter.dora: false"
+    elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(family.text_encoders):
+        encoders = counted(len(family.text_encoders), "encoder")
+        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {encoders}"
+        fix = "adapter.text_encoder_rate: one rate for all"
     elif config.model.offload != "none":
         why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
     elif precision.text_encoder != precision.compute:
