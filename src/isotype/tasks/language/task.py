@@ -31,7 +31,7 @@ from ...precision.apply import inner_model, is_quantised
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
-from ...precision.vision import LANGUAGE, vision_parts
+from ...precision.vision import vision_parts
 from ...runs.folder import RunFolder
 from ...training.memory.blocks import as_set
 from ...training.memory.plan import most_bytes
@@ -319,17 +319,14 @@ def flops_of_a_token(model: nn.Module, config: Any) -> float:
     """FLOPs of one token through the products with weights, forward and backward.
 
     A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the weight's own where it is trained.
-    Every Linear of `model` (adapters included) is counted, without a vision tower, and of stacked experts those that a token is sent to;
-    `config` is a transformers configuration. Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
+    Every Linear of `model`, a layer or a model for text, is counted (adapters included), and of stacked experts those that a token is sent
+    to; `config` is a transformers configuration.
+    Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
     """
     per_token = 0.0
-    inner = inner_model(model)
-    parts = vision_parts(inner)
-    stacked = {name.split(".base_layer")[0]: m for name, m in inner.named_modules() if has_stack(m)}
+    stacked = {name.split(".base_layer")[0]: m for name, m in model.named_modules() if has_stack(m)}
     chosen = getattr(config, "num_experts_per_tok", None) or 1
-    for name, module in inner.named_modules():
-        if parts is not None and parts.of(name) != LANGUAGE:
-            continue
+    for name, module in model.named_modules():
         experts = next((m.num_experts for path, m in stacked.items() if name == path or name.startswith(f"{path}.")), chosen)
         if isinstance(module, nn.Linear):
             trained = module.weight.requires_grad and not is_quantised(module.weight)
