@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -72,8 +72,6 @@ class Loop:
     store: CheckpointStore
     console: RunConsole
     device: torch.device
-    flops: Callable[[Any], float]
-    peak_flops: float | None
     trackers: Trackers | None = None
     callbacks: Sequence[Callback] = ()
     world: World = ALONE
@@ -179,9 +177,6 @@ class Loop:
         self.progress.units += result.units
         if not logging:
             return
-        rate_reached = sum(self.flops(batch) for batch in batches if batch.rows) / seconds
-        # the peak was measured in half a second: where a step beats it, the step is the better measurement
-        self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
         words = self.task.words
         row = {
             "step": step,
@@ -196,7 +191,6 @@ class Loop:
             words.weight: result.weight,
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
-            "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
             "promotions": promotions,
             "overflow": result.overflow or None,
             "loss_scale": result.loss_scale,
