@@ -175,6 +175,7 @@ def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
 
 
 def test_damaged_files_are_named(file, workshop, tmp_path):
+    assert "model.name: no.gguf: no such file" in str(user(["--model", "no.gguf", "--data", str(workshop.chats)]))
     content = file(kind="Q8_0").read_bytes()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/model.gguf").write_bytes(content[: len(content) // 2])

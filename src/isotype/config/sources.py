@@ -105,7 +105,7 @@ def _check_groups(given: Mapping[str, Any], key: str) -> None:
 
 def is_folder_name(model: str) -> bool:
     """Whether a model's name can only be a folder, or a file: the hub's have at most one slash."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".safetensors")
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".safetensors", ".gguf"))
 
 
 def gguf_file(name: str) -> Path | None:

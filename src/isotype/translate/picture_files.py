@@ -36,7 +36,10 @@ _OTHER_NAMES = {  # older or shorter arguments
     "validation_prompts": "validation_prompt", "max_steps": "max_train_steps",
 }  # fmt: skip
 _HIDDEN = "(secret)"
-_SECRET = r"[\w.-]*(?:(?<!bos_|eos_|pad_|unk_|sep_|cls_)token|[_-]auth|(?:api[_-]?key|secret|passw|access[_-]?key|credential|webhook)[\w.-]*)"
+_SECRET = (
+    r"[\w.-]*(?:(?<!bos_|eos_|pad_|unk_|sep_|cls_)token|[_-]auth"
+    r"|(?:api[_-]?key|secret|passw|access[_-]?key|credential|webhook)[\w.-]*)"
+)
 _VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})\b")
 _FLAG = re.compile(rf"(--?{_SECRET}[= ]+)\S+", re.I)
 
