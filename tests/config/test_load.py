@@ -69,7 +69,7 @@ def test_values_and_where_they_came_from(write):
         ),
         (
             "precision:\n  base: BFloat16",
-            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 fp8 int8 int4 nvfp4 mxfp4 (or nothing), got BFloat16, "
+            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 fp8 int8 int4 nvfp4 mxfp4 gguf (or nothing), got BFloat16, "
             "did you mean bf16?",
         ),
         (
@@ -164,6 +164,15 @@ def test_a_preset_wins_over_the_file_for_precision_only(write):
     assert loaded.sources["precision.preset"] == loaded.sources["adapter.kind"] == "--preset full-bf16"
     assert complaints(None, preset="bf17") == ["--preset bf17: unknown; one of lora qlora full full-bf16 auto fp32 bf16-mixed bf16-lora "
                                                "nf4-lora bf16-pure fp16-mixed"]  # fmt: skip
+
+
+def test_epochs_of_the_command_line_replace_the_steps_of_the_file(write):
+    path = write("train:\n  steps: 30\n")
+    loaded = load(path, ["train.epochs=2"])
+    assert (loaded.config.train.steps, loaded.config.train.epochs) == (None, 2.0)
+    assert loaded.sources["train.steps"] == "command line"
+    assert load(path, ["train.epochs=2", "train.steps=9"]).config.train.steps == 9
+    assert load(path).config.train.steps == 30
 
 
 VALUES = st.recursive(
