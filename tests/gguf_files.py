@@ -49,7 +49,7 @@ def blocks(kind: str, rows: int, columns: int) -> np.ndarray:
 def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] | None = None, keys: dict | None = None) -> None:
     """A file of `model`, whose tokenizer is in `folder`, with every matrix in blocks.
 
-    keys    in the place of the file's own
+    keys    in the place of the file's own; None for one that the file lacks
     others  the end of llama.cpp's name of a tensor -> its kind in the place of `kind`
     """
     import gguf
@@ -88,6 +88,8 @@ def write(model, folder: Path, file: Path, kind: str, *, others: dict[str, str] 
             put(names.get_name(name, try_suffixes=(".weight", ".bias")), value, packed=value.ndim > 1 and "mlp.gate.weight" not in name)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(key, None)
+        if value is None:
+            continue
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -67,12 +67,6 @@ def test_right_code_exits_0(file):
     assert "no findings" in result.stdout
 
 
-def test_a_function_with_inputs(file):
-    assert conform(f"{file}:Linear", "--inputs", "fp32[4 16], fp32[8 16]").exit_code == 1
-    assert conform(f"{file}:right", "--inputs", "x: fp32[4 16], w: fp32[8 16]").exit_code == 0
-    assert conform("torch.nn.functional:cross_entropy", "--inputs", "fp32[4 16], int[4] < 16").exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,10 +78,6 @@ def test_a_function_with_inputs(file):
         (["{file}:build_option"], "the option 'refrence'"),
         (["{file}:Linear"], "Linear needs inputs"),
         (["{file}:right"], "right needs inputs"),
-        (["{file}:right", "--inputs", "bf17[2]"], "bf17"),
-        (["{file}:right", "--inputs", "fp32[n]"], "--inputs 'fp32"),
-        (["{file}:right", "--inputs", "abc"], "neither a tensor"),
-        (["{file}:right", "--inputs", "fp32[4 16], fp32[8 15]"], r"runs under no dtype combination.*ops.py:19"),
         (["{file}", "--fail-on", "bad"], "--fail-on"),
     ],
 )

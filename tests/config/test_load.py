@@ -229,7 +229,7 @@ def test_other_tools_names_are_known(write):
         ("deepspeed: ds.json", "run.yaml:1 deepspeed: sharding by DeepSpeed is not offered; "),
         (
             "parallel:\n  kind: tensor",
-            "run.yaml:2 parallel.kind: expected one of auto replicate shard, got tensor; tensor parallelism",
+            "run.yaml:2 parallel.kind: expected one of auto replicate shard hybrid, got tensor; tensor parallelism",
         ),
         ("parallel:\n  context_parallel_size: 2", "run.yaml:2 parallel.context_parallel_size: context parallelism is not offered yet; "),
         ("parallel:\n  param_dtype: bf16", "run.yaml:2 parallel.param_dtype: not offered: it rounds adapters, norms and their gradients; "),
@@ -245,7 +245,7 @@ def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("word", "ours"), [("fsdp", "shard"), ("FSDP2", "shard"), ("hsdp", "shard"), ("ddp", "replicate")])
+@pytest.mark.parametrize(("word", "ours"), [("fsdp", "shard"), ("FSDP2", "shard"), ("hsdp", "hybrid"), ("ddp", "replicate")])
 def test_another_tools_word_for_a_value_is_known(write, word, ours):
     with pytest.raises(UsageError, match=f"run.yaml:2 parallel.kind: expected one of .*, got {word}, did you mean {ours}\\?"):
         load(write(f"parallel:\n  kind: {word}"))

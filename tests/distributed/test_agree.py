@@ -13,12 +13,10 @@ from isotype.distributed.agree import (
     lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
-    refuse_other_precision,
 )
 from isotype.distributed.rank import Batching, Rank, find_rank
 from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
-from isotype.precision.precision import PRESETS
 
 
 class Others(World):
@@ -53,14 +51,6 @@ def test_another_seed_has_another_fingerprint(dtype):
 
     assert fingerprint_of_weights(made(0)) == fingerprint_of_weights(made(0))
     assert fingerprint_of_weights(made(0)) != fingerprint_of_weights(made(1))
-
-
-def test_accelerates_precision_against_the_contract():
-    contract = PRESETS["bf16-lora"]
-    for said in ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}):
-        refuse_other_precision(contract, said)
-    with pytest.raises(UsageError, match="mixed precision fp16, and this run computes in bf16"):
-        refuse_other_precision(contract, {"ACCELERATE_MIXED_PRECISION": "fp16"})
 
 
 def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):

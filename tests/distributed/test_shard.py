@@ -12,6 +12,7 @@ from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_anoth
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run, succeeds
+from tests.distributed.test_launchers import on_two_machines
 from tests.models import tiny
 from tests.published import FORMATS, write
 from tests.results import close_runs, read, same_records, trained_tensors
@@ -78,7 +79,7 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=[] if (case, kind) == ("fp32 full", "shard") else pytest.mark.full)
+        pytest.param(case, kind, marks=[] if (case, kind) in (("fp32 full", "shard"), ("fp8 recomputed", "shard")) else pytest.mark.full)
         for kind in ("shard", "replicate")
         for case in CASES
         if (case, kind) != ("bf16-pure full", "shard")  # a test of its own below
@@ -161,3 +162,21 @@ def test_a_published_base_is_that_of_one_process(form, kind, configured, worksho
     configured("two", **same, parallel={"kind": kind})
     succeeds(2, tmp_path / "two.yaml")
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
+    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
+    sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
+    assert train(configured("one", **sections)) == 0
+    configured("four", **sections, parallel={"kind": "hybrid"})
+    statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
+    assert statuses == [0, 0], said
+    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
+    close_runs(tmp_path / "one", tmp_path / "four", loss=2e-5, weight=2e-3)
+    same_records(tmp_path / "one", tmp_path / "four", sums="fp32")
+    assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
+        "tensors.1.safetensors",
+        "tensors.safetensors",
+    ]

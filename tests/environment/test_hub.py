@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import socket
@@ -16,7 +15,6 @@ from huggingface_hub import constants
 from isotype.config.schema import ModelSection
 from isotype.config.sources import SourceSpec
 from isotype.environment import hub as hub_of_isotype
-from isotype.environment.hub import LOGGER, HubTries
 from isotype.errors import UsageError
 from isotype.model.load import load_architecture, load_tokenizer
 from isotype.training.quiet import quiet_libraries
@@ -41,7 +39,6 @@ def endpoint(monkeypatch, tmp_path):
     monkeypatch.setattr(hub_of_isotype, "FIRST_TRY", 0.1)
     monkeypatch.setattr(hub_of_isotype, "_away", {})
     monkeypatch.setattr("time.sleep", waited.append)
-    monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
     return at
 
 
@@ -116,22 +113,6 @@ def test_a_user_who_is_offline_is_not_asked_to_check_the_network(endpoint, refus
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"org/name: not in the local cache, and HF_HUB_OFFLINE is set\n.*unset HF_HUB_OFFLINE, or give"):
         load_tokenizer(ModelSection(name="org/name"))
-
-
-def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd, caplog):
-    monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
-    quiet_libraries()
-    quiet_libraries()
-    assert [type(one) for one in logging.getLogger(LOGGER).filters] == [HubTries]
-    log = logging.getLogger(LOGGER)
-    log.warning("HTTP Error 429 thrown while requesting GET https://huggingface.co/x")
-    log.warning("Rate limited. Waiting 61.0s before retry [Retry 1/5].")
-    log.warning("Retrying in 1s [Retry 1/5].")
-    log.error("another thing")
-    first, second = capfd.readouterr().err.splitlines()[:2]
-    assert "huggingface.co does not answer (HTTP Error 429)" in first
-    assert "the next try is in 61 s" in second
-    assert [record.message for record in caplog.records] == ["another thing"]
 
 
 @pytest.fixture

@@ -93,8 +93,6 @@ def imports() -> None:
 
     build_app()
     run.quiet_libraries()
-    # MFU is of no interest here, and its yardstick takes a third of such a short run
-    run.measured_matmul_peak = lambda *_: 1e12
     import peft  # noqa: F401
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 

@@ -64,7 +64,7 @@ def as_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 # --- Whether two runs ended alike, bit for bit: the result, the last checkpoint, the metrics, the samples.
 
 
-_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes", "mfu"}  # what a clock or another process decides
+_OF_THE_MACHINE = {"tokens_per_second", "seconds", "memory_bytes"}  # what a clock or another process decides
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:

@@ -95,9 +95,9 @@ def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
 
 
 def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
-    for command in (("chat",), ("sample",), ("eval",), ("merge",), ("ls", "--diff", str(run))):
+    for command in (("chat",), ("sample",), ("eval",), ("merge",)):
         with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
-            ask(command[0], *command[1:], tmp_path / "rnu")
+            ask(*command, tmp_path / "rnu")
     with pytest.raises(UsageError, match="holds runs, but is none"):
         ask("chat", tmp_path)
 
@@ -120,15 +120,12 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
     assert asked == f"q{tokenizer.eos_token}so"
 
 
-def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(default_run, configured, tmp_path):
+def test_ls_lists_runs(default_run, configured, tmp_path):
     shutil.copytree(default_run, tmp_path / "one")
     assert train(configured("two", train={"learning_rate": 5e-3})) == 0
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
     assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
     assert "done" in ask("ls", tmp_path)
-    settings = json.loads(ask("ls", "--diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
-    assert settings == {"train.learning_rate": [1e-3, 5e-3]}
-    assert "train.learning_rate" in ask("ls", "--diff", tmp_path / "one", tmp_path / "two")
 
 
 def test_an_adapter_on_a_4_bit_base_is_merged_in_fp32(configured, tmp_path, workshop):

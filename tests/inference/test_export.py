@@ -1,7 +1,8 @@
-"""Results as llama.cpp and Ollama read them: read back by transformers, or computed as their readers compute."""
+"""Results as llama.cpp, Ollama and vLLM read them: read back by transformers, or computed as their readers compute."""
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from tests.commands import ask
 from tests.gguf_files import TEXTS, splitting
@@ -22,6 +24,7 @@ from isotype.inference.gguf_file import FAMILIES, WHOLE, export_adapter, export_
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.inference.ollama import turns_of
+from isotype.inference.vllm import export_vllm
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +218,27 @@ def test_an_adapter_on_its_base_is_the_merged_model(tmp_path: Path, tokenizer, f
     assert changed == sum(p.endswith("lora_A.weight") for p in load_file(adapter / "adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, PATTERNS], ids=["lora", "rslora", "patterns"])
+def test_vllm_computes_what_peft_does(tmp_path: Path, tokenizer, settings: dict) -> None:
+    base = saved(tmp_path / "base", "llama", tokenizer, torch.float32)
+    adapter = adapter_of(tmp_path / "adapter", base, **settings)
+    command = export_vllm(adapter, tmp_path / "out", "mine")
+    assert command.startswith(f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules mine={tmp_path / 'out'}")
+    read = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    # vLLM's PEFTHelper: one scale, from these three alone
+    scale = read["lora_alpha"] / (math.sqrt(read["r"]) if read["use_rslora"] else read["r"])
+    tensors = load_file(tmp_path / "out/adapter_model.safetensors")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter))
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+    for name, layer in layers.items():
+        a, b = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")
+        assert a.shape[0] <= read["r"]
+        torch.testing.assert_close(scale * b @ a, layer.get_delta_weight("default"))
+    assert 2 * len(layers) == len(tensors)
+    same = [(folder / "adapter_model.safetensors").read_bytes() for folder in (tmp_path / "out", adapter)]
+    assert (same[0] == same[1]) == (settings is not PATTERNS)
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [
@@ -227,9 +251,10 @@ def test_an_adapter_on_its_base_is_the_merged_model(tmp_path: Path, tokenizer, f
 def test_adapters_that_a_reader_misreads_are_refused(tmp_path: Path, tokenizer, family: str, settings: dict, said: str) -> None:
     pytest.importorskip("gguf")
     adapter = adapter_of(tmp_path / "adapter", saved(tmp_path / "base", family, tokenizer, torch.float32), **settings)
-    with pytest.raises(UsageError, match=said) as refused:
-        export_adapter(adapter, tmp_path / "x.gguf")
-    assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
+    for export in (lambda: export_vllm(adapter, tmp_path / "out", "x"), lambda: export_adapter(adapter, tmp_path / "x.gguf")):
+        with pytest.raises(UsageError, match=said) as refused:
+            export()
+        assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
 
 
 def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokenizer) -> None:
@@ -290,3 +315,14 @@ def test_ollama_gets_weights_template_and_stop_tokens(tmp_path: Path, tokenizer)
     merge(load_run(adapter), tmp_path / "merged")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
     torch.testing.assert_close(logits(read), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)))
+
+
+def test_a_folder_for_ollamas_own_converter_has_what_it_reads(tmp_path: Path, tokenizer) -> None:
+    """Its converter reads `rope_theta` beside `rope_parameters`, which transformers 5 does not write."""
+    folder = saved(tmp_path / "model", "mixtral", tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    export_language(folder, tmp_path / "out", to="ollama", kind=None, name="x")
+    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM .\nTEMPLATE ")
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 1e6
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["add_bos_token"] is False
+    same = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("model", "out")]
+    torch.testing.assert_close(logits(same[0]), logits(same[1]), rtol=0, atol=0)

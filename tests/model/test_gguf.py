@@ -73,6 +73,17 @@ def test_a_file_is_the_model_that_transformers_widens(file, family):
     assert layer.weight.nbytes == layer.out_features * 144, "as many bytes as in the file"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_file_that_does_not_count_heads_of_keys_has_one_for_each_head(tmp_path, family):
+    splitting().save_pretrained(tmp_path / "tokenizer")
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    model = tiny(family, **SIZES | ids | FAMILIES[family] | {"num_key_value_heads": SIZES["num_attention_heads"]})
+    write(model, tmp_path / "tokenizer", tmp_path / "a.gguf", "Q8_0")
+    write(model, tmp_path / "tokenizer", tmp_path / "b.gguf", "Q8_0", keys={f"{family}.attention.head_count_kv": None})
+    said, silent = (load_packed(str(tmp_path / name), dtype=torch.float32)(IDS).logits for name in ("a.gguf", "b.gguf"))
+    assert torch.equal(said, silent)
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", *(pytest.param(k, marks=pytest.mark.full) for k in ("Q4_0", "Q5_K", "Q6_K", "Q3_K"))])
 def test_gradients_are_as_near_as_those_of_the_dense_weights(file, kind):
     model = load_packed(str(file(kind=kind)))
@@ -164,6 +175,7 @@ def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
 
 
 def test_damaged_files_are_named(file, workshop, tmp_path):
+    assert "model.name: no.gguf: no such file" in str(user(["--model", "no.gguf", "--data", str(workshop.chats)]))
     content = file(kind="Q8_0").read_bytes()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/model.gguf").write_bytes(content[: len(content) // 2])

@@ -24,7 +24,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, of_model
 from isotype.tasks.choose import train
-from isotype.tasks.language.task import step_flops
+from isotype.tasks.language.task import flops_of_a_token
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts
@@ -309,7 +309,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     exact.set_experts_implementation("eager")
     exact.config._attn_implementation = "eager"
     model.requires_grad_(False)
-    assert step_flops(model, model.config) == step_flops(exact, exact.config), "a token is sent to two experts, packed or not"
+    assert flops_of_a_token(model, model.config) == flops_of_a_token(exact, exact.config), "a token is sent to two experts, packed or not"
     packed = attach_adapter(model, AdapterSection(r=4), seed=0)
     assert notes_of_targets(packed, AdapterSection(r=4)) == []
     for n, p in sorted(packed.named_parameters()):

@@ -2,6 +2,10 @@
 
 import json
 import re
+import shutil
+import subprocess
+from base64 import b64encode
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -92,14 +96,35 @@ def pictures_of(path: Path, steps: tuple[int, ...] = (0, 5, 10), **files: Any) -
 
 def test_pictures_are_beside_the_base_and_the_average_by_step(tmp_path: Path) -> None:
     text = html_of(pictures_of(tmp_path / "run"))
-    policy = next(a["content"] for _, a in Page(text).tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    page = Page(text)
     cards = text[: text.index('id="curves"')].split('<div class="card sample drawn">')[1:]
     shown = ["step 0, the base", "step 5, trained", "step 5, average", "step 10, trained", "step 10, average"]
     assert [re.findall("<figcaption>(.*?)</figcaption>", card) for card in cards] == 3 * [shown], "a card a prompt"
     files = [re.findall(r"samples/step_(\d+_\d+)", card) for card in cards]
     assert files == [[f"0_{i}", f"5_{i}", f"5_{i + 3}", f"10_{i}", f"10_{i + 3}"] for i in range(3)]
+    assert [a["max"] for _, a in page.tags if a.get("type") == "range"] == ["1", "1", "1"]
     assert text.index('id="samples"') < text.index('id="curves"') < text.index('id="data"') < text.index('id="precision"')
+
+
+def test_the_one_script_of_a_page_with_pictures_is_named_by_its_hash(tmp_path: Path) -> None:
+    text = html_of(pictures_of(tmp_path / "run"))
+    page = Page(text)
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    named = b64encode(sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'; img-src data:"
+    assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_slider_shows_one_step(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    after = subprocess.run(["chromium", *options, f"file://{tmp_path}/page.html"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r'<div class="step" data-step="(\d+)"( hidden="")?>', after)[:4] == [
+        ("5", ""), ("10", ' hidden=""'), ("5", ' hidden=""'), ("10", ""),
+    ]  # fmt: skip
+    assert re.findall("<output>(.*?)</output>", after) == ["step 5", "step 10", "step 10"]
 
 
 def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -> None:
@@ -111,6 +136,7 @@ def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -
     start = rows.index(["noise level", "step 0", "step 1"])
     assert rows[start + 1 : start + 3] == [["0 to 500", "0.75", "0.75"], ["500 to 1,000", "0.25", "0.25"]]
     assert ["training pictures of 24 x 40", "2"] in rows
+    assert "range" not in [attributes.get("type") for _, attributes in Page(text).tags], "nothing to slide through"
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:

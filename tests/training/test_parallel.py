@@ -32,6 +32,8 @@ def config(kind, **train):
             for name, why in (("lion", "bitsandbytes'"), ("muon", "it makes"), ("adafactor", "its states"), ("prodigy", "its rate"))
         ),
         ("shard", {"ema": 0.99}, world(2), "averages of shared weights are not offered yet"),
+        ("hybrid", {}, world(4), "this run has one machine"),
+        ("hybrid", {}, world(2, 2), "2 machines with 2 processes"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
@@ -66,9 +68,9 @@ def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     configured("run", train={"batch_size": 8, "accumulate": 4})
     made = json.loads(ask("plan", tmp_path / "run.yaml", "--gpus", 16, "--device", "h100", "--json"))["processes"]
     assert (made["processes"], made["machines"], made["micro_batches"], made["rows"]) == (16, 2, 1, 2)
-    assert list(made["kinds"]) == ["replicate", "shard"]
+    assert list(made["kinds"]) == ["replicate", "shard", "hybrid"]
     held = {kind: sum(one["memory"][part] for part in ("frozen", "trained", "optimizer")) for kind, one in made["kinds"].items()}
-    assert held["replicate"] > held["shard"]
+    assert held["replicate"] > held["hybrid"] > held["shard"]
     assert made["auto"]["kind"] == "replicate"
     with pytest.raises(UsageError, match="machines of 8 are planned for"):
         ask("plan", tmp_path / "run.yaml", "--gpus", 12, "--device", "h100")

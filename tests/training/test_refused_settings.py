@@ -48,6 +48,8 @@ def begin(configured, sections):
         ({"data": {"shuffle_buffer": 9}}, "data.shuffle_buffer: has no effect without data.stream"),
         ({"data": {"eval_split": 0, "eval": {"a b": "x.jsonl"}}}, "data.eval: 'a b': a set's name has letters"),
         ({"data": {"eval_split": 0, "eval": {"name": "x.jsonl", "limit": 3}}}, "data.eval: expected text or a list of text or mappings"),
+        ({"data": {"eval_split": 0, "eval": {"a": "{chats}"}}, "train": {"stop_on": "b"}}, "train.stop_on: b: data.eval names a"),
+        ({"data": {"eval_split": 0, "eval": "{chats}"}, "train": {"stop_on": "b"}}, "train.stop_on: b: data.eval names no sets"),
         ({"model": {"attention": "flash"}}, "on a GPU only"),
         ({"model": FP32_BRANCH, "adapter": FULL, "precision": {"preset": "bf16-mixed"}}, "no effect with adapter.kind: none"),
         ({"model": FP32_BRANCH | {"optimize": False}, "precision": {"preset": "bf16-lora"}}, "no effect with model.optimize: false"),

@@ -213,10 +213,10 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run / "base"), str(run / "adapter"))
 
 
-# --- `data.eval` as sets by name: a loss for each, and early stopping by all of them.
+# --- `data.eval` as sets by name: a loss for each, and early stopping by one of them.
 
 
-def test_every_named_set_has_a_loss(configured: Any, workshop: Any, tmp_path: Path) -> None:
+def test_every_named_set_has_a_loss_and_one_of_them_decides(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
     lines = Path(workshop.chats).read_text().splitlines(keepends=True)
     ours, other, odd = tmp_path / "train.jsonl", tmp_path / "more.jsonl", tmp_path / "odd.jsonl"
     ours.write_text("".join(lines[6:]))
@@ -225,8 +225,9 @@ def test_every_named_set_has_a_loss(configured: Any, workshop: Any, tmp_path: Pa
         json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Zqx Vjk Wyq! " * 4}]}) + "\n"
     )
     data = {"train": str(ours), "eval": {"like": str(other), "odd": [str(odd)]}}
-    settings = {"steps": 4, "eval_every": 2, "patience": 9, "learning_rate": 0.01}
+    settings = {"steps": 4, "eval_every": 2, "patience": 9, "stop_on": "like", "learning_rate": 0.01}
     assert train(configured(data=data, train=settings)) == 0
+    assert "(best of like)" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row.get("event") == "evaluation"]
     assert [row["step"] for row in evaluations] == [0, 2, 4]
@@ -234,7 +235,7 @@ def test_every_named_set_has_a_loss(configured: Any, workshop: Any, tmp_path: Pa
         low, high = sorted((row["eval_loss_like"], row["eval_loss_odd"]))
         assert low < row["eval_loss"] < high
     result = json.loads((tmp_path / "run/result.json").read_text())
-    assert result["best_eval_loss"] == min(row["eval_loss"] for row in evaluations)
+    assert result["best_eval_loss"] == min(row["eval_loss_like"] for row in evaluations)
     write_report(tmp_path / "run")
     page = (tmp_path / "run/report.html").read_text()
     assert "Evaluation loss, like" in page

@@ -109,6 +109,16 @@ def test_secrets_are_neither_written_nor_shown(env, tmp_path):
         assert "hf_AbC" not in text
 
 
+def test_secrets_of_other_tools_files_are_not_shown(tmp_path):
+    names = ("hub_token", "wandb_api_key", "aws_secret_key", "mail-api-key", "comet_webhook_url")
+    lines = "".join(f"{name}: verysecret{i}\n" for i, name in enumerate(names))
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nmicro_batch_size: 1\npad_token: <pad>\n{lines}")
+    said = CliRunner().invoke(build_app(), ["import", str(tmp_path / "a.yaml"), "--json"])
+    assert said.exit_code == 0
+    assert "verysecret" not in said.output
+    assert '"value": "<pad>"' in said.output
+
+
 def test_fp32_gradients_become_what_they_meant(tmp_path):
     result = translate(written(tmp_path))
     made = config(result.text, tmp_path)

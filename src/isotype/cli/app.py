@@ -38,7 +38,6 @@ _COMMANDS = {
 }
 # what people type by habit -> what to type
 INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
-    "diff": "isotype ls --diff RUN RUN",
     "schema": "isotype init --schema",
     "finetune": "isotype train",
     "version": "isotype --version",

@@ -8,7 +8,7 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -220,20 +220,17 @@ def _source(context: Any, key: str) -> str:
 
 def conform(
     target: Annotated[str, typer.Argument(help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False)],
-    inputs: Annotated[Optional[str], typer.Option(help='Inputs for a function: "fp32[4 16], int[4] < 8, 0.5".')] = None,  # noqa: UP045
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
     """Check an autograd.Function, a module or any callable under every dtype combination that a trainer produces.
 
-    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ..., "params": ..., "contract": ...})`;
-    or the function itself, with `--inputs`. Triton code runs in the repaired interpreter where there is no GPU.
+    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ..., "params": ..., "contract": ...})`.
+    Triton code runs in the repaired interpreter where there is no GPU.
 
         isotype doctor conform my_ops.py:build
 
-        isotype doctor conform my_ops.py:SwiGLU --inputs "fp32[4 16], fp32[4 16], fp32[8 16]"
-
-        isotype doctor conform torch.nn.functional:silu --inputs "bf16[4 16]" --json
+        isotype doctor conform my_ops.py:build_swiglu --json
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
@@ -243,7 +240,7 @@ def conform(
         from ..testing.amp.check import ampcheck
         from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
 
-        loaded = load_target(target, inputs)
+        loaded = load_target(target)
         with triton_interpreted_without_gpu():
             report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
     status = answer(

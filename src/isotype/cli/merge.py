@@ -84,21 +84,23 @@ def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
     return merge_run(load_run(run), out, dtype=dtype)
 
 
-FORMATS = ("comfyui", "gguf", "ollama")
+FORMATS = ("comfyui", "gguf", "ollama", "vllm")
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder, an adapter in it (RUN/adapters/step_N), or that of an adapter or model.")],
-    to: Annotated[str, typer.Option("--to", help="gguf or ollama of language models; comfyui of pictures.")],
+    to: Annotated[str, typer.Option("--to", help="gguf, ollama or vllm of language models; comfyui of pictures.")],
     out: Annotated[Path | None, typer.Option("--out", help="The file or folder; a new one in RUN by default.")] = None,
     kind: Annotated[
         str | None, typer.Option("--type", help="gguf, ollama: the whole model in F16, BF16 or Q8_0; gguf without it: an adapter alone.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Write the result of a run for llama.cpp, Ollama, or ComfyUI, Forge and kohya's tools.
+    """Write the result of a run for llama.cpp, Ollama, vLLM, or ComfyUI, Forge and kohya's tools.
 
     Examples:
+
+        isotype export runs/qwen --to vllm                 # the adapter, and the line that serves it
 
         isotype export runs/qwen --to gguf                 # the adapter as one file for llama-server --lora
 
@@ -124,7 +126,7 @@ def export(
     name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
     suffix = {"comfyui": ".safetensors", "gguf": f"-{(kind or 'lora').lower()}.gguf"}.get(to, f"-{to}")
     out = out or folder / f"{name}{suffix}"
-    if out.is_file() or (out.exists() and (to != "ollama" or any(out.iterdir()))):
+    if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
         raise UsageError(f"{out}: is there already", fix="--out another place")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: no folder {out.parent}")

@@ -17,8 +17,8 @@ def report(
 ) -> None:
     """Write report.html of a run: curves, precision declared and observed, preflight, data, samples.
 
-    The page is one file, no network, no script. It is made from the files in the run folder, so a run that failed or is still going has it
-    too.
+    The page is one file, no network; its one script is the slider through pictures. It is made from the files in the run folder, so a run
+    that failed or is still going has it too.
 
     Examples:
 

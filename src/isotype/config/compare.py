@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",
     "train.patience": "when to stop",
+    "train.stop_on": "when to stop",
     "run.folder": "the resumed run stays in its own folder",
     "run.save_every": "when to save",
     "run.keep": "what is kept",
@@ -47,6 +48,8 @@ MAY_CHANGE = {
     "run.report": "what is written",
     "run.trackers": "what is written",
     "run.push_to_hub": "where the result goes",
+    "run.push_merged": "what goes there",
+    "run.push_private": "who sees it there",
     "parallel.kind": "the same steps on other machines; not bit for bit",
     "parallel.timeout": "how long to wait for another process",
 }

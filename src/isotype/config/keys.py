@@ -151,7 +151,8 @@ def setting_for_option(option: str) -> str | None:
 # a key -> other tools' words for its values
 WORDS = {
     "parallel.kind": {
-        **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3", "hsdp", "hybrid_shard", "hybrid"), "shard"),
+        **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3"), "shard"),
+        **dict.fromkeys(("hsdp", "hybrid_shard"), "hybrid"),
         **dict.fromkeys(("ddp", "dp", "data_parallel", "no_shard"), "replicate"),
     }
 }

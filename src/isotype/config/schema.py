@@ -415,6 +415,8 @@ class TrainSection(Section):
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
     """Stop after so many evaluations without a better loss."""
+    stop_on: str | None = None
+    """The set of `data.eval` whose loss `patience` and the best step go by; default: all of them together."""
 
     @model_validator(mode="before")
     @classmethod
@@ -459,15 +461,19 @@ class RunSection(Section):
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
     push_to_hub: str | None = None
-    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own; a new one is private. Token and name are
-    checked before the run; an upload that fails does not fail it."""
+    """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own. Token and name are checked before the
+    run; an upload that fails does not fail it."""
+    push_merged: bool = False
+    """Push the adapter merged into its base, instead of the adapter."""
+    push_private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 class ParallelSection(Section):
-    kind: Literal["auto", "replicate", "shard"] = "auto"
+    kind: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
     """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
-    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `auto`
-    asks the memory plan: `replicate` where it fits."""
+    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `hybrid`:
+    the processes of a machine share the model, and each machine has all of it. `auto` asks the memory plan: `replicate` where it fits."""
     timeout: PositiveFloat = 1800.0
     """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
 

@@ -105,7 +105,7 @@ def _check_groups(given: Mapping[str, Any], key: str) -> None:
 
 def is_folder_name(model: str) -> bool:
     """Whether a model's name can only be a folder, or a file: the hub's have at most one slash."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".safetensors")
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".safetensors", ".gguf"))
 
 
 def gguf_file(name: str) -> Path | None:
@@ -160,6 +160,13 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     data = config.data
     for side in ("train", "eval"):
         source_specs(data, side)
+    stop_on, sets = config.train.stop_on, list(data.eval) if isinstance(data.eval, dict) else []
+    if stop_on is not None and stop_on not in sets:
+        there = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
+        raise UsageError(
+            f"{sources['train.stop_on']} train.stop_on: {stop_on}: {there}",
+            fix=f"data.eval: {{{stop_on}: FILE, ...}}" if not sets else None,
+        )
     if data.stream and config.train.steps is None:
         raise UsageError("data.stream needs train.steps: how many rows a stream has is not known", fix="--steps N")
     if data.stream and data.cache not in ("auto", "none"):

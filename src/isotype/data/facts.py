@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..config.schema import DataSection
 from ..errors import UsageError
 from ..wording import counted
 from .encode import Encoder, Tally
 from .source import Source
 from .tokens import TokenRows
 
-_BARS = 16  # of the histogram of lengths, at most
 FEW = 10  # rows below which nothing is held out
 _MOST_KEYS = 10  # named in notes, of a source
+
+
+def data_facts(
+    data: DataSection, encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally], files: Sequence[Any], *, held_out: bool
+) -> dict[str, Any]:
+    """What data.json has of rows in memory and of a stream's beginning.
+
+    sides, tallies, files  of training and of evaluation
+    """
+    train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
+    return {
+        "train": train,
+        "eval": evaluation | {"held_out": held_out},
+        **between_facts(*sides),
+        "max_length": data.max_length,
+        "loss_on": data.loss_on,
+        "eval_split": data.eval_split if held_out else None,
+        "template": template_facts(encoder),
+        "tokens": token_facts(encoder, sides, tallies),
+    }
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -38,7 +57,6 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
             "median": lengths[len(lengths) // 2] if lengths else 0,
             "p95": lengths[min(len(lengths) - 1, int(len(lengths) * 0.95))] if lengths else 0,
             "longest": lengths[-1] if lengths else 0,
-            "histogram": histogram(lengths),
         },
     }
 
@@ -61,16 +79,6 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     several = len(np.unique(trained)) > 1
     shared = np.isin(prompts, trained) & (prompts != 0) & ~copies
     return {"duplicates_between": int(copies.sum()), "prompts_between": int(shared.sum()) if several else 0}
-
-
-def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
-    """Rows by length in bars of one width, a power of two that makes at most `_BARS` of them: `up_to` is inclusive."""
-    if not lengths:
-        return []
-    width = 1 << max(0, math.ceil(max(lengths) / _BARS) - 1).bit_length()
-    first, last = (min(lengths) - 1) // width, (max(lengths) - 1) // width
-    count = Counter((n - 1) // width for n in lengths)
-    return [{"up_to": (bar + 1) * width, "rows": count[bar]} for bar in range(first, last + 1)]
 
 
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(several, list) or not isinstance(given, list) or len(several) != len(given) or len(given) < 2:
         shown = [f"{len(value)}" if isinstance(value, list) else kind(value) for value in (several, given)]
         raise RowError(f"{place}: {answers} and {scores} must be lists of the same length, 2 or more: got {shown[0]} and {shown[1]}")
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in given):
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) and -math.inf < one < math.inf for one in given):
         raise RowError(f"{place}: {scores} must be numbers, got {json.dumps(given, default=str)}")
     if max(given) == min(given):
         raise RowError(f"{place}: all {scores} are {given[0]}: no answer is better than another")

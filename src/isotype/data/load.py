@@ -21,15 +21,7 @@ from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import (
-    FEW,
-    between_facts,
-    eval_sets,
-    notes,
-    side_facts,
-    template_facts,
-    token_facts,
-)
+from .facts import FEW, data_facts, eval_sets, notes
 from .formats import Example, FormatName
 from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
@@ -92,18 +84,9 @@ def load_data(
 
     shares = _shares(sources, train, data.limit)
     packed = pack(train, data.max_length) if data.packing else None
-    facts: dict[str, Any] = {
-        "train": side_facts(train, tallies[0], _files(sources, train)),
-        "eval": side_facts(evaluation, tallies[1], _files(eval_sources, evaluation)) | {"held_out": was_held_out},
-        **between_facts(train, evaluation),
-        "max_length": data.max_length,
-        "loss_on": data.loss_on,
-        "eval_split": data.eval_split if was_held_out else None,
-        "template": template_facts(encoder),
-        "tokens": token_facts(encoder, [train, evaluation], tallies),
-        "packing": packed.facts() if packed else None,
-        "mix": _mix_facts(sources, train, shares),
-    }
+    files = _files(sources, train), _files(eval_sources, evaluation)
+    facts = data_facts(data, encoder, [train, evaluation], tallies, files, held_out=was_held_out)
+    facts |= {"packing": packed.facts() if packed else None, "mix": _mix_facts(sources, train, shares)}
     shows = bool(train.has_pictures.any() or evaluation.has_pictures.any())
     if shows and pictures is not None:
         facts["pictures"] = pictures.settings() | {"rows": int(train.has_pictures.sum()), "eval_rows": int(evaluation.has_pictures.sum())}

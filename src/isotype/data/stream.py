@@ -20,7 +20,7 @@ from ..errors import RunError, UsageError
 from ..wording import counted
 from .bad_rows import BadRow
 from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import between_facts, eval_sets, notes, side_facts, template_facts, token_facts
+from .facts import data_facts, eval_sets, notes
 from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
@@ -162,19 +162,10 @@ def load_stream(
     if was_held_out:
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
-    facts: dict[str, Any] = {
-        "train": side_facts(train, tally, [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)]),
-        "eval": side_facts(evaluation, tallies[1], [one.facts() for one in eval_sources]) | {"held_out": was_held_out},
-        **between_facts(train, evaluation),
-        "max_length": data.max_length,
-        "loss_on": data.loss_on,
-        "eval_split": share if was_held_out else None,
-        "template": template_facts(encoder),
-        "tokens": token_facts(encoder, [train, evaluation], tallies),
-        "packing": rows.facts() if data.packing else None,
-        "mix": None,
-        "stream": {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)},
-    }
+    files = [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)], [one.facts() for one in eval_sources]
+    facts = data_facts(data, encoder, [train, evaluation], tallies, files, held_out=was_held_out)
+    facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
+    facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
     shuffled = counted(data.shuffle_buffer, "row is", "rows are")
     said = [f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled} shuffled at a time"]
     total = sum(one.spec.weight or 1.0 for one in sources)

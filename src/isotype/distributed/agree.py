@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from itertools import zip_longest
@@ -18,7 +16,6 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import UsageError
-from ..precision.precision import Precision
 from .world import World
 
 LOOKED_AT = 64  # elements of each tensor
@@ -63,16 +60,6 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
         raise UsageError(
             f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on {everyone[0][1]}",
             fix="give a folder that all machines share: --out FOLDER",
-        )
-
-
-def refuse_other_precision(precision: Precision, environ: Mapping[str, str] = os.environ) -> None:
-    """Compares `accelerate launch --mixed_precision X` with the contract; `no` is its default and is ignored. Raises UsageError."""
-    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in ("no", "", precision.compute):
-        raise UsageError(
-            f"accelerate was started with mixed precision {asked}, and this run computes in {precision.compute}",
-            fix="accelerate launch --mixed_precision no: the run's precision section decides, or another precision.preset",
         )
 
 

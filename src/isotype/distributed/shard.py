@@ -31,12 +31,14 @@ class Sharding:
     """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
 
     mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its connections
-    parts     processes that share a weight: all
+    parts     processes that share a weight
+    replicas  how many times the whole model is there
     """
 
-    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any) -> None:
+    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
         """All processes call it together, with the units that `keep_part` has cut."""
-        self.mesh, self.parts = mesh, world.size
+        self.mesh = mesh
+        self.parts, self.replicas = world.size // replicas, replicas
         _gather_once(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, Sums] = {}
@@ -79,16 +81,22 @@ class Sums:
         return gradient
 
 
-def mesh_of(world: World, device: torch.device) -> Any:
-    """The processes as FSDP wants them; all call it together."""
+def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
+    """The processes as FSDP wants them; all call it together.
+
+    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    if nodes == 1:
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
 
 
 def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
     """What this process keeps of a model that the processes of `mesh` share. `look`: called with the model before it is cast."""
-    return Part(mesh.get_local_rank(), mesh.size(), look)
+    sharing = mesh.ndim - 1  # before it, in a hybrid mesh, are the machines
+    return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
@@ -186,7 +194,8 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
         if id(parameter) not in found:
             part = local_part(parameter).detach().to(dtype).cpu()
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
-            world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
+            if world.rank < sharding.parts:
+                world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
             found[id(parameter)] = whole
         if (known := found[id(parameter)]) is not None:
             result[full] = known

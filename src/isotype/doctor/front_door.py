@@ -137,7 +137,7 @@ def _commands(sources: dict[Path, str]) -> Iterator[Visit]:
     if functions:
         more = f" ({count(len(functions) - 1, 'more autograd function')})" if len(functions) > 1 else ""
         file, name = functions[0]
-        target = f"{file}:build" if _BUILD.search(sources[file]) else f'{file}:{name} --inputs "..."'
+        target = f"{file}:build" if _BUILD.search(sources[file]) else f"{file}:build, where build() returns ({name}, inputs)"
         yield Visit("conform", f"isotype doctor conform {target}{more}", looked_at=False)
     if scripts:
         more = f" ({count(len(scripts) - 1, 'more training script')})" if len(scripts) > 1 else ""

@@ -179,7 +179,8 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
     """The repository that this process pushes the result to, after what could prevent it was looked for. Raises UsageError."""
     from ..distributed.rank import find_rank
 
-    if loaded.config.run.push_to_hub is None or find_rank().rank != 0:
+    run = loaded.config.run
+    if (run.push_to_hub is None and not run.push_merged and run.push_private) or find_rank().rank != 0:
         return None
     from ..inference.push import check_push
 
@@ -407,7 +408,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            what = "file" if name.endswith(".safetensors") else "folder"
+            what = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
             missing.append(f"{loaded.sources[key]} {key}: {name}: no such {what}{near_model(name) or where_looked(name, loaded.path)}")
     refuse_inapplicable(config, loaded.sources)
     diffusion = kind_of(config) == DIFFUSION

@@ -23,30 +23,25 @@ import errno
 import os
 import platform
 import re
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 
 GiB = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
+class Generation(NamedTuple):
     """Number formats of one hardware generation, as torch uses them: `native`, `emulated` or `none`."""
 
-    name: str
     kind: str
     bf16: str
     fp16: str
     fp8: str = "none"
     tf32: str = "none"
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,39 +76,32 @@ class Hardware:
         return {**self.__dict__, "peak_tflops": dict(self.peak_tflops)}
 
 
-def _generation(name: str, kind: str, bf16: str, fp16: str, fp8: str = "none", tf32: str = "none", note: str = "") -> Generation:
-    return Generation(name=name, kind=kind, bf16=bf16, fp16=fp16, fp8=fp8, tf32=tf32, note=note)
-
-
-GENERATIONS: dict[str, Generation] = {
-    g.name: g
-    for g in (
-        _generation("kepler", "cuda", "none", "emulated", note="below what current torch builds support"),
-        _generation("maxwell", "cuda", "none", "emulated", note="fp16 is storage only"),
-        _generation("pascal", "cuda", "none", "native", note="6.1 cards (GTX 10, P40) run fp16 at 1/64 of fp32"),
-        _generation("volta", "cuda", "none", "native", note="first tensor cores: fp16 only"),
-        _generation("turing", "cuda", "none", "native", note="tensor cores for fp16 and integers"),
-        _generation("ampere", "cuda", "native", "native", tf32="native"),
-        _generation("ada", "cuda", "native", "native", "native", "native"),
-        _generation("hopper", "cuda", "native", "native", "native", "native"),
-        _generation("blackwell", "cuda", "native", "native", "native", "native"),
-        _generation("vega", "rocm", "none", "native", note="gfx900 and gfx906 (MI50): no bf16 instructions"),
-        _generation("cdna1", "rocm", "native", "native", note="gfx908: bf16 at half of fp16's rate"),
-        _generation("cdna2", "rocm", "native", "native"),
-        _generation("cdna3", "rocm", "native", "native", "native", "native", note="fp8 in the FNUZ encoding"),
-        _generation("cdna4", "rocm", "native", "native", "native", note="tf32 is emulated by bf16 products"),
-        _generation("rdna1", "rocm", "none", "native"),
-        _generation("rdna2", "rocm", "none", "native", note="packed fp16, no bf16 instructions"),
-        _generation("rdna3", "rocm", "native", "native", note="bf16 through WMMA"),
-        _generation("rdna4", "rocm", "native", "native", "native"),
-        _generation("cpu-amx", "cpu", "native", "emulated", note="AMX-BF16 tiles"),
-        _generation("cpu-amx-fp16", "cpu", "native", "native", note="AMX-BF16 and AMX-FP16 tiles"),
-        _generation("cpu-avx512-bf16", "cpu", "native", "emulated", note="VDPBF16PS; Zen 4 and later, Cooper Lake"),
-        _generation("cpu-avx512", "cpu", "emulated", "emulated"),
-        _generation("cpu-avx2", "cpu", "emulated", "emulated"),
-        _generation("cpu-arm-bf16", "cpu", "native", "native", note="FEAT_BF16: BFMMLA"),
-        _generation("cpu", "cpu", "emulated", "emulated", note="nothing known of it"),
-    )
+GENERATIONS = {
+    "kepler": Generation("cuda", "none", "emulated"),  # below what current torch builds support
+    "maxwell": Generation("cuda", "none", "emulated"),  # fp16 is storage only
+    "pascal": Generation("cuda", "none", "native"),  # 6.1 cards (GTX 10, P40) run fp16 at 1/64 of fp32
+    "volta": Generation("cuda", "none", "native"),  # first tensor cores: fp16 only
+    "turing": Generation("cuda", "none", "native"),  # tensor cores for fp16 and integers
+    "ampere": Generation("cuda", "native", "native", tf32="native"),
+    "ada": Generation("cuda", "native", "native", "native", "native"),
+    "hopper": Generation("cuda", "native", "native", "native", "native"),
+    "blackwell": Generation("cuda", "native", "native", "native", "native"),
+    "vega": Generation("rocm", "none", "native"),  # gfx900 and gfx906 (MI50): no bf16 instructions
+    "cdna1": Generation("rocm", "native", "native"),  # gfx908: bf16 at half of fp16's rate
+    "cdna2": Generation("rocm", "native", "native"),
+    "cdna3": Generation("rocm", "native", "native", "native", "native"),  # fp8 in the FNUZ encoding
+    "cdna4": Generation("rocm", "native", "native", "native"),  # tf32 is emulated by bf16 products
+    "rdna1": Generation("rocm", "none", "native"),
+    "rdna2": Generation("rocm", "none", "native"),  # packed fp16, no bf16 instructions
+    "rdna3": Generation("rocm", "native", "native"),  # bf16 through WMMA
+    "rdna4": Generation("rocm", "native", "native", "native"),
+    "cpu-amx": Generation("cpu", "native", "emulated"),  # AMX-BF16 tiles
+    "cpu-amx-fp16": Generation("cpu", "native", "native"),  # AMX-BF16 and AMX-FP16 tiles
+    "cpu-avx512-bf16": Generation("cpu", "native", "emulated"),  # VDPBF16PS; Zen 4 and later, Cooper Lake
+    "cpu-avx512": Generation("cpu", "emulated", "emulated"),
+    "cpu-avx2": Generation("cpu", "emulated", "emulated"),
+    "cpu-arm-bf16": Generation("cpu", "native", "native"),  # FEAT_BF16: BFMMLA
+    "cpu": Generation("cpu", "emulated", "emulated"),  # nothing known of it
 }
 
 
@@ -322,50 +310,6 @@ def _memory() -> int:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def measured_matmul_peak(device: str, dtype: str, *, seconds: float = 0.3) -> float:
-    """FLOP/s of a square matrix product on this device: what MFU is measured against. Under half a second, once in a process.
-
-    The right factor is a transposed one, as a layer's weight is: in fp16 on a CPU one that is not takes six to ten times as long.
-
-    device  `cpu`, `cuda`, `cuda:1`
-    dtype   `fp32 bf16 fp16`
-    ->      the best of the repetitions, FLOP/s
-    """
-    import torch
-
-    return _measured_peak(device, dtype, seconds, torch.get_num_threads())
-
-
-@lru_cache
-def _measured_peak(device: str, dtype: str, seconds: float, threads: int) -> float:
-    import torch
-
-    from ..dtypes import to_torch
-
-    on_gpu = torch.device(device).type == "cuda"
-    n = 8192 if on_gpu else 512
-    own = torch.Generator(device).manual_seed(0)  # a run's own draws do not depend on whether this was measured before
-    a, weight = (torch.randn(n, n, device=device, dtype=to_torch(dtype), generator=own) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def once() -> float:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, weight.t(), out=out)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    end = time.perf_counter() + seconds
-    first, best = once(), float("inf")
-    while best == float("inf") or time.perf_counter() < end:
-        best = min(best, once())
-        if first > seconds:  # a device so slow that the first product, library start included, used the time up
-            break
-    return 2 * n**3 / best
 
 
 # "... DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes. Error code 12", on Windows "not enough memory: ..."

@@ -1,12 +1,10 @@
-"""Checks once per process whether the hub of models and datasets answers, and shortens its library's messages about failed attempts.
+"""Checks once per process whether the hub of models and datasets answers.
 
 The library alone waits half a minute for each file where nothing answers, also for one that was downloaded before.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 import sys
 import time
 
@@ -15,10 +13,7 @@ from huggingface_hub.utils import get_session
 
 from ..errors import UsageError
 
-LOGGER = "huggingface_hub.utils._http"  # where each failed try is logged
 FIRST_TRY, PAUSE = 5.0, 1.0  # seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
-_FAILED = re.compile(r"(.*) thrown while requesting \w+ \w+://([^/\s]+)", re.DOTALL)
-_WAITING = re.compile(r"Rate limited\. Waiting ([\d.]+) ?s")
 _away: dict[str, bool] = {}  # by endpoint, as first found
 
 
@@ -65,27 +60,6 @@ def _answers() -> bool:
                 )
                 time.sleep(PAUSE)
     return False
-
-
-class HubTries(logging.Filter):
-    """Prints only the first failed attempt for each host, at once. The final error reports that the host never answered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        failed, waiting = _FAILED.match(text), _WAITING.match(text)
-        if waiting is not None:
-            say(f"the hub asks for patience: the next try is in {float(waiting[1]):.0f} s")
-        elif failed is not None and failed[2] not in self.said:
-            self.said.add(failed[2])
-            say(
-                f"{failed[2]} does not answer ({failed[1].strip(chr(39))}): trying again for a minute or less. "
-                "Ctrl-C stops; HF_HUB_OFFLINE=1 takes what was downloaded before"
-            )
-        return record.levelno > logging.WARNING
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A saved PEFT adapter as pairs of matrices, for llama.cpp, which reads LoRA and nothing else of PEFT."""
+"""A saved PEFT adapter as pairs of matrices, for programs that read LoRA and nothing else of PEFT."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def read_settings(adapter: Path) -> dict[str, Any]:
     return settings
 
 
-def read_pairs(adapter: Path) -> list[Pair]:
-    """The pairs of a PEFT folder. Raises UsageError for what llama.cpp does not apply."""
+def read_pairs(adapter: Path, reader: str) -> list[Pair]:
+    """The pairs of a PEFT folder. Raises UsageError for what `reader`, named in the error, does not apply."""
     from peft.utils.other import get_pattern_key
     from safetensors.torch import load_file
 
@@ -60,7 +60,7 @@ def read_pairs(adapter: Path) -> list[Pair]:
     if not (adapter / FILE).is_file():
         raise UsageError(f"{adapter}: no {FILE} there")
     tensors = load_file(adapter / FILE)
-    refuse_more_than_pairs(adapter, settings, list(tensors))
+    refuse_more_than_pairs(adapter, settings, list(tensors), reader)
     rank, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
     ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
     pairs = []
@@ -75,20 +75,20 @@ def read_pairs(adapter: Path) -> list[Pair]:
     return pairs
 
 
-def refuse_more_than_pairs(adapter: Path, settings: dict[str, Any], names: list[str]) -> None:
+def refuse_more_than_pairs(adapter: Path, settings: dict[str, Any], names: list[str], reader: str) -> None:
     """Raises  UsageError for experts, DoRA, layers that were trained in full, embeddings and biases"""
     unread = [name for name in names if not name.endswith((_A, _B))]
     kind = settings.get("peft_type")
     # a pair on stacked experts is named after the module that holds them, and has a row for each expert and rank
     experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
     if kind != "LORA":
-        what = f"is {kind}, and llama.cpp reads LoRA"
+        what = f"is {kind}, and {reader} reads LoRA"
     elif experts:
-        what = f"adapts stacked experts ({experts[0]}), which releases of llama.cpp drop, or read with rows and columns exchanged"
+        what = f"adapts stacked experts ({experts[0]}), which releases of {reader} drop, or read with rows and columns exchanged"
     elif settings.get("use_dora"):
-        what = "is a DoRA adapter, which llama.cpp does not apply"
+        what = f"is a DoRA adapter, which {reader} does not apply"
     elif unread:
-        what = f"holds {unread[0]} beside its pairs of matrices, and llama.cpp reads only these"
+        what = f"holds {unread[0]} beside its pairs of matrices, and {reader} reads only these"
     elif not names:
         what = "holds no tensor"
     else:

@@ -6,6 +6,7 @@ What can be refused is refused before the merge, which may take minutes.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_mo
 from .gguf_tokenizer import tokenizer_keys
 from .loaded import load_run, result_of
 from .merge import merge
-from .ollama import modelfile
+from .ollama import CONVERTED, modelfile, write_for_converter
+from .vllm import export_vllm
 
 Written = tuple[dict[str, Any], list[str]]
 
@@ -30,12 +32,17 @@ Written = tuple[dict[str, Any], list[str]]
 def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: str) -> Written:
     """Writes `out`; returns what was written, for `--json`, and as lines.
 
-    to      gguf or ollama
+    to      vllm, gguf or ollama
     kind    of the whole model; None: gguf writes an adapter alone, and a model in the type that keeps its values
     Raises  UsageError
     """
     result = _result(run)
     adapter = (result / SETTINGS).is_file()
+    if to == "vllm":
+        if not adapter:
+            raise UsageError(f"{run}: every weight was trained: there is no adapter", fix=f"vllm serve {result} takes the model as it is")
+        command = export_vllm(result, out, name)
+        return {"folder": str(out), "command": command}, [f"exported  {out}", f"serve     {command}"]
     if to == "gguf" and adapter and kind is None:
         layers = export_adapter(result, out)
         serve = f"llama-server -m BASE.gguf --lora {out}"
@@ -48,10 +55,14 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     config = read_architecture(base)
     command = llama_cpp("merged" if adapter else result, kind or "F16")
     command = f"isotype merge {run} --out merged && {command}" if adapter else command
-    import_module("gguf")  # where it is missing, the command says so before a merge
-    refuse_model(config, command)
-    tokenizer_keys(tokenizer, config.vocab_size, command)
-    content = modelfile(tokenizer, "./model.gguf") if to == "ollama" else ""
+    converted = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED
+    if converted and kind is not None:
+        raise UsageError(f"--type has no effect for {config.model_type}, which Ollama converts", fix="ollama create --quantize q8_0")
+    if not converted:
+        import_module("gguf")  # where it is missing, the command says so before a merge
+        refuse_model(config, command)
+        tokenizer_keys(tokenizer, config.vocab_size, command)
+    content = modelfile(tokenizer, "." if converted else "./model.gguf") if to == "ollama" else ""
     with _whole(run, result, out.absolute().parent) as folder:
         kind = kind or _type_of(folder)
         if to == "gguf":
@@ -59,7 +70,11 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
             return {"file": str(out), "tensors": tensors, "type": kind}, [f"exported  {tensors} tensors in {kind} to {out}"]
 
         def fill(aside: Path) -> None:
-            export_model(folder, aside / "model.gguf", kind)
+            if converted:
+                shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns("DONE"))
+                write_for_converter(aside)
+            else:
+                export_model(folder, aside / "model.gguf", kind)
             (aside / "Modelfile").write_text(content, encoding="utf-8")
 
         write_folder(out, fill, then="export again")

@@ -89,7 +89,7 @@ def export_adapter(adapter: Path, out: Path) -> int:
     """
     import gguf
 
-    pairs, base = read_pairs(adapter), str(read_settings(adapter).get("base_model_name_or_path"))
+    pairs, base = read_pairs(adapter, "llama.cpp"), str(read_settings(adapter).get("base_model_name_or_path"))
     config = read_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:

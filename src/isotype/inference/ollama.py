@@ -6,6 +6,7 @@ the Go template that puts it there is compared with the chat template on other c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from ..data.chat import chat_template
 from ..errors import UsageError
 
+# what Ollama's converter of safetensors knows (0.12 to 0.17) besides the families that are written as GGUF here
+CONVERTED = (
+    "MixtralForCausalLM", "GemmaForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
 _TRIED = ("What is\na bf16?", "Eight bits of mantissa, 7 stored.", "And fp16?", "Eleven; ten stored.", "Thanks! {{ x }}")
 
 
@@ -144,3 +150,24 @@ def _ends(folder: Path | str, tokenizer: Any) -> list[int]:
         said = None
     ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
     return [index for index in ends if index is not None]
+
+
+def write_for_converter(folder: Path) -> None:
+    """What Ollama's converter reads of a model's folder and transformers 5 no longer writes there.
+
+    Without `rope_theta` beside `rope_parameters` it takes 10,000, or 0, as the base of the rotary embedding.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope.pop("rope_theta")
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = rope | {"type": rope["rope_type"]}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": begins_text(tokenizer)}
+    if isinstance(tokenizer.chat_template, str):
+        said["chat_template"] = tokenizer.chat_template
+    file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

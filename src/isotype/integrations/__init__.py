@@ -7,12 +7,11 @@ weights     the weights' dtypes and autocast, and the way back; bf16 weights wit
 steps       deferred logits, non-finite numbers that stop the run
 preflight   Isotype's checks on the trainer's rows and arguments
 record      output_dir/isotype/: what ran in the first step, and in which dtypes in the second
-axolotl     a way in for a tool that builds its trainers itself
 """
 
 from __future__ import annotations
 
-from .attach import IsotypeCallback, attach, detach
+from .attach import attach, detach
 from .attachment import Attachment
 
-__all__ = ["Attachment", "IsotypeCallback", "attach", "detach"]
+__all__ = ["Attachment", "attach", "detach"]

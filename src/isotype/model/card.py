@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ def write_card(
     if not scored:
         lines += ["`isotype chat FOLDER` talks with it.", *(["`isotype merge FOLDER` adds it to its base."] if adapter else []), ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def merged_card(card: str, dtype: str, noise: float) -> str:
+    """The card of a merged model, from that of its adapter.
+
+    noise  error of the rounding to `dtype`, as a share of the adapter's effect on the weights
+    """
+    facts, _, load = card.partition("FOLDER is this folder:")
+    kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
+    name = kind[1] if kind else "AutoModelForCausalLM"
+    facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace("# A PEFT adapter", "# A model", 1)
+    rounded = f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's effect on the weights\n"
+    facts = facts.replace("\n\n| role", f"\n{rounded}\n| role", 1)
+    lines = [f"from transformers import {name}, AutoTokenizer", "", f"model = {name}.from_pretrained(FOLDER, dtype='auto')"]
+    code = "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"])
+    return f"{facts}FOLDER is this folder:\n\n```python\n{code}\n```\n"
 
 
 def plain_card(*, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None) -> str:

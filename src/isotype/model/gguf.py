@@ -104,6 +104,8 @@ def _read(file: Path, _changed: int) -> _File:
             for t in opened.tensors
         }
         architecture = str(fields["general.architecture"])
+        if (heads := fields.get(f"{architecture}.attention.head_count")) is not None:  # llama.cpp's default, and not every class's own
+            fields.setdefault(f"{architecture}.attention.head_count_kv", heads)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise UsageError(f"model {file}: no whole GGUF file: {error}", fix="get the file again from where it came") from None
     family = FAMILIES.get(architecture)
@@ -141,7 +143,7 @@ def read_architecture(name: str, revision: str | None = None, *, trust_remote_co
     unread = {name for name in own if name not in (*_SETTINGS, *_BESIDE) or (name in experts and file.family.own is None)}
     if strange := [f"{architecture}{name}: {own[name]}" for name in sorted(unread) if own[name]]:
         raise UsageError(f"model {path}: its setting {strange[0]} is not read", fix=DENSE)
-    may_lack = (*experts, "attention.key_length", "attention.head_count_kv")
+    may_lack = (*experts, "attention.key_length")
     if absent := [name for name in _SETTINGS if name not in own and name not in may_lack]:
         raise UsageError(f"model {path}: its setting {architecture}{absent[0]} is missing", fix="get the file again from where it came")
     settings = {theirs: own[name] for name, theirs in _SETTINGS.items() if own.get(name)}

@@ -173,7 +173,8 @@ def load_base(
         with explained(source.name, "model", source.revision):
             options |= reading_packed(architecture, source.name, dtype) | {"device_map": {"": where}}
     quantises = precision.base == "nf4" and not trainable
-    if mapped and not quantises and not quantised_before:
+    packs = precision.base in ON_LOAD and not trainable and not quantised_before
+    if mapped and not (quantises or packs or quantised_before):
         in_files = _as_in_files(source, architecture, attention, options, notes)
         if in_files is not None:
             return in_files
@@ -182,7 +183,7 @@ def load_base(
             options["quantization_config"] = _nf4(precision, _kept_whole(source, architecture, in_full))
         options["device_map"] = {"": where}
     model = _load(source, architecture, attention, options, notes)
-    if precision.base in ON_LOAD and not quantised_before and not trainable:
+    if packs:
         quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
     if "device_map" not in options:
         model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy

@@ -1,4 +1,4 @@
-"""`report.html` of a run: one file, no network, no script; made from the files in the run folder only."""
+"""`report.html` of a run: one file, no network; made from the files in the run folder only."""
 
 from .write import write_report
 

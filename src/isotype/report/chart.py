@@ -1,6 +1,6 @@
 """Plots as inline SVG. Colours are CSS variables, so that one drawing serves light and dark pages.
 
-There is no script: a chart is overlaid with invisible columns, and the one under the pointer shows its values.
+A chart needs no script: it is overlaid with invisible columns, and the one under the pointer shows its values.
 """
 
 from __future__ import annotations

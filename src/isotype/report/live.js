@@ -8,8 +8,11 @@ function replaceWith(text) {
   const opened = [...document.querySelectorAll("details")].map((one) => one.open);
   fresh.querySelectorAll("details").forEach((one, i) => { one.open = opened[i] || false; });
   const scrolled = [...document.querySelectorAll(".scroll, pre")].map((one) => one.scrollLeft);
+  const chosen = [...document.querySelectorAll(".drawn input")].map((one) => (one.value === one.max ? null : one.value)); // null: the last step
   document.querySelector("main").replaceWith(fresh.querySelector("main"));
   document.querySelectorAll(".scroll, pre").forEach((one, i) => { one.scrollLeft = scrolled[i] || 0; });
+  document.querySelectorAll(".drawn input").forEach((one, i) => { one.value = chosen[i] ?? one.max; });
+  showSteps();
   document.title = fresh.title;
 }
 

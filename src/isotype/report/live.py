@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, holder, is_held
 from .record import RunRecord, picture_of, read_run
-from .write import Live, render
+from .write import STEPS, Live, render
 
 HOST = "127.0.0.1"
 LINES, TAIL = 40, 32 << 10  # of the log: lines that are shown, bytes that are read
@@ -133,7 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, content, "text/html", tag)
 
     def _script(self) -> None:
-        self._send(HTTPStatus.OK, files(__package__).joinpath(SCRIPT).read_bytes(), "text/javascript")
+        both = [files(__package__).joinpath(name).read_bytes() for name in (STEPS, SCRIPT)]
+        self._send(HTTPStatus.OK, b"\n".join(both), "text/javascript")
 
     def _stop(self) -> None:
         self.server.stop()

@@ -29,7 +29,7 @@ def losses_told(record: RunRecord) -> str:
 MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
-_NOISY = ("tokens_per_second", "mfu", "share_changed")
+_NOISY = ("tokens_per_second", "share_changed")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,6 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("learning_rate", "Learning rate", "", plain),
     ("tokens_per_second", "Tokens per second", "", count),
     ("memory_bytes", "Peak memory", "", bytes_written),
-    ("mfu", "Model FLOPs utilisation", "Share of this machine's measured peak in matrix products.", percent),
     ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
     ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
 )

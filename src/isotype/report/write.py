@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import tempfile
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from ..errors import UsageError
@@ -12,6 +15,7 @@ from .page import page
 from .record import RunRecord, read_run
 
 REPORT = "report.html"
+STEPS = "steps.js"  # of the page with pictures
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
@@ -39,16 +43,20 @@ class Live:
 
 
 def render(record: RunRecord, live: Live | None = None) -> str:
-    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network and no script.
+    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network, and no script but that of its pictures.
 
     live  for a page that is served, which has one script and a form
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.jinja").render(page(record), live=live).lstrip()
+    script = files(__package__).joinpath(STEPS).read_text(encoding="utf-8")
+    policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment.get_template("report.html.jinja")
+    return template.render(page(record), live=live, script=Markup(script), script_hash=policy).lstrip()
 
 
 def _write(target: Path, content: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, `expect`, the pytest plugin.
+"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, the pytest plugin.
 
-Attributes are imported when first used: a test that uses only `expect` imports nothing else.
+Attributes are imported when first used.
 """
 
 from __future__ import annotations

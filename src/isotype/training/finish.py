@@ -179,7 +179,7 @@ def verify_result(
 
     model, units = world.in_turn(load)
     if sharding is not None:
-        Sharding(model, units, world, mesh=mesh)
+        Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     with same_draws():
         reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
     off_the_base = adapter and task.config.adapter.start in OFF_THE_BASE

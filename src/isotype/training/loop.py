@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -72,8 +72,6 @@ class Loop:
     store: CheckpointStore
     console: RunConsole
     device: torch.device
-    flops: Callable[[Any], float]
-    peak_flops: float | None
     trackers: Trackers | None = None
     callbacks: Sequence[Callback] = ()
     world: World = ALONE
@@ -179,9 +177,6 @@ class Loop:
         self.progress.units += result.units
         if not logging:
             return
-        rate_reached = sum(self.flops(batch) for batch in batches if batch.rows) / seconds
-        # the peak was measured in half a second: where a step beats it, the step is the better measurement
-        self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
         words = self.task.words
         row = {
             "step": step,
@@ -196,7 +191,6 @@ class Loop:
             words.weight: result.weight,
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
-            "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
             "promotions": promotions,
             "overflow": result.overflow or None,
             "loss_scale": result.loss_scale,
@@ -263,7 +257,8 @@ class Loop:
 
     @cached_property
     def _evaluation_rows(self) -> str:
-        return self.task.fingerprints()["evaluation"]
+        on = self.config.train.stop_on
+        return self.task.fingerprints()["evaluation"] + (f" {on}" if on else "")
 
     def _evaluate(self) -> tuple[bool, bool]:
         result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
@@ -273,9 +268,11 @@ class Loop:
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
             )
-        best = result.loss < progress.best_loss
+        on = self.config.train.stop_on
+        compared = result.loss if on is None else result.parts[on]
+        best = compared < progress.best_loss
         if best:
-            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
+            progress.best_loss, progress.best_step, progress.without_gain = compared, progress.step, 0
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss}
@@ -288,7 +285,7 @@ class Loop:
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}"
             + "".join(f"  {name} {loss:.4f}" for name, loss in result.parts.items() if isinstance(self.config.data.eval, dict))
-            + (" (best)" if best and progress.step else "")
+            + (f" (best{'' if on is None else f' of {on}'})" if best and progress.step else "")
             + "".join(f"  {name} {result.measures[name]:.3g}" for name in words.live if name in result.measures)
         )
         self._tell("evaluation", row)

@@ -19,7 +19,7 @@ from .memory.plan import MemoryPlan
 from .memory.recomputation import Checkpointing
 from .quiet import quiet_libraries
 from .schedule import Milestones, learning_rate, repeats_in_a_step, warmup_steps
-from .setup import REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
+from .setup import HYBRID, REPLICATE, SHARD, Basis, Parallel, by_plan, planned_checkpointing, settle
 from .start import attention_line
 from .step import peak_memory
 from .task import Outline, Task, micro_batch
@@ -262,9 +262,11 @@ def plan_processes(
     """
     has, nodes = basis.hardware.memory, max(1, processes // OF_A_MACHINE)
     kinds = [KindPlan(REPLICATE, whole[1], whole[0])]
-    if task.config.model.offload != BLOCKS:
-        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=processes)
-        kinds.append(KindPlan(SHARD, memory, checkpointing))
+    shared = () if task.config.model.offload == BLOCKS else (SHARD, HYBRID) if nodes > 1 else (SHARD,)
+    for kind in shared:
+        parts = Parallel(kind, nodes=nodes if kind == HYBRID else 1).parts(processes)
+        checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts)
+        kinds.append(KindPlan(kind, memory, checkpointing))
     peak, config = whole[1].peak, task.config
     taken = by_plan(peak, has, lambda: peak, config=config)
     if config.parallel.kind != "auto":

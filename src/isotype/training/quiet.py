@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-from ..environment.hub import LOGGER, HubTries
-
 
 def quiet_libraries() -> None:
     """Switches off progress bars and advice, which would break the live line. Errors are still printed.
@@ -24,9 +22,6 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()  # its own, and the hub's
     if downloads_are_shown:
         enable_progress_bars()
-    hub = logging.getLogger(LOGGER)
-    if not any(isinstance(there, HubTries) for there in hub.filters):
-        hub.addFilter(HubTries())
     for library in ("peft", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
     for module in ("transformers", "peft", "torch"):

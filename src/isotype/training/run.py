@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.load import LoadedConfig
-from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, refuse_other_precision, versions
+from ..distributed.agree import lines_of, refuse_differences, refuse_folder_of_another_machine, versions
 from ..distributed.world import World, join
-from ..environment.hardware import measured_matmul_peak, out_of_memory
+from ..environment.hardware import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..observe import Observer
 from ..runs.checkpoint.atomic_folder import refused, writable_again
@@ -170,7 +170,6 @@ class _Run:
     def _refuse_before_the_first_step(self, prepared: Prepared) -> None:
         """Raises UsageError for processes that differ, and for callbacks where the model is shared."""
         world = self.world
-        refuse_other_precision(prepared.resolved.precision)
         if world.size > 1:
             refuse_differences(
                 world,
@@ -199,8 +198,6 @@ class _Run:
             store=CheckpointStore(self.folder.checkpoints, keep=config.run.keep),
             console=self.console,
             device=prepared.device,
-            flops=task.flops(prepared.model),
-            peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
             callbacks=self.callbacks,
             world=self.world,
         )

@@ -46,19 +46,24 @@ from .step import Stepper
 from .task import Batch, Outline, Task
 
 _CHECKPOINTING = "train.gradient_checkpointing"
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, HYBRID = "replicate", "shard", "hybrid"
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """kind: replicate or shard."""
+    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the processes of one share it."""
 
     kind: str
     reason: str = ""
+    nodes: int = 1
 
     @property
     def shares(self) -> bool:
         return self.kind != REPLICATE
+
+    def parts(self, size: int) -> int:
+        """How many of `size` processes share a model."""
+        return size // self.nodes if self.shares else 1
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.reason})" if self.reason else self.kind
@@ -169,7 +174,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         needed = 0 if found is None else sum(block.bytes for block in found.blocks)
         refuse_without_host_memory(needed, host_memory(), world.local_size)
     with world.exchanging():
-        mesh = mesh_of(world, basis.device) if parallel.shares else None
+        mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
     fingerprint = ""
 
@@ -184,8 +189,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-        parts = world.size if parallel.shares else 1
-        checkpointing = choose_checkpointing(task, basis, model, parts=parts, source=sources.get(_CHECKPOINTING, ""))
+        checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size), source=sources.get(_CHECKPOINTING, ""))
         apply_checkpointing(model, checkpointing)
         units = [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
         return model, manifest, checkpointing, units
@@ -195,7 +199,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     if world.size > 1 and mesh is None:
         look(model)
     with world.exchanging():
-        sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh)
+        sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
     )
@@ -215,7 +219,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
 
 def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
-    """What the configuration says, or None where it leaves that to the plan. Raises UsageError for a kind that this run cannot have."""
+    """What the configuration says, or None where it leaves that to the plan.
+
+    Raises  UsageError for a kind that this run or this number of machines cannot have
+    """
     kind = config.parallel.kind
     if world.size == 1:
         return ONE_PROCESS
@@ -223,7 +230,15 @@ def parallel_as_configured(config: RunConfig, world: World) -> Parallel | None:
         return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
     if why := why_not_shared(config):
         raise UsageError(f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate")
-    return Parallel(SHARD, "parallel.kind")
+    if kind == SHARD:
+        return Parallel(SHARD, "parallel.kind")
+    if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
+        why = "one machine" if world.nodes == 1 else f"{world.nodes} machines with {world.size} processes"
+        raise UsageError(
+            f"parallel.kind: hybrid shares the model between the processes of each of several machines, and this run has {why}",
+            fix="parallel.kind: shard",
+        )
+    return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
 _OF_WHOLE_WEIGHTS = {

@@ -119,7 +119,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
 
 def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind == "shard" else []
+        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
     batching = prepared.batching
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(batching.own)} x {batching.rows} rows of each step"

@@ -165,7 +165,7 @@ class Stepper:
         if self.sharding is None:
             return own
         (square,) = self.world.sum([own**2])
-        return _norm_of_parts(square)
+        return _norm_of_parts(square, self.sharding)
 
     def _add_up(self, loss: Tensor) -> tuple[float, float, float, float | None, list[float]]:
         """Makes the gradients those of all processes; returns this process's own loss, that of all, the norm of the whole gradient, the
@@ -188,7 +188,7 @@ class Stepper:
             return own, own, norm, changed, measures
         if self.sharding is not None:
             total, square, *measures = self.world.sum([own, norm**2, *measures])
-            return own, total, _norm_of_parts(square), changed, measures
+            return own, total, _norm_of_parts(square, self.sharding), changed, measures
         total, *counts = self.world.sum([own, *reached, *measures])
         self.accumulator.drop_unreached([count > 0 for count in counts[: len(reached)]])
         return own, total, norm, changed, counts[len(reached) :]
@@ -225,9 +225,9 @@ def read_on_host(*scalars: Tensor) -> list[float]:
     return values
 
 
-def _norm_of_parts(square: float) -> float:
+def _norm_of_parts(square: float, sharding: Sharding) -> float:
     """`square`: the squares of all processes' norms, summed."""
-    return math.sqrt(square) if math.isfinite(square) else square
+    return math.sqrt(square / sharding.replicas) if math.isfinite(square) else square
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -278,9 +278,6 @@ class Task(Protocol):
         divisor  the sums are divided by it, inside an op where there is one, so that a gradient is rounded once
         """
 
-    def flops(self, model: nn.Module) -> Callable[[Batch], float]:
-        """FLOPs of forward and backward of one micro-batch; matrix products only."""
-
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none.
 

@@ -36,7 +36,10 @@ _OTHER_NAMES = {  # older or shorter arguments
     "validation_prompts": "validation_prompt", "max_steps": "max_train_steps",
 }  # fmt: skip
 _HIDDEN = "(secret)"
-_SECRET = r"[\w.-]*(?:token|api_?key|secret|passw\w*|access_?key|credentials?|webhook\w*|_auth)"
+_SECRET = (
+    r"[\w.-]*(?:(?<!bos_|eos_|pad_|unk_|sep_|cls_)token|[_-]auth"
+    r"|(?:api[_-]?key|secret|passw|access[_-]?key|credential|webhook)[\w.-]*)"
+)
 _VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})\b")
 _FLAG = re.compile(rf"(--?{_SECRET}[= ]+)\S+", re.I)
 
@@ -176,7 +179,7 @@ def simpletuner_keys(read: Tree | str, config: Path) -> list[Given]:
             key = str(written).lstrip("-").replace("-", "_")  # their names may begin with `--`
             found[key] = Given(_OTHER_NAMES.get(key, key), value, read.lines.get((written,)), str(written))
     named = next((given.value for given in found.values() if given.name == "data_backend_config"), None)
-    return [without_secret(given) for given in (*found.values(), *_simpletuner_datasets(named, config))]
+    return [*found.values(), *_simpletuner_datasets(named, config)]
 
 
 def _simpletuner_datasets(named: object, config: Path) -> Iterator[Given]:

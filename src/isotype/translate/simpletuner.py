@@ -25,8 +25,8 @@ HUB = {  # family and flavour -> the model that SimpleTuner takes where none is 
     ("sd3", "medium"): "stabilityai/stable-diffusion-3.5-medium", ("sd3", "large"): "stabilityai/stable-diffusion-3.5-large",
     ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
 }  # fmt: skip
-# contradictions that do not stop a translation: what CF020 asks for is what the result has; CF029 is how SimpleTuner's own reader differs
-HARMLESS = ("CF020", "CF029")
+# a contradiction that does not stop a translation: what it asks for is what the result has
+HARMLESS = ("CF020",)
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
     **t.OPTIMIZERS,

@@ -72,6 +72,9 @@ class Source:
     method: str = ""
     config: str = ""
 
+    def __post_init__(self) -> None:
+        self.keys = [without_secret(given) for given in self.keys]
+
     def get(self, name: str) -> object:
         return next((given.value for given in self.keys if given.name == name), None)
 
@@ -220,7 +223,7 @@ def _picture_script(tool: str, keys: list[Given], path: Path, script: str) -> So
         file = path.parent / str(said.get("config_file"))
         keys = [*keys, *(given for given in (read(file).keys if file.is_file() else ()) if given.name not in said)]
         keys += kohya_dataset_file(said.get("dataset_config"), path)
-    return Source(str(path), tool, [without_secret(given) for given in keys], method=script)
+    return Source(str(path), tool, keys, method=script)
 
 
 def _from_calls(calls: list[Call]) -> Iterator[Given]:

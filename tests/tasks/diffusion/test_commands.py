@@ -41,9 +41,8 @@ def test_eval_takes_other_pictures_and_does_not_depend_on_the_batch(run, studio)
         ask("eval", run, "nowhere")
 
 
-def test_ls_diff_and_report_know_pictures_and_chat_refuses(run, studio):
+def test_ls_and_report_know_pictures_and_chat_refuses(run, studio):
     assert "pictures" in ask("ls", run.parent)
-    assert "loss" in ask("ls", "--diff", run, run)
     ask("report", run)
     page = (run / "report.html").read_text()
     assert page.count('<figure><a href="samples/') == 3, "steps 0, 1 and 2"

@@ -100,6 +100,15 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     assert PipelineFolder.open(str(tmp_path / "mine.safetensors")).config("scheduler")["shift"] == 7.0
 
 
+def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
+    file = tmp_path / "pony.safetensors"
+    as_one_file(studio.sd1, file)
+    settings_of(studio.sd1, tmp_path / "pony")
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "model.diffusion_model.out.2.weight"}, file)
+    with pytest.raises(UsageError, match=r"pony\.safetensors does not have all weights of the unet"):
+        PipelineFolder.open(str(file)).denoiser(torch.float32)
+
+
 WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
 OF_SDXL = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (320, 640, 1280),

@@ -162,16 +162,13 @@ def several(studio, **images):
     return {"train": [{"name": str(studio.pictures), "resolution": [32, 64]}], "eval_split": 0.25, "max_aspect": 2.0, **images}
 
 
-def test_a_picture_comes_in_each_resolution_with_its_own_shift_and_cost(drawn, studio, tmp_path):
+def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tmp_path):
     loaded = drawn(model=studio.flux, images=several(studio))
     assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan(loaded).as_text()
-    task, model = built(loaded, studio.flux)
+    task, _ = built(loaded, studio.flux)
     sizes = [row.size for row in task.train_rows]
     assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [9, 9]
     assert len(task.evaluated) == 6, "held out at both"
-    batches = {batch.latents.shape[-1]: batch for rows in task.one_shape_each(task.feed().take(18)) for batch in [task.collate(rows)]}
-    small, large = (task.flops(model)(batches[side]) for side in (8, 16))
-    assert 3 < large / small < 5, "a picture of four times the tokens"
     section, scheduler = loaded.config.diffusion, task.folder.config("scheduler")
     by_size = {side: shift_of(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
     assert by_size[8] < by_size[16]

@@ -15,7 +15,7 @@ from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
 from isotype.tasks.language.batches import Batch, collate, model_inputs, next_tokens, takes_one_row
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.task import step_flops
+from isotype.tasks.language.task import flops_of_a_token
 from isotype.training.feed import mixed_order
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
@@ -29,24 +29,20 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
     assert sorted(large) == list(range(10, 40)), "three epochs of a third are every row once"
 
 
-# --- FLOPs of a step, by hand.
+# --- FLOPs of a token, by hand.
 
 
-def test_attention_is_counted_by_the_layers_own_heads():
-    plain = tiny("llama")  # 2 layers of 4 heads of 8
-    assert step_flops(plain, plain.config).per_square == 6 * 2 * 4 * 8
-    # two sliding layers of 4 heads of 8, a full one of 4 heads of 16: transformers refuses to name one size for all
+def test_a_token_is_counted_in_every_product():
     differing = tiny("gemma4_unified_text", num_hidden_layers=3, head_dim=8, global_head_dim=16)
-    assert step_flops(differing, differing.config).per_square == 6 * 4 * (8 + 8 + 16)
     products = [m for m in differing.modules() if isinstance(m, torch.nn.Linear)]
-    assert step_flops(differing, differing.config).per_token == 6 * sum(m.weight.numel() for m in products)
+    assert flops_of_a_token(differing, differing.config) == 6 * sum(m.weight.numel() for m in products)
 
 
 def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
     model = tiny("mixtral")  # two of four experts
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
-    assert step_flops(model, model.config).per_token == 6 * linear + 6 * stacked / 2
+    assert flops_of_a_token(model, model.config) == 6 * linear + 6 * stacked / 2
 
 
 # --- Right padding without a mask, and packed documents by their bounds alone: the loss and gradients of masks.

@@ -146,7 +146,7 @@ def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst()
 
     assert read(completions=["a", "b", "c", "d"], scores=[1, 3.5, 3.5, 1]) == ("b", "a")
     assert read(responses='["a", "b"]', rewards="[0.25, -1]") == ("a", "b")
-    assert read(generations=["a", "b"], ratings=[1, 2]) == ("b", "a")
+    assert read(generations=["a", "b"], ratings=[1, 10**400]) == ("b", "a")
     assert read({"completions": "texts", "scores": "marks"}, texts=["a", "b"], marks=[1, 2]) == ("b", "a")
     assert read(prompt=[ASK], completions=[[BAD], [GOOD]], scores=[1, 2]) == (GOOD["content"], BAD["content"])
 

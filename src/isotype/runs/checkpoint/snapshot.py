@@ -12,8 +12,8 @@ from ...errors import RunError
 from ...precision.parts import is_sharded, local_part, local_rows
 from .store import Rows
 
-# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
-_LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2")
+# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes', schedulefree's
+_LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

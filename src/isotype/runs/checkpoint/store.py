@@ -90,7 +90,7 @@ class CheckpointStore:
     def save_together(self, checkpoint: Checkpoint, processes: Processes, *, part: int, parts: int, best: bool = False) -> Path:
         """The same by the processes of a sharded run, which all call it; each has its own rows of the sharded tensors.
 
-        part, parts  which file this process writes, and how many there are
+        part, parts  which file this process writes, and how many there are; a process whose part is not below `parts` writes none
         """
         target = self.path(checkpoint.step)
         write_folder_together(target, lambda aside: _write(checkpoint, aside, part, parts), processes)
@@ -148,6 +148,8 @@ class CheckpointStore:
 
 def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) -> list[Path]:
     """Returns the files written."""
+    if part >= parts:
+        return []
     tensors, same = stored_once(checkpoint.tensors)
     save_file(tensors, folder / file_of(part))
     if part:

@@ -223,10 +223,9 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """flops: of products, convolutions and attention; blocks: those of each block; made: bytes of everything that its operators make, views
-    included"""
+    """made: bytes of everything that its operators make, views included; blocks: FLOPs of each block, in products, convolutions and
+    attention"""
 
-    flops: int
     made: int
     blocks: Sequence[float] = ()
 
@@ -238,7 +237,7 @@ class ForwardCost:
             run()
         each, root = counted.get_flop_counts(), type(denoiser).__name__
         names = [name for name, module in denoiser.named_modules() if module in blocks]
-        return cls(counted.get_total_flops(), seen.made, [sum(each.get(f"{root}.{name}", {}).values()) for name in names])
+        return cls(seen.made, [sum(each.get(f"{root}.{name}", {}).values()) for name in names])
 
 
 class _Made(TorchDispatchMode):

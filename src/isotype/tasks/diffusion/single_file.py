@@ -26,10 +26,11 @@ _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
     """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class keeps in fp32, are the file's numbers in
-    fp32. Raises whatever diffusers does, ValueError for a tensor that the file lacks."""
-    made = kind.from_single_file(str(file), config=str(settings), subfolder=part, local_files_only=True, dtype=dtype_of(file))
-    if lacking := [name for name, tensor in made.state_dict().items() if tensor.is_meta]:
-        raise ValueError(f"{file.name} has no {lacking[0]} ({len(lacking)} such)")
+    fp32. Raises whatever diffusers does, ValueError for a file without some of its weights."""
+    try:
+        made = kind.from_single_file(str(file), config=str(settings), subfolder=part, local_files_only=True, dtype=dtype_of(file))
+    except NotImplementedError:  # a weight that stayed on the meta device
+        raise ValueError(f"{file.name} does not have all weights of the {part}") from None
     kept = names_kept_in_fp32(made, dtype)
     for name, parameter in made.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if is_kept_in_fp32(name, kept) else dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,7 +77,6 @@ class DiffusionTask:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._observed: dict[tuple[str, str], str] = {}
-        self._costs: dict[tuple[int, int] | None, ForwardCost] = {}
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -274,13 +273,13 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
-            block_flops=lambda _: [rows * one for one in self.forward_cost().blocks],
+            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
         )
 
-    def empty_batch(self, rows: int, device: torch.device, latent_size: tuple[int, int] | None = None) -> Batch:
-        """The shapes and dtypes of a batch; `latent_size`: height and width of its latents, by default those of the largest pictures."""
+    def empty_batch(self, rows: int, device: torch.device) -> Batch:
+        """The shapes and dtypes of a batch of the largest pictures."""
         config, channels = self.folder.config(self.folder.denoiser_part), self.folder.family.latents.channels(self.folder.config("vae"))
-        sides = latent_size or (self.sizes.largest_side // self.downscale,) * 2
+        sides = (self.sizes.largest_side // self.downscale,) * 2
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2))
@@ -298,7 +297,7 @@ class DiffusionTask:
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost().made
+        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost.made
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
@@ -349,19 +348,13 @@ class DiffusionTask:
     def before_step(self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str) -> Iterable[Any]:
         return batches
 
-    def flops(self, model: nn.Module) -> Callable[[Any], float]:
-        """The forward's, and as many for the gradients of activations and of trained weights each."""
-        factor = 3 if self.config.adapter.kind == "none" else 2
-        return lambda batch: float(batch.rows * factor * self.forward_cost(tuple(batch.latents.shape[-2:])).flops)
-
-    def forward_cost(self, latent_size: tuple[int, int] | None = None) -> ForwardCost:
-        """Of one training picture in the denoiser without adapter, in fp32. `latent_size`: as of `empty_batch`."""
-        if latent_size not in self._costs:
-            denoiser, batch = base_outline(self.folder, self.config), self.empty_batch(1, torch.device("meta"), latent_size)
-            self.folder.family.prepare(denoiser)
-            batch = replace(batch, text={name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()})
-            self._costs[latent_size] = ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
-        return self._costs[latent_size]
+    @cached_property
+    def forward_cost(self) -> ForwardCost:
+        """Of one training picture in the denoiser without adapter, in fp32."""
+        denoiser, batch = base_outline(self.folder, self.config), self.empty_batch(1, torch.device("meta"))
+        self.folder.family.prepare(denoiser)
+        batch = replace(batch, text={name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()})
+        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_branch, save_adapter
-from ...model.architecture import SCORE, layer_settings
+from ...model.architecture import SCORE
 from ...model.build import build_model
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...model.processor import copy_files, has_vision, pictures_of
@@ -159,7 +159,7 @@ class LanguageTask:
 
         def block_flops(model: Any) -> list[float]:
             tokens, config = step.rows * step.length, inner_model(model).config
-            return [tokens * step_flops(layer, config).per_token / 2 for layer in checkpointable(model)]
+            return [tokens * flops_of_a_token(layer, config) / 2 for layer in checkpointable(model)]
 
         return replace(step, beside=self.objective.beside(self.tokenizer, precision, None).bytes, block_flops=block_flops)
 
@@ -188,10 +188,6 @@ class LanguageTask:
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         return self.objective.loss_sum(model, batch, divisor, dtype=dtype)
-
-    def flops(self, model: nn.Module) -> Callable[[Any], float]:
-        counted = step_flops(model, model.config)
-        return lambda batch: counted.of(*batch.input_ids.shape)
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         rows, sets = self.objective.eval, self.data.eval_sets
@@ -319,25 +315,13 @@ def data_line(data: LoadedData, objective: Objective) -> str:
     return f"{rows}, {counted(len(objective.eval), f'evaluation {objective.words.row}')}"
 
 
-@dataclass(frozen=True)
-class StepFlops:
-    """FLOPs of one token through forward and backward, and what attention adds for a row of length T (times T squared).
+def flops_of_a_token(model: nn.Module, config: Any) -> float:
+    """FLOPs of one token through the products with weights, forward and backward.
 
     A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the weight's own where it is trained.
-    Attention's two products cost 4 T T d a layer forward and twice that backward, halved because causal.
-    Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
+    Every Linear of `model` (adapters included) is counted, without a vision tower, and of stacked experts those that a token is sent to;
+    `config` is a transformers configuration. Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
     """
-
-    per_token: float
-    per_square: float
-
-    def of(self, rows: int, length: int) -> float:
-        return rows * (length * self.per_token + length**2 * self.per_square)
-
-
-def step_flops(model: nn.Module, config: Any) -> StepFlops:
-    """Counts every Linear of `model` (adapters included), without a vision tower, and of stacked experts those that a token is sent to;
-    `config` is a transformers configuration."""
     per_token = 0.0
     inner = inner_model(model)
     parts = vision_parts(inner)
@@ -353,10 +337,4 @@ def step_flops(model: nn.Module, config: Any) -> StepFlops:
         elif has_stack(module):
             weights = [p for p in module.parameters(recurse=False) if is_stack(p)]
             per_token += sum(getattr(p, "quant_state", p).shape.numel() * (6 if p.requires_grad else 4) for p in weights) * chosen / experts
-    return StepFlops(per_token, sum(map(_attention_width, layer_settings(config))) * 4 * 3 / 2)
-
-
-def _attention_width(layer: Any) -> int:
-    """Heads times head size of one layer's configuration."""
-    heads = getattr(layer, "num_attention_heads", 0)
-    return heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // max(1, heads))
+    return per_token

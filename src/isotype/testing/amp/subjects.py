@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dtypes import TensorSpec, to_torch
 from ...errors import UsageError
 from ...finding import Place
 from .samples import PARAM, parameter_names
@@ -161,17 +160,15 @@ class Target:
 
     function: Any
     inputs: Any
-    label: str | None
     options: Mapping[str, Any]
 
 
-def load_target(text: str, inputs: str | None = None) -> Target:
-    """`NAME` is a `build()`, or with `inputs` the function itself.
+def load_target(text: str) -> Target:
+    """`NAME` is a `build()`: it returns `(callable, inputs)`, or `(callable, inputs, options)`.
 
-    `build()` returns `(callable, inputs)`, or `(callable, inputs, options)` with `reference`, `params` or `contract` among the options.
+    options  `reference`, `params` or `contract`
 
-
-    Raises  UsageError for a file, a name or inputs that do not fit, in one line
+    Raises  UsageError for a file or a name that does not fit, in one line
     """
     where, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
@@ -185,12 +182,10 @@ def load_target(text: str, inputs: str | None = None) -> Target:
             n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
         ]
         raise UsageError(f"{where} has no {name}", fix=f"one of: {', '.join(public) or 'nothing callable is defined there'}")
-    if inputs is not None:
-        return Target(_instance(found, name), read_inputs(inputs), name, {})
     if inspect.isclass(found) or not inspect.isfunction(found) or _required(found):
         raise UsageError(
             f"{name} needs inputs",
-            fix=f'--inputs "fp32[4 16], fp32[8 16]", or a build() in {where} that returns ({name}, inputs)',
+            fix=f"a build() in {where} that returns ({name}, inputs)",
         )
     return _built(found, f"{where}:{name}")
 
@@ -210,7 +205,7 @@ def _built(build: Any, where: str) -> Target:
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise UsageError(f"{where}() returned the option {unknown[0]!r}", fix=f"known options: {', '.join(_OPTIONS)}")
-    return Target(result[0], result[1], None, options)
+    return Target(result[0], result[1], options)
 
 
 def _import(where: str) -> ModuleType:
@@ -257,54 +252,6 @@ def _at(error: BaseException) -> str:
 def _required(function: Any) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind in kinds]
-
-
-def _instance(found: Any, name: str) -> Any:
-    if inspect.isclass(found) and issubclass(found, nn.Module):
-        try:
-            return found()
-        except TypeError as error:
-            raise UsageError(
-                f"{name}() cannot be made without arguments: {error}", fix="write a build() that returns (module, inputs)"
-            ) from error
-    return found
-
-
-def read_inputs(text: str) -> tuple[Any, ...]:
-    """`"fp32[4 16], bf16[8 16], int64[4] < 8, 0.5"`: tensors drawn from a fixed seed, and plain numbers.
-
-    An integer tensor holds values below the number after `<` (2 without one). `name:` before a spec is allowed and ignored.
-    """
-    generator = torch.Generator().manual_seed(0)
-    made: list[Any] = []
-    for part in (p.strip() for p in text.split(",") if p.strip()):
-        spec_text, _, bound = part.partition("<")
-        spec_text = spec_text.split(":")[-1].strip()
-        if "[" not in spec_text:
-            made.append(_number(spec_text))
-            continue
-        try:
-            spec = TensorSpec.parse(spec_text)
-            shape = [int(d) for d in spec.dims]
-            dtype = to_torch("int64" if spec.dtype == "int" else "fp32" if spec.dtype == "float" else spec.dtype)
-        except ValueError as error:
-            raise UsageError(f"--inputs {part!r}: {error}", fix='write a dtype and sizes, as in "fp32[4 16]"') from None
-        if dtype.is_floating_point:
-            made.append(torch.randn(shape, generator=generator).to(dtype).requires_grad_())
-        else:
-            made.append(torch.randint(0, int(bound or 2), shape, generator=generator).to(dtype))
-    return tuple(made)
-
-
-def _number(text: str) -> Any:
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise UsageError(f"--inputs {text!r}: neither a tensor like fp32[4 16] nor a number")
 
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:

@@ -25,7 +25,6 @@ from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 from .static import (
     disk_too_small,
     memory_too_small,
-    more_rows_in_a_step_than_there_are,
     never_leaves_warmup,
     unexpected_device,
     vanishing_updates,
@@ -39,7 +38,6 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), unexpected_device),
         Check(("PF002",), never_leaves_warmup),
-        Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
     ),

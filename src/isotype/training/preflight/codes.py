@@ -27,7 +27,6 @@ CODES: Mapping[str, str] = {
     "PF017": "a generation runs",
     "PF018": "packed documents do not see each other",
     "PF020": "rows fit into the model's positions",
-    "PF021": "a step's rows are different rows",
     "PF023": "places of pictures are not learnt",
     "PF024": "the adapter loads onto the released model",
 }

@@ -1,4 +1,4 @@
-"""Checks of the preflight that run no step: device (PF001), schedule (PF002, PF021), updates lost by rounding (PF003), disk (PF004), memory
+"""Checks of the preflight that run no step: device (PF001), schedule (PF002), updates lost by rounding (PF003), disk (PF004), memory
 (PF011)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..memory.auto import WITHIN, less_memory
 from ..memory.device import memory_there, other_memory, shown
 from ..memory.distributed_plan import plan_part
 from ..memory.plan import optimizer_bytes
-from ..schedule import learning_rate, repeats_in_a_step, warmup_steps
+from ..schedule import learning_rate, warmup_steps
 from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
@@ -77,18 +77,6 @@ def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
         message=f"{counted(warmup, 'step')} of warm-up in a run of {total}: it never reaches its learning rate",
         declared=f"learning rate {train.learning_rate:g}, {train.schedule}", observed=f"at most {highest:.3g}, at the last step",
         fix=f"train.warmup below {total}, or a share of the steps (0.03)",
-    )  # fmt: skip
-
-
-def more_rows_in_a_step_than_there_are(subject: Subject) -> Iterator[Finding]:
-    train, rows = subject.config.train, subject.task.rows
-    said = None if subject.config.data.stream else repeats_in_a_step(train.batch_size * train.accumulate, rows)
-    if said is None:
-        return
-    yield Finding(
-        code="PF021", severity=Severity.WARNING, place=Place(symbol="train.batch_size"), message=said,
-        observed=f"train.batch_size {train.batch_size} x train.accumulate {train.accumulate}",
-        fix=f"train.batch_size x train.accumulate at most {rows}",
     )  # fmt: skip
 
 
