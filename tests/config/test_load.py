@@ -166,6 +166,15 @@ def test_a_preset_wins_over_the_file_for_precision_only(write):
                                                "nf4-lora bf16-pure fp16-mixed"]  # fmt: skip
 
 
+def test_epochs_of_the_command_line_replace_the_steps_of_the_file(write):
+    path = write("train:\n  steps: 30\n")
+    loaded = load(path, ["train.epochs=2"])
+    assert (loaded.config.train.steps, loaded.config.train.epochs) == (None, 2.0)
+    assert loaded.sources["train.steps"] == "command line"
+    assert load(path, ["train.epochs=2", "train.steps=9"]).config.train.steps == 9
+    assert load(path).config.train.steps == 30
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

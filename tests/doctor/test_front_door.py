@@ -105,6 +105,12 @@ def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("arguments", [["chek"], ["chek", "."]])
+def test_a_word_that_is_neither_a_command_nor_a_path_is_answered_with_the_commands(arguments):
+    with pytest.raises(UsageError, match="chek: no such file or folder, and no command of isotype doctor, which has check, explain"):
+        CliRunner().invoke(build_app(), ["doctor", *arguments], catch_exceptions=False)
+
+
 def test_help_lists_commands_in_the_order_in_which_they_are_needed():
     from typer.main import get_command
 

@@ -83,6 +83,9 @@ def look(
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
         subject, visits = "standard input", [visit_log(sys.stdin)]
+    elif what and what[0].isidentifier() and not Path(what[0]).exists() and (len(what) == 1 or any(Path(one).exists() for one in what)):
+        commands = "check, explain, env, trace, conform and kernels"
+        raise UsageError(f"{what[0]}: no such file or folder, and no command of isotype doctor, which has {commands}")
     elif " " in subject and not Path(subject[:200]).exists():
         if what and len(what) > 1 and any(Path(one).exists() for one in what):
             raise UsageError(f"one path at a time, got {len(what)}", fix="isotype doctor check PATH PATH, or the folder that holds them")

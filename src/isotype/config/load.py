@@ -101,6 +101,9 @@ class _Settings:
     def set(self, key: str, value: Any, source: str) -> None:
         self.values[key], self.sources[key] = value, source
 
+    def said_by(self, *sources: str) -> frozenset[str]:
+        return frozenset(key for key, where in self.sources.items() if where in sources)
+
 
 def load(
     path: Path | str | None,
@@ -143,8 +146,10 @@ def load(
     overrides = list(overrides)
     for override in overrides:
         _from_override(settings, override)
+    if settings.said_by(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {"train.epochs"}:
+        settings.set("train.steps", None, settings.sources["train.epochs"])  # a file's steps would override them
     config = _checked(settings)
-    said_now = frozenset(key for key, where in settings.sources.items() if where in (COMMAND_LINE, source))
+    said_now = settings.said_by(COMMAND_LINE, source)
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
         sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}

@@ -350,7 +350,7 @@ class TrainSection(Section):
     answers with a label; dpo, ipo and kto beside the model as the run starts. reward trains a score head on pairs. distil learns from a
     teacher (section `distil`)."""
     steps: PositiveInt | None = None
-    """Optimizer steps; overrides `epochs`."""
+    """Optimizer steps; overrides `epochs`, unless the command line sets only that."""
     epochs: PositiveFloat = 1.0
     """Passes over the training data."""
     batch_size: PositiveInt = 4

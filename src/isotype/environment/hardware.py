@@ -204,7 +204,7 @@ def detect(device: str = "auto") -> Hardware:
                 raise UsageError(f"model.device: {device}: there are {torch.cuda.device_count()} devices here, counted from 0")
             return _gpu(torch, index)
         if kind == "cuda":
-            raise UsageError(f"model.device: {device}: {_why_no_gpu(torch)}", fix="model.device: cpu, or auto")
+            raise UsageError(f"model.device: {device}: {_why_no_gpu(torch)}", fix="model.device: cpu, or auto; --processes N, not --gpus N")
     return _cpu()
 
 
