@@ -39,7 +39,7 @@ def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, st
     for entry in (tmp_path / "cache").iterdir():
         entry.unlink()
     drawn("two", **sections, parallel={"kind": "shard"})
-    status, said = run(2, command=["train", str(tmp_path / "two.yaml")])
+    status, said = run(2, tmp_path / "two.yaml")
     assert status == 0, said
     assert "gloo: shard (parallel.kind), each computes 2 x 1 rows of each step" in said
     found = drift(tmp_path)
