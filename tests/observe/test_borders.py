@@ -9,7 +9,7 @@ from .borders import HONEST, LIARS
 
 # what is said of a program beside a violation or a refusal: an entry of `unobserved` or `not watched`
 LISTED = {
-    "a_base_of_int8_that_says_bf16": "operator mm on Packed",
+    "a_base_of_int8_that_says_bf16": "on Packed in base_model.model.model.layers.1.mlp.down_proj",
     "an_operator_in_the_namespace_of_a_library": "operator bitsandbytes::mix_rows",
 }
 OFTEN = {

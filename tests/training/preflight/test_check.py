@@ -65,7 +65,7 @@ def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
 def test_no_false_alarm_in_any_family(subject, workshop, family, preset):
     sizes = {k: v for k, v in SIZES.items() if k != "vocab_size" and not k.endswith("_id")}
     settings = {"model_type": family, **sizes, **FAMILIES.get(family, {}), **WIDER.get(family, {})}
-    attention = "eager" if family == "gemma2" else "sdpa"  # all that its softcapped scores have
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # softcapped scores and sinks: eager is all that they have
     model = {"init": "random", "name": None, "config": settings, "tokenizer": str(workshop.base), "attention": attention}
     assert preflight(subject(model=model, adapter={"kind": "none"}, precision={"preset": preset}), {}).findings == []
 
