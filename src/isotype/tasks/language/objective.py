@@ -201,8 +201,14 @@ def refuse_balance(model: nn.Module, asked: float | None, objective: str) -> Non
 
 def mixture(model: nn.Module) -> Any:
     """The causal LM inside that has routers and a balancing loss, or None."""
-    found = (m for m in model.modules() if hasattr(m, "router_aux_loss_coef") and hasattr(sys.modules[type(m).__module__], _FUNCTION))
+    found = (m for m in model.modules() if hasattr(m, "router_aux_loss_coef") and _function(m))
     return next(found, None)
+
+
+def _function(model: nn.Module) -> Any:
+    """The family's; None without one. FSDP makes a class of its own for the model, in another module than the family's."""
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+    return next((getattr(module, _FUNCTION) for module in modules if hasattr(module, _FUNCTION)), None)
 
 
 class Scores:
@@ -217,7 +223,7 @@ class Scores:
 
     def loss(self, mask: Tensor | None) -> Tensor:
         """fp32[]: of the tokens that are no padding."""
-        function = getattr(sys.modules[type(self.lm).__module__], _FUNCTION)
+        function = _function(self.lm)
         wide = tuple(logits.float() for logits in self.logits)
         made: Tensor = function(wide, self.lm.num_experts, self.lm.num_experts_per_tok, mask)
         return made
