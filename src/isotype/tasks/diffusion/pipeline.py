@@ -193,7 +193,7 @@ class PipelineFolder:
         if not narrow:
             return
         if self.own is None and self.file is not None:
-            exact = dict(self.denoiser(torch.float32).named_buffers())
+            exact = dict(self.denoiser(dtype_of(self.file)).named_buffers())  # fp32, whatever the weights are
         else:
             exact = {}
             for file in self._weights_of_denoiser().glob("*.safetensors"):

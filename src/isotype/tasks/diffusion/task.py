@@ -43,6 +43,7 @@ from .denoiser import (
     with_encoder_outlines,
 )
 from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
+from .facts import before_edits, data_facts, data_lines, examples
 from .families import Asked
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, gather
@@ -52,7 +53,6 @@ from .refused import refuse_unfit
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Prompt, Sample, sample, texts_of
 from .sizes import RunSizes
-from .told import before_edits, data_facts, data_lines, examples
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
