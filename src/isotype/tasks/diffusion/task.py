@@ -44,14 +44,14 @@ from .denoiser import (
 )
 from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
 from .facts import before_edits, data_facts, data_lines, examples
-from .families import Asked
+from .families import Asked, Drawing
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, gather
 from .pipeline import PipelineFolder
 from .published import outline_published
 from .refused import refuse_unfit
 from .result import load_result, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, sample, texts_of
+from .sample import Prompt, Sample, sample, texts_of
 from .sizes import RunSizes
 
 EMPTY = ""
