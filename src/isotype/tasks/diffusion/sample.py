@@ -23,7 +23,7 @@ from .encode import Encoder, Said, release
 from .families import Drawing, Family
 from .picture_files import InFile
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, as_png, pixels
+from .pixels import BadPicture, Size, Window, as_png, pixels, small
 
 
 @dataclass(frozen=True)
@@ -148,3 +148,8 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
             except (OSError, BadPicture) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None
+
+
+def before_edits(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Prompt as the report shows it -> the picture that it edits, small."""
+    return {prompt.shown: small(prompt.control.read_bytes()) for prompt in prompts if prompt.control is not None}
