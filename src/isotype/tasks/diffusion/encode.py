@@ -148,12 +148,7 @@ def libraries() -> dict[str, str]:
     import PIL
     import transformers
 
-    return {
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-        "PIL": PIL.__version__,
-    }
+    return {library.__name__: library.__version__ for library in (torch, diffusers, transformers, PIL)}
 
 
 Key = TypeVar("Key", str, Said)

@@ -28,7 +28,7 @@ from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
 from ...training.memory.plan import held_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
-from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
+from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
 from .denoiser import (
     ForwardCost,
     base_outline,
@@ -285,7 +285,7 @@ class DiffusionTask:
         return []
 
     def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
-        return one_size_each(rows)
+        return list(by_size(rows, lambda placed: placed.row.size).values())
 
     def collate(self, rows: Sequence[Placed]) -> Batch:
         config, drawn = self.config, []
