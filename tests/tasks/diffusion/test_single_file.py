@@ -1,10 +1,8 @@
 """Checkpoints in one file, in the names of the program that made them, as pipelines."""
 
 import json
-import os
 import re
 import shutil
-import signal
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from isotype.tasks.choose import plan, task_of, train
 from isotype.tasks.diffusion.denoiser import frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.tasks.diffusion.single_file import original_name
-from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 from tests.published import FORMATS, element, packed
+from tests.training.interrupted import cut_back
 
 from .models import refused
 
@@ -200,10 +198,10 @@ def publish(pipeline, folder, form):
 @pytest.mark.parametrize(
     "form", ["int8-bnb", *(pytest.param(form, marks=pytest.mark.full) for form in ("nf4", "nvfp4-modelopt", "int8-torchao"))]
 )
-def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, capsys, form):
+def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(drawn, studio, tmp_path, capsys, form):
     meant = publish(studio.flux, tmp_path / "flux", form)
     word = form.partition("-")[0]
-    run = {"samples": ["a red circle on white"], "sample_every": 4}
+    run = {"samples": ["a red circle on white"], "sample_every": 4, "save_every": 2}
     adapter = {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}
     assert train(drawn(model=tmp_path / "flux", precision={"preset": "auto"}, run=run, adapter=adapter)) == 0
     assert f"the base came quantised: {word} by" in capsys.readouterr().out
@@ -213,6 +211,11 @@ def test_a_published_denoiser_trains_draws_and_merges(drawn, studio, tmp_path, c
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
     assert draw_with(tmp_path / "run", [])[0] == "adapter"
+    trained = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
+    cut_back(tmp_path / "run", 4)
+    assert train(load(tmp_path / "run/resolved.yaml", [], {}, resolved=True), resume=tmp_path / "run") == 0
+    resumed = load_file(tmp_path / "run/adapter/pytorch_lora_weights.safetensors")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
     merged = merge_denoiser(tmp_path / "run", tmp_path / "merged", dtype="fp32")
     assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=0.01)
     weight = load_file(tmp_path / "merged/transformer" / WEIGHTS)[f"{MEANT}.weight"]
@@ -246,21 +249,3 @@ def test_what_is_not_read_is_refused_by_name(drawn, studio, tmp_path):
     save_file(tensors, file.with_name(WEIGHTS))
     with pytest.raises(UsageError, match=rf"{MEANT}.weight is int8 and has no scale beside it"):
         plan(drawn(model=tmp_path / "flux", precision=precision))
-
-
-def test_a_published_denoiser_resumes_bit_for_bit(drawn, studio, tmp_path):
-    publish(studio.flux, tmp_path / "flux", "int8-bnb")
-    sections = {"precision": {"preset": "auto"}, "adapter": {"kind": "lora", "r": 4, "targets": ["to_q", "to_v"]}, "train": {"steps": 4}}
-    assert train(drawn("plain", model=tmp_path / "flux", **sections)) == 0
-
-    class CtrlC(Callback):
-        def on_step(self, moment):
-            if moment.step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    assert train(drawn("stopped", model=tmp_path / "flux", **sections), callbacks=[CtrlC()]) == 130
-    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
-    assert train(again, resume=tmp_path / "stopped") == 0
-    first, second = (load_file(tmp_path / run / "adapter/pytorch_lora_weights.safetensors") for run in ("plain", "stopped"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -63,13 +63,6 @@ def test_a_denoiser_from_a_configuration_trains_resumes_and_draws(drawn, studio,
     assert draw_with(tmp_path / "whole", ["a red circle"])[0] == "model"
 
 
-def test_an_adapter_of_another_model_is_refused_before_anything_is_encoded(drawn, studio, tmp_path):
-    assert train(drawn("sd3", train={"steps": 1, "eval_every": 1})) == 0
-    start = str(tmp_path / "sd3/adapter")
-    said = refused(drawn("flux", model=studio.flux, adapter={"start_from": start}))
-    assert said.startswith(f"adapter.start_from: {start}: an adapter of another model than this FluxTransformer2DModel")
-
-
 # --- What goes wrong around the data and the folders is one line, and nothing that was made is lost.
 
 

@@ -139,6 +139,7 @@ SMALLER = {
 FRESH = {"init": "random"}
 
 
+ENCODERS = {"kind": "lora", "text_encoders": True}
 REFUSED = (
     ("sd3", {"run": {"sample_tokens": 4}}, "run.sample_tokens: does not apply to a diffusion run, here it is run.sample_steps"),
     ("sd3", {"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
@@ -166,6 +167,13 @@ REFUSED = (
     ("sd3", {"adapter": {"kind": "none"}, "run": {"adapters_every": 2}}, "no effect with adapter.kind: none"),
     ("sd3", {"adapter": {"kind": "none"}, "run": {"adapter_format": "comfyui"}}, "no effect with adapter.kind: none"),
     ("sd3", {"adapter": {"start_from": "nowhere"}}, "nowhere/adapter_model.safetensors: no such file"),
+    ("sd3", {"adapter": {"kind": "lokr", "dropout": 0.1}}, "adapter.dropout: has no effect with adapter.kind: lokr"),
+    ("sd3", {"adapter": {"kind": "lora", "factor": 4}}, "adapter.factor: has no effect with adapter.kind: lora"),
+    ("sd3", {"adapter": ENCODERS}, "only those of SDXL and Stable Diffusion"),
+    ("sd1", {"adapter": {**ENCODERS, "kind": "none"}}, "adapter.text_encoders: adapter.kind: none"),
+    ("sd1", {"adapter": {**ENCODERS, "text_encoder_rate": [1e-4, 1e-5]}}, "has 2 rates, and a StableDiffusionPipeline has 1 encoder"),
+    ("sd1", {"adapter": {**ENCODERS, "dora": True}}, "diffusers does not load the lengths of a DoRA"),
+    ("sd1", {"adapter": {"text_encoder_rate": 1e-4}}, "has no effect without adapter.text_encoders"),
     *(
         (kind, {"adapter": {"targets": targets}}, said)
         for kind, targets, said in (
