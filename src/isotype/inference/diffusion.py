@@ -170,7 +170,7 @@ def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, 
 
     task, model, device, taken = _load_run(folder, encode, _without_samples if prompts else lambda config: config)
     how = task.drawing()
-    return taken, task.draw(model, device, asked, how if seed is None else replace(how, seed=seed))
+    return taken, list(task.draw(model, device, asked, how if seed is None else replace(how, seed=seed)))
 
 
 def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None) -> tuple[str, Evaluation]:
