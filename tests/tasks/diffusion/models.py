@@ -75,10 +75,10 @@ def sd3(folder: Path) -> Path:
     return folder
 
 
-def flux(folder: Path, *, guidance: bool = False) -> Path:
+def flux(folder: Path) -> Path:
     torch.manual_seed(0)
     diffusers.FluxPipeline(
-        transformer=flux_transformer(guidance=guidance), vae=vae(4),
+        transformer=flux_transformer(), vae=vae(4),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
     ).save_pretrained(folder)  # fmt: skip
@@ -125,12 +125,12 @@ def draw(shape: str, colour: str, shift: int = 0) -> Image.Image:
     return picture
 
 
-def pictures(folder: Path, *, shifts: int = 3) -> Path:
+def pictures(folder: Path) -> Path:
     """A picture with its .txt for every shape, colour and shift."""
     folder.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
         for colour in COLOURS:
-            for shift in range(shifts):
+            for shift in range(3):
                 draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
                 (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
     return folder

@@ -8,7 +8,6 @@ no name takes is reported as not loaded.
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
 from tests.tasks.diffusion.models import refused, with_adapter
-from tests.tasks.diffusion.test_families import data_of, relative
-from tests.tasks.diffusion.test_loss import squared_error
+from tests.tasks.diffusion.test_families import data_of, in_fp64, relative, squared_error
 
 ATTENTION = "attn.(to_q|to_k|to_v|to_out.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 MLPS = "(ff|ff_context).net.(0.proj|2)"
@@ -218,12 +216,6 @@ TE = r"text_model_encoder_layers_\d+_(self_attn_(q_proj|k_proj|v_proj|out_proj)|
 ON = {"kind": "lora", "r": 4, "alpha": 8.0, "text_encoders": True}
 
 
-def in_training(drawn, studio, tmp_path, family):
-    """The task, the model with random numbers in its adapter, which is saved in tmp_path, and a batch with a dropped caption."""
-    loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON)
-    return with_adapter(loaded, tmp_path, rows=4)
-
-
 def plain_loss(pipe, batch):
     """The loss of diffusers' scripts, with the embeddings of encoders that are trained; a dropped caption of SDXL is zeros."""
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
@@ -241,13 +233,10 @@ def plain_loss(pipe, batch):
     return squared_error(pipe.unet(noisy, steps, text, return_dict=False, **given)[0], batch.noise)
 
 
-def in_fp64(batch):
-    return replace(batch, **{name: getattr(batch, name).double() for name in ("latents", "noise", "sigma", "cut")})
-
-
 @pytest.mark.parametrize("family", PARTS)
 def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_path, family):
-    task, model, batch = in_training(drawn, studio, tmp_path, family)
+    loaded = drawn(model=getattr(studio, family), images={"limit": 6, "caption_dropout": 0.5}, adapter=ON)
+    task, model, batch = with_adapter(loaded, tmp_path, rows=4)
     assert 0 < int(batch.text["captioned"].sum()) < len(batch.latents)
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
     ours.backward()

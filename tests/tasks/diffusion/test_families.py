@@ -183,10 +183,11 @@ def loss_and_grads(plain, model, batch, names):
 
 
 def in_fp64(batch):
-    text = {name: tensor.double() for name, tensor in batch.text.items()}
-    control = None if batch.control is None else batch.control.double()
-    wide = {name: getattr(batch, name).double() for name in ("latents", "noise", "sigma")}
-    return replace(batch, **wide, text=text, control=control)
+    def wide(value):
+        return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+
+    widened = {name: wide(getattr(batch, name)) for name in ("latents", "noise", "sigma", "cut", "control")}
+    return replace(batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()})
 
 
 def relative(found, exact):

@@ -15,7 +15,7 @@ from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.setup import settle
 from tests.hub import hub
-from tests.tasks.diffusion.models import built, draw, encoded, refused
+from tests.tasks.diffusion.models import built, draw, refused
 from tests.tasks.diffusion.test_typed import SMALLER
 
 
@@ -132,20 +132,6 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     assert message in refused(drawn(images=prior(folder, caption="a square"))), "also where no picture is missing"
     other_steps = drawn(images=images, run={"sample_steps": 3})
     settle(task_of(other_steps.config), other_steps.sources)
-
-
-def test_what_cannot_be_drawn_is_said(drawn, tmp_path, subtests):
-    folder = tmp_path / "class"
-    folder.mkdir()
-    (folder / "drawn.json").write_text(json.dumps({"caption": CLASS}))
-    for settings, said in (
-        ({"caption": None}, r"images.regularisation\[0\].draw: needs caption"),
-        ({"draw": 0}, r"images.regularisation\[0\].draw: expected a whole number of at least 1, got 0"),
-        ({"repeats": 2}, r"repeats: has no effect with draw"),
-        ({"caption": "a square"}, r"drawn with caption 'a circle on white', not 'a square'"),
-    ):
-        with subtests.test(said), pytest.raises(UsageError, match=said):
-            encoded(drawn(images=prior(folder, **settings)))
 
 
 # --- Several resolutions in one run.
