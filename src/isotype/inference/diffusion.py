@@ -48,11 +48,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     """
     run, on_the_way = run_and_result(run)
     task, device = _task_of(run, lambda config: _without_start(_without_samples(config)))
-    config, precision, adapter = task.config, task.precision, on_the_way or run / "adapter"
-    if config.adapter.kind == "none":
-        raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
-    if (reason := fault(adapter)) is not None:
-        raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
+    config, precision = task.config, task.precision
+    adapter = _adapter_of(run, on_the_way, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
     task.take_base(RunFolder(run).base)
     task.folder.fetch()
@@ -142,12 +139,17 @@ def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
     on_the_way  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or a family that ComfyUI does not read
     """
     config = load(run / RESOLVED, resolved=True).config
-    adapter = on_the_way or run / "adapter"
+    adapter = _adapter_of(run, on_the_way, config, "there is no adapter to export")
+    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+
+
+def _adapter_of(run: Path, on_the_way: Path | None, config: RunConfig, without: str) -> Path:
     if config.adapter.kind == "none":
-        raise UsageError(f"{run}: this run trained every weight: there is no adapter to export")
+        raise UsageError(f"{run}: this run trained every weight: {without}")
+    adapter = on_the_way or run / "adapter"
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
-    return write_comfyui(adapter, out, PipelineFolder.open(str(config.model.name), revision=config.model.revision).family)
+    return adapter
 
 
 def draw_with(folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None) -> tuple[str, list[Sample]]:

@@ -137,12 +137,9 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
 # --- Several resolutions in one run.
 
 
-def several(studio, **images):
-    return {"train": [{"name": str(studio.pictures), "resolution": [32, 64]}], "eval_split": 0.25, "max_aspect": 2.0, **images}
-
-
 def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tmp_path):
-    loaded = drawn(model=studio.flux, images=several(studio))
+    images = {"train": [{"name": str(studio.pictures), "resolution": [32, 64]}], "eval_split": 0.25, "max_aspect": 2.0}
+    loaded = drawn(model=studio.flux, images=images)
     assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan(loaded).as_text()
     task, _ = built(loaded, studio.flux)
     sizes = [row.size for row in task.train_rows]
