@@ -22,7 +22,7 @@ from ..version import __version__
 TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
 # command -> (function in a module beside this file, panel), in the order in which a person needs them
 _COMMANDS = {
-    "quickstart": ("quickstart.quickstart", TRAIN),
+    "quickstart": ("train.quickstart", TRAIN),
     "init": ("init.init", TRAIN),
     "import": ("init.import_config", TRAIN),
     "plan": ("train.plan", TRAIN),
@@ -34,7 +34,7 @@ _COMMANDS = {
     "watch": ("report.watch", RUNS),
     "merge": ("merge.merge", RUNS),
     "export": ("merge.export", RUNS),
-    "ls": ("ls.ls", RUNS),
+    "ls": ("report.ls", RUNS),
 }
 # what people type by habit -> what to type
 INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
