@@ -153,6 +153,8 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
 
     if processes and gpus:
         raise UsageError("--processes and --gpus say the same thing", fix="give one of them")
+    if gpus and loaded.config.model.device == "cpu":
+        raise UsageError(f"--gpus {gpus} and model.device: cpu contradict each other", fix=f"--processes {gpus} shares the steps on a CPU")
     asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
     seat = find_rank()
     if asked and seat.size not in (1, asked):
