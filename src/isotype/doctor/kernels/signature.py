@@ -68,7 +68,7 @@ def require_triton() -> str:
     first, last = SUPPORTED
     if not first <= numbers <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        raise UsageError(f"Triton {found} is installed; isotype doctor kernels reads Triton {span}")
+        raise UsageError(f"Triton {found} is installed; Isotype reads Triton {span}")
     return found
 
 
