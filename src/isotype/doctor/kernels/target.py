@@ -13,7 +13,7 @@ from ...errors import IsotypeError, UsageError
 from ..loading import in_one_line, member, module_of, required
 from .calls import Calls, check_wrapper, several, trap_launches
 from .check import Report, check
-from .infer import inferable
+from .infer import returns_a_value
 from .pretend import pretend_gpu
 from .signature import DEFAULT, is_kernel, parse_target, require_triton, unwrap
 
@@ -81,7 +81,7 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 def kernels_in(module: ModuleType) -> dict[str, Any]:
     """Name -> kernel, of those written in this module; functions that only kernels call are seen with them."""
     found = {n: v for n, v in vars(module).items() if is_kernel(v) and unwrap(v).function.__module__ == module.__name__}
-    return {n: v for n, v in found.items() if not any(inferable(unwrap(v).function))}
+    return {n: v for n, v in found.items() if not returns_a_value(unwrap(v).function)}
 
 
 def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
