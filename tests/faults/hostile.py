@@ -250,7 +250,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
             read()
     with run.held():
         if draw.random() < 0.3:
-            from isotype.report.write import render
+            from isotype.report.page import render
 
             render(read_run(place))
         skipped_before(place / "preflight.json")

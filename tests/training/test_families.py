@@ -9,10 +9,9 @@ from tests.results import same_result, trained_tensors
 from tests.training.interrupted import interrupted_after
 from transformers import AutoModelForCausalLM
 
-from isotype.config.schema import AdapterSection, RunConfig
+from isotype.config.schema import RunConfig
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.model.adapter import attach_adapter, save_adapter
 from isotype.observe import Observer
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
@@ -115,19 +114,3 @@ def test_a_family_trains_and_generates_under_its_declaration(family, preset):
     with torch.no_grad():
         out = model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert out.shape == (1, 8)
-
-
-def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
-    from safetensors.torch import load_file
-
-    model = lora(tiny(), modules_to_save=["lm_head"])
-    save_adapter(model, tmp_path, PRESETS["bf16-lora"].but(save="bf16"))
-    assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
-
-
-def test_adapter_settings_reach_peft():
-    section = AdapterSection(r=3, alpha=6, dropout=0.25, targets=["q_proj"], rslora=True, modules_to_save=["lm_head"])
-    config = attach_adapter(tiny(), section, seed=0).peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora) == (3, 6, 0.25, True)
-    assert set(config.target_modules) == {"q_proj"}
-    assert config.modules_to_save == ["lm_head"]

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..environment.versions import environment
-from ..report.write import write_report
+from ..report.page import write_report
 from ..runs.folder import RunFolder
 from ..runs.record import Metrics
 from ..training.memory.device import trim_freed_blocks

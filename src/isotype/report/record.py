@@ -220,7 +220,7 @@ def asked(sample: dict[str, Any]) -> str:
     return f"{prompt}{AVERAGE}" if sample.get("weights") == "average" else prompt
 
 
-def spread(steps: list[int], most: int) -> list[int]:
+def spread(steps: list[Any], most: int) -> list[Any]:
     """At most so many, evenly spread."""
     if len(steps) <= most:
         return steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..wording import duration, percent, plain
 from .record import RunRecord, dict_of, list_of, rows_of
-from .words import duration, percent, plain
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
 ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -61,6 +61,18 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
+
+    def write_samples(self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]) -> list[dict[str, Any]]:
+        """Writes a round of samples: of each its facts, and suffix and bytes of its file, if any. Returns the facts, with the files."""
+        self.samples.mkdir(exist_ok=True)
+        made = []
+        for position, (facts, file) in enumerate(samples):
+            if file is not None:
+                facts = {**facts, "file": f"samples/step_{step}_{position}{file[0]}"}
+                (self.path / facts["file"]).write_bytes(file[1])
+            made.append(facts)
+        self.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
+        return made
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -21,9 +21,8 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
 from ..wording import counted
 from .console import RunConsole, duration
-from .ema import FOLDER_SUFFIX
 from .loop import Loop
-from .optimizer import SCHEDULE_FREE, averages_in_place
+from .optimizer import FOLDER_SUFFIX, SCHEDULE_FREE, averages_in_place
 from .setup import Prepared
 from .task import Evaluation, Task, same_draws
 
@@ -99,7 +98,7 @@ def _save(loop: Loop, target: Path, world: World) -> _Saved:
     """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
     precision, adapter = loop.resolved.precision, loop.config.adapter.kind != "none"
     dtype = precision.save_adapter if adapter else precision.save_model
-    tensors = loop.write_result(target, world)
+    tensors = loop.write_result(target)
     if world.first:
         loop.observe_saved(target, dtype)
     weights = digests(tensors, to_torch(dtype))
@@ -201,8 +200,6 @@ def say_result(result: dict[str, Any], console: RunConsole) -> None:
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal = f"{counted(check['tensors'], 'tensor')} equal"
     console.say(f"checked   loaded into a fresh base: {losses}, on {counted(check['rows'], 'row')}; {equal}")
-    if "report" in result:
-        console.say(f"report    {result['report']}")
 
 
 def _best(result: dict[str, Any]) -> str:

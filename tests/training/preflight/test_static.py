@@ -1,4 +1,4 @@
-"""Checks of the preflight that run no step: device, schedule, lost updates, disk."""
+"""Checks of the preflight that run no step: lost updates, disk, memory."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,17 +15,9 @@ from isotype.training.preflight.static import (
     checkpoint_bytes,
     disk_too_small,
     memory_too_small,
-    never_leaves_warmup,
     result_bytes,
     vanishing_updates,
 )
-
-
-def test_a_warmup_as_long_as_the_run(subject):
-    (finding,) = never_leaves_warmup(subject(train={"steps": 5, "warmup": 5, "learning_rate": 6e-4}))
-    assert "5 steps of warm-up in a run of 5" in finding.message
-    assert finding.observed == "at most 0.0005, at the last step"
-
 
 FULL = {"kind": "none"}
 NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}

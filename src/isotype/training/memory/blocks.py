@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig, TrainSection
 from ...environment.hardware import Hardware, detect
-from ...errors import UsageError
+from ...errors import UsageError, refuse_where
 from ...precision.apply import inner_model
-from .device import shown
+from ...wording import shown
 from .offload import SMALLEST, Streamed
 from .outline import scales_of
 from .recomputation import AUTO, ENTER, LAYERS, NONE, checkpointable
@@ -187,17 +187,14 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
     """Raises  UsageError for settings with which blocks cannot wait in host memory, before anything is loaded."""
     if config.model.offload != BLOCKS:
         return
-    train = config.train
-    if config.adapter.kind == "none":
-        raise UsageError(f"{KEY} moves frozen weights, and adapter.kind: none trains every one", fix="adapter.kind: lora")
-    if device_type == "cpu":
-        raise UsageError(f"{KEY} moves weights to host memory, and on a CPU they are there already", fix="model.offload: none")
-    if train.gradient_checkpointing == NONE or train.checkpointed_layers != "all":
-        raise UsageError(
-            f"{KEY} with train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers: "
-            f"{train.checkpointed_layers}: a block that does not recompute keeps its weights for backward",
-            fix="train.gradient_checkpointing: layers, train.checkpointed_layers: all",
-        )
+    train, every = config.train, config.train.gradient_checkpointing != NONE and config.train.checkpointed_layers == "all"
+    given = f"train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers: {train.checkpointed_layers}"
+    refuse_where(
+        (config.adapter.kind == "none", f"{KEY} moves frozen weights, and adapter.kind: none trains every one", "adapter.kind: lora"),
+        (device_type == "cpu", f"{KEY} moves weights to host memory, and on a CPU they are there already", "model.offload: none"),
+        (not every, f"{KEY} with {given}: a block that does not recompute keeps its weights for backward",
+         "train.gradient_checkpointing: layers, train.checkpointed_layers: all"),
+    )  # fmt: skip
 
 
 def recomputing(config: RunConfig) -> TrainSection:

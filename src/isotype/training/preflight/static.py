@@ -1,4 +1,4 @@
-"""Checks of the preflight that run no step: device (PF001), schedule (PF002), updates lost by rounding (PF003), disk (PF004), memory
+"""Checks of the preflight that run no step: device (PF001), updates lost by rounding (PF003), disk (PF004), memory
 (PF011)."""
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
-from ...wording import counted
-from ..console import size
-from ..memory.auto import WITHIN, less_memory
-from ..memory.device import memory_there, other_memory, shown
+from ...wording import counted, shown, size
+from ..memory.device import WITHIN, less_memory, memory_there, other_memory
 from ..memory.distributed_plan import plan_part
 from ..memory.plan import optimizer_bytes
-from ..schedule import learning_rate, warmup_steps
 from ..setup import Prepared, Subject
 
 TYPICAL = 0.2  # of the learning rate: what AdamW moves a weight by
@@ -64,20 +61,6 @@ def installed_gpu() -> str | None:
     if cards:
         return f"an NVIDIA GPU at {cards[0].name}"
     return "an AMD GPU (/dev/kfd)" if Path("/dev/kfd").exists() else None
-
-
-def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
-    train, total = subject.config.train, subject.plan.total
-    warmup = warmup_steps(train, total)
-    if warmup < total:
-        return
-    highest = learning_rate(train, total, total)
-    yield Finding(
-        code="PF002", severity=Severity.WARNING, place=Place(symbol="train.warmup"),
-        message=f"{counted(warmup, 'step')} of warm-up in a run of {total}: it never reaches its learning rate",
-        declared=f"learning rate {train.learning_rate:g}, {train.schedule}", observed=f"at most {highest:.3g}, at the last step",
-        fix=f"train.warmup below {total}, or a share of the steps (0.03)",
-    )  # fmt: skip
 
 
 def vanishing_updates(subject: Subject) -> Iterator[Finding]:
