@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32), str(run / "adapter"))
     assert plain.peft_config["default"].r == 4
+
+
+def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monkeypatch):
+    modules, build, reload = [], LanguageTask.build_model, LanguageTask.reload
+
+    def built(*args, **options):
+        made = build(*args, **options)
+        modules.extend(map(weakref.ref, made[0].modules()))
+        return made
+
+    def reloaded(*args, **options):
+        assert not any(module() is not None for module in modules), "memory would have to hold both"
+        return reload(*args, **options)
+
+    monkeypatch.setattr(LanguageTask, "build_model", built)
+    monkeypatch.setattr(LanguageTask, "reload", reloaded)
+    assert train(configured()) == 0
+    assert modules
 
 
 @pytest.mark.parametrize(

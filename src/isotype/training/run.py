@@ -160,6 +160,7 @@ class _Run:
             dtype = prepared.resolved.precision.loss
             console.header(task.before_training(prepared.model, prepared.device, folder.path, world, dtype=dtype))
         loop.precision_record.watched(list(subject.seen))
+        del subject, checked  # its observer holds the model, which `finish` frees
         if self.resuming:
             for reason in passed:
                 console.say(f"resume    {reason}: passed over")
