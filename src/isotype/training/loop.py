@@ -204,10 +204,16 @@ class Loop:
         differing(seen, self.carried.differences(), self.carried.moment, f"step {step}", strict=True)
         self.precision_record.add(seen)
 
-    def observe_saved(self, folder: Path, declared: str) -> None:
+    @property
+    def saved_dtype(self) -> str:
+        """Of the result."""
+        precision = self.resolved.precision
+        return precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
+
+    def observe_saved(self, folder: Path) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
         seen = Observation(self.progress.step)
-        self.observer.look_at_files(seen, folder, declared)
+        self.observer.look_at_files(seen, folder, self.saved_dtype)
         self.precision_record.add(seen)
 
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
@@ -355,11 +361,10 @@ class Loop:
         """Writes the adapter or the model as its weights are now; returns what is trained, to the first process. All processes that share
         the model call it together."""
         precision, sharding = self.resolved.precision, self.stepper.sharding
-        dtype = precision.save_model if self.config.adapter.kind == "none" else precision.save_adapter
         if sharding is None:
             tensors = as_ordinary(self.model, trained_tensors(self.model))
         else:
-            tensors = whole_tensors(self.model, self.world, sharding, to_torch(dtype))
+            tensors = whole_tensors(self.model, self.world, sharding, to_torch(self.saved_dtype))
 
         def fill(folder: Path) -> None:
             with whole_in_state_dict(self.model, tensors if sharding is not None else {}):
