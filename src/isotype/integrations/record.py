@@ -22,8 +22,7 @@ from transformers import TrainerCallback
 
 from ..environment.versions import environment
 from ..report.page import write_report
-from ..runs.folder import RunFolder
-from ..runs.record import Metrics
+from ..runs.folder import Metrics, RunFolder
 from ..training.memory.device import trim_freed_blocks
 from .attachment import Attachment, Methods
 from .preflight import run_preflight

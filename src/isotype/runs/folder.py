@@ -1,4 +1,4 @@
-"""The run folder: created once, locked by one process, its small files replaced atomically; checks of an untrusted one."""
+"""The run folder: created once, locked by one process, its small files replaced atomically, its metrics; checks of an untrusted one."""
 
 from __future__ import annotations
 
@@ -112,6 +112,43 @@ class RunFolder:
                 os.unlink(self.path / LOCK)
                 for path in made:
                     path.rmdir()
+
+
+class Metrics:
+    """Appends to a file; a last line cut short by a kill is dropped on resume."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def write(self, **facts: Any) -> None:
+        with self.file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
+
+    def sync(self) -> None:
+        """Syncs the file to the disk, so that after a power failure no checkpoint exists without its earlier lines."""
+        if self.file.is_file():
+            with self.file.open("rb") as f:
+                os.fsync(f.fileno())
+
+    def cut_after(self, step: int) -> None:
+        """Removes the lines after `step`, which the resumed run will write again."""
+        rows, _ = rows_in(self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else "")
+        remaining = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+        write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
+
+
+def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of metrics.jsonl, and the numbers of lines that are broken."""
+    rows, broken = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            broken.append(number)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows, broken
 
 
 def require_run(path: Path) -> Path:

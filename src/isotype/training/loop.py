@@ -40,8 +40,8 @@ from ..runs.checkpoint.snapshot import (
     trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RunFolder
-from ..runs.record import Metrics, PrecisionRecord
+from ..runs.folder import Metrics, RunFolder
+from ..runs.record import PrecisionRecord
 from .callbacks import Callback, Moment, call_back
 from .console import Interrupt, RunConsole
 from .finite import calmer_steps, first_non_finite_trained
