@@ -151,11 +151,11 @@ def _finite(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
-    """A moving average over `share` of the points; values that are not finite break it and stay."""
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """A moving average over 4% of the points; values that are not finite break it and stay."""
     import numpy as np
 
-    span = max(1, int(len(points) * share / 2))
+    span = max(1, int(len(points) * 0.04 / 2))
     values, window = np.pad([y for _, y in points], span, constant_values=math.nan), np.ones(2 * span + 1)
     known = np.isfinite(values)
     # each window is added up by itself, so that one huge value leaves those without it exact
@@ -163,12 +163,12 @@ def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
     return [(x, float(total / number) if math.isfinite(y) else math.nan) for (x, y), total, number in zip(points, sums, counts)]
 
 
-def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round values that enclose [low, high]."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """About five round values that enclose [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = (0.0 if low >= 0 else low - pad), high + pad
-    step = (high - low) / about
+    step = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(step))
     step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -207,10 +207,8 @@ LOCK = ".lock"
 def take_lock(handle: int, path: Path) -> None:
     """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock, or had it and
     has just removed the file with it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
-        return
+    import fcntl
+
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = os.fstat(handle).st_nlink > 0

@@ -149,17 +149,17 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def samples(self, step: int, samples: Sequence[Sample], *, most: int = 3) -> None:
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
         self.say(f"  samples at step {step}", style="dim")
-        for one in samples[:most]:
+        for one in samples[:3]:
             asked, made = one.lines()
             self.say(f"    > {_short(asked)}", style="dim")
             self.say(f"    {_short(made) or '(nothing)'}")
 
 
-def _short(text: str, most: int = 160) -> str:
+def _short(text: str) -> str:
     flat = printable(" ".join(text.split()))
-    return flat if len(flat) <= most else flat[: most - 1] + "…"
+    return flat if len(flat) <= 160 else flat[:159] + "…"
 
 
 class Interrupt:
@@ -177,7 +177,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
-            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
                 self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         return self
 

@@ -125,13 +125,8 @@ class Muon(MixedAdamW):
 
 def matrices_of(model: nn.Module) -> dict[nn.Parameter, Matrices]:
     """The trained matrices of a model, stacks of experts among them, without embeddings and head."""
-    apart: set[nn.Module] = set()
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            found = getattr(model, name)()
-        except (AttributeError, NotImplementedError):  # a denoiser has neither
-            continue
-        apart |= set(found.modules()) if found is not None else set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # a denoiser has none
+    apart: set[nn.Module] = set() if head is None else set(head.modules())
     apart |= {part for m in model.modules() if isinstance(m, nn.Embedding) for part in m.modules()}
     found_matrices: dict[nn.Parameter, Matrices] = {}
 

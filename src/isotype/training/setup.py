@@ -34,7 +34,7 @@ from ..precision.precision import EIGHT_BIT
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import seed_generators, seed_of_rank
 from ..wording import shown
-from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, host_memory, recomputing, refuse_without_host_memory
+from .memory.blocks import BLOCKS, KEY, blocks_of, check_offload, recomputing, refuse_without_host_memory
 from .memory.device import WITHIN, auto_checkpointing, memory_there, other_memory, return_freed_blocks
 from .memory.distributed_plan import plan_part
 from .memory.plan import MemoryPlan
@@ -158,7 +158,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     if config.model.offload == BLOCKS:
         found = blocks_of(task.outline(precision, device_type=basis.device.type).model)
         needed = 0 if found is None else sum(block.bytes for block in found.blocks)
-        refuse_without_host_memory(needed, host_memory(), world.local_size)
+        refuse_without_host_memory(needed, detect("cpu").memory, world.local_size)
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 

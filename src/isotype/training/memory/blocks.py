@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig, TrainSection
-from ...environment.hardware import Hardware, detect
+from ...environment.hardware import Hardware
 from ...errors import UsageError, refuse_where
 from ...precision.apply import inner_model
 from ...wording import shown
@@ -109,7 +110,8 @@ class FrozenBlocks:
         self.order = list[Block]()
         self.copies: Callable[[Tensor, Tensor], Any] = copies or (Streamed() if blocks[0].device.type == "cuda" else _at_once)
 
-    def enter(self, block: Block) -> None:
+    def enter(self, block: Block, *_: Any) -> None:
+        """Brings the weights of a block; also as its forward pre-hook."""
         if block not in self.order:
             self.order.append(block)
         at = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
@@ -125,16 +127,6 @@ class FrozenBlocks:
 
 def _at_once(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
-
-
-class _Enters:
-    """Forward pre-hook of a block. An object: a deep copy of the model, which nothing here makes, would share no state with it."""
-
-    def __init__(self, blocks: FrozenBlocks, own: Block) -> None:
-        self.blocks, self.own = blocks, own
-
-    def __call__(self, *_: Any) -> None:
-        self.blocks.enter(self.own)
 
 
 def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor, Tensor], Any] | None = None) -> nn.Module:
@@ -161,7 +153,7 @@ def put_blocks(model: nn.Module, device: torch.device, copies: Callable[[Tensor,
             tensor.data = tensor.data.to(device)
     inner_model(model).__dict__[_STATE] = found = FrozenBlocks(blocks, copies)
     for layer, block in zip(layers, blocks) if device.type != "meta" else ():
-        layer.__dict__[ENTER] = enters = _Enters(found, block)
+        layer.__dict__[ENTER] = enters = partial(found.enter, block)
         layer.register_forward_pre_hook(enters)
     return model
 
@@ -211,11 +203,6 @@ def refuse_without_host_memory(needed: int, has: int, processes: int = 1) -> Non
         raise UsageError(
             f"{KEY}: {each} do not fit into {shown(has)} of host memory", fix="a base of fewer bits: precision.base: fp8 or nf4"
         )
-
-
-def host_memory() -> int:
-    """Bytes of this machine, 0 where unknown."""
-    return detect("cpu").memory
 
 
 @dataclass(frozen=True, kw_only=True)
