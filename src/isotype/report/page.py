@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..config.sources import short_names
@@ -149,25 +150,26 @@ def tiles(record: RunRecord) -> list[Tile]:
         line = smoothed(loss) if many else loss  # the line that the chart labels
         name = "training loss" + (", smoothed" if many else "")
         found.append(Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}"))
-    evaluations = record.evaluations()
-    if evaluations:
+    if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
         found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
-    steps = max((s for s, _ in loss), default=None)
-    if steps is not None:
-        seen = [v for _, v in record.curve(units) if math.isfinite(v)]
-        found.append(Tile("steps", f"{steps:,.0f}", f"{count(seen[-1])} {units}" if seen else ""))
-    seconds = record.result.get("trained_seconds") or sum(v for _, v in record.curve("seconds") if math.isfinite(v))
-    if isinstance(seconds, int | float) and seconds > 0:
-        found.append(Tile("training time", duration(seconds), "in steps alone"))
-    speed = sorted(v for _, v in record.curve(f"{units}_per_second") if math.isfinite(v))
+    if loss:
+        seen = record.last(units)
+        found.append(Tile("steps", f"{max(step for step, _ in loss):,.0f}", "" if seen is None else f"{count(seen)} {units}"))
+    seconds, speed, memory = (finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes"))
+    trained = record.result.get("trained_seconds") or sum(seconds)
+    if isinstance(trained, int | float) and trained > 0:
+        found.append(Tile("training time", duration(trained), "in steps alone"))
     if speed:
-        found.append(Tile(f"{units} per second", plain(speed[len(speed) // 2]), "median"))
-    memory = [v for _, v in record.curve("memory_bytes") if math.isfinite(v)]
+        found.append(Tile(f"{units} per second", plain(median(speed)), "median"))
     if memory:
         found.append(Tile("peak memory", size(max(memory))))
     return found
+
+
+def finite_values(record: RunRecord, key: str) -> list[float]:
+    return [value for _, value in record.curve(key) if math.isfinite(value)]
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:

@@ -162,11 +162,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
-    fingerprint = ""
+    fingerprints = [""]
 
     def look(model: nn.Module) -> None:
-        nonlocal fingerprint
-        fingerprint = fingerprint_of_weights(model)
+        fingerprints.append(fingerprint_of_weights(model))
 
     part = None if mesh is None else part_of(mesh, look)
 
@@ -200,7 +199,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     loss_sum = partial(task.loss_sum, dtype=precision.loss)
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
     return Prepared(
-        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprint, parallel
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprints[-1], parallel
     )  # fmt: skip
 
 
