@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..wording import printable, size
+from ..wording import printable
 from .task import Sample, Words
 
 PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal
@@ -31,14 +31,14 @@ def duration(seconds: float) -> str:
 
 
 def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> str:
-    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.2 GB  ETA 0:42`"""
+    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`"""
     parts = [f"step {step}/{total}", f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad {row['grad_norm']:.3g}"]
     parts[2:2] = [f"{name} {row[name]:.3g}" for name in words.live if row.get(name) is not None]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
     parts.append(f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f} {words.unit}/s")
     if row.get("memory_bytes"):
-        parts.append(size(row["memory_bytes"]))
+        parts.append(f"{row['memory_bytes'] / 1e9:.2f} GB")
     if row.get("promotions"):
         parts.append(f"{row['promotions']} promotions")
     if row.get("overflow"):

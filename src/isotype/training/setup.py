@@ -199,7 +199,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     loss_sum = partial(task.loss_sum, dtype=precision.loss)
     stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
     return Prepared(
-        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprints[-1], parallel
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, batching, sharding, fingerprints[-1],
+        parallel,
     )  # fmt: skip
 
 
