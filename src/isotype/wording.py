@@ -1,4 +1,4 @@
-"""Numbers and text as people read them. Imports no torch."""
+"""Numbers and text as people read them; the first line of an error. Imports no torch."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def count(value: float) -> str:
             return f"{value:.3g}{unit}" if unit else f"{value:.0f}"
         value /= 1000
     return f"{value:.3g}T"
+
+
+def first_line(error: BaseException) -> str:
+    """Of the error's message, else its kind. A line that only announces a list, as torch's does, gives the next one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
 
 
 _CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]
