@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.ops import cross_entropy
 from isotype.ops.backend import using
-from isotype.ops.cross_entropy import eager
+from isotype.ops.cross_entropy import rule as eager
 from isotype.ops.cross_entropy.op import cross_entropy_reference
 from tests.ops.trials import FACTOR, Sizes, error
 

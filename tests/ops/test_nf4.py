@@ -9,7 +9,7 @@ pytest.importorskip("bitsandbytes")
 
 from bitsandbytes.functional import quantize_4bit
 
-from isotype.ops.nf4 import triton, widen_4bit
+from isotype.ops.packed import triton, widen_4bit
 from isotype.testing import compile_matrix
 from tests.gpu import everywhere, kernels
 

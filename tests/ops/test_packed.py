@@ -6,10 +6,9 @@ import torch
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import using
-from isotype.ops.packed import PackedState, widen
+from isotype.ops.packed import PackedState, in_rows, widen
 from isotype.ops.packed.formats import KINDS, Layout
 from isotype.ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, recognise, state_of
-from isotype.ops.packed.repack import in_rows
 from isotype.precision.packing import UnreadPacking, packing
 from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
@@ -87,7 +86,7 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8-block", "int4-ct-asymmetric", "mxfp4-ct"])
 def test_the_kernel_compiles_for_every_output_and_target(form):
-    from isotype.ops.packed import kernels as forms
+    from isotype.ops.packed import state as forms
     from isotype.ops.packed import triton
     from isotype.testing import compile_matrix
 

@@ -24,10 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..config.sources import gguf_file
 from ..errors import UsageError
 from ..lora.quantised import PackedLinear
-from ..ops.packed import quantised
+from ..ops.packed import in_rows, quantised
 from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import OF_ACTIVATIONS, TORCHAO, Part, is_packed, recognise, state_of
-from ..ops.packed.repack import in_rows
 from ..precision.packing import Packing
 from ..precision.quantised_base import of_config, refuse_unmade
 from . import gguf

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
 from ..contract import OpContract
-from ..cross_entropy.op import cross_entropy_reference
+from ..cross_entropy.op import Reduction, check_reduction, check_targets, cross_entropy_reference
 from ..cross_entropy.rows import Cpp, Source, row_paths
-from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments, check_reduction, check_targets
+from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..library import library_op
 from .chunked import (
     Chunks,
@@ -91,10 +91,8 @@ def _forward(
         targets_N = targets_T[rows]
         # only the C++ kernels are given bf16 logits of an fp32 sum
         more = {"source": Source.of(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)} if exact and compute is Cpp else {}
-        if not wants_gradient:
-            out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, **more)
-            continue
-        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into, **more)
+        gradient = (g_NV, into) if wants_gradient else ()
+        out.loss_T[rows], out.lse_T[rows] = compute.cross_entropy_forward(z_NV, targets_N, rule, *gradient, **more)
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
             out.dbias_V.add_(dbias_V if back is None else dbias_V * back)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError
-from ..backend import applied, autocast_off, product_dtype, refuse_second_derivative, wide
+from ..backend import applied, autocast_off, cpp_runs, product_dtype, refuse_second_derivative, triton_runs, wide
 from ..contract import OpContract
 from ..cross_entropy.op import rule_logits
 from ..cross_entropy.rows import Source
@@ -35,8 +35,7 @@ from ..linear_cross_entropy.chunked import (
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
-from .eager import Pair
-from .rows import Cpp, row_paths
+from .rows import KERNELS, Pair, divergences, divergences_cpp
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] -> fp32|fp64[*n]",
@@ -88,6 +87,15 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
+def _path_of(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes on these logits."""
+    if triton_runs(z):
+        from . import triton
+
+        return triton.divergences
+    return divergences_cpp if cpp_runs(KERNELS, z, teacher) else divergences
+
+
 class Sides(NamedTuple):
     """The logits of both heads, `chunk` rows at a time."""
 
@@ -103,17 +111,17 @@ class Sides(NamedTuple):
         every_T = torch.zeros(tensors[0].shape[0], dtype=torch.int64, device=tensors[0].device)
         student = Chunks(tensors[0], tensors[1], tensors[2], every_T, one, chunk, gradients)
         teacher = Chunks(tensors[3], tensors[4], tensors[5], every_T, other, chunk, False)
-        return cls(student, teacher, Pair(one, other, rules[4]), row_paths(student.logits, teacher.logits))
+        return cls(student, teacher, Pair(one, other, rules[4]), _path_of(student.logits, teacher.logits))
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
         """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)` gives divergences and entropies of the
         rows, fp32[N] each (empty where not wanted), and with an upstream gradient writes dlogits_NV."""
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
-            if self.compute is Cpp:
+            if self.compute is divergences_cpp:
                 given = ((z_NV, x_NH, self.student), (teacher_NV, y_NG, self.teacher))
                 sources["sources"] = tuple(Source.of(z, x, side.weight_VH, side.bias_V) for z, x, side in given)
-            yield rows, x_NH, g_NV, partial(self.compute.divergences, z_NV, teacher_NV, self.pair, g_NV, **sources)
+            yield rows, x_NH, g_NV, partial(self.compute, z_NV, teacher_NV, self.pair, g_NV, **sources)
 
 
 def like(hidden_TH: Tensor, want_now: bool, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
