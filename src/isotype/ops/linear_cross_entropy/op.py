@@ -20,8 +20,9 @@ from .chunked import (
     Forward,
     HeadGradient,
     by_vocabulary,
+    cast,
     check_head,
-    extent,
+    chunk_of,
     gradient_factors,
     gradients_wanted,
     largest,
@@ -123,8 +124,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     rule = LossRule.from_arguments(ignore_index, factors)
-    counted_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
+    rows = rows_to_compute(targets_T, rule)
     targets_N, lse_N = targets_T[rows], lse_T[rows]
     dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
 
@@ -132,7 +132,7 @@ def _backward(
         given = dloss_N if factor is None else dloss_N * factor
         row_paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -165,9 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # the op has switched autocast off
         made = Forward(
             *_forward(
-                hidden_TH.to(dtype),
-                weight_VH.to(dtype),
-                None if bias_V is None else bias_V.to(dtype),
+                *cast(dtype, hidden_TH, weight_VH, bias_V),
                 targets_T,
                 hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
                 *rule,
@@ -191,10 +189,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
-                bias = None if bias_V is None else bias_V.to(ctx.dtype)
-                made = _backward(
-                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
-                )
+                heads = cast(ctx.dtype, hidden_TH, weight_VH, bias_V)
+                made = _backward(*heads, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:
                 *made, items = ctx.saved_tensors
@@ -239,9 +235,7 @@ def linear_cross_entropy(
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     want = gradients_wanted(hidden, weight, bias)
-    if chunk is None:
-        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
-        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
+    chunk = chunk_of(targets.numel(), weight, (dtype,), want[1]) if chunk is None else chunk
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
         loss: Tensor = applied(

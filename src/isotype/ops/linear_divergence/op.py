@@ -24,13 +24,12 @@ from ..library import library_op
 from ..linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
+    cast,
     check_head,
-    extent,
+    chunk_of,
     gradient_factors,
     gradients_wanted,
     largest,
-    operand_dtype,
-    result_dtype,
     scaled,
     stored_gradient_dtype,
 )
@@ -206,9 +205,8 @@ class LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         now = want[0] and not (want[1] or want[2])
         with autocast_off(hidden_TH):
-            given: list[Any] = [x if x is None else x.to(dtypes[0]) for x in (hidden_TH, weight_VH, bias_V)]
-            taught: list[Any] = [x if x is None else x.to(dtypes[1]) for x in teacher]
-            found_T, entropy_T, dhidden_TH = _forward(*(*given, *taught, rules, chunk, now, want_entropy))
+            heads = *cast(dtypes[0], hidden_TH, weight_VH, bias_V), *cast(dtypes[1], *teacher)
+            found_T, entropy_T, dhidden_TH = _forward(*heads, rules, chunk, now, want_entropy)
         ctx.rules, ctx.types, ctx.chunk, ctx.want, ctx.now = rules, dtypes, chunk, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         # a frozen head needs the gradient alone
@@ -226,8 +224,8 @@ class LinearDivergence(torch.autograd.Function):
         elif any(ctx.want):
             saved = ctx.saved_tensors
             with autocast_off(upstream_T):
-                given: list[Any] = [x if x is None else x.to(dtype) for part, dtype in zip((saved[:3], saved[3:]), ctx.types) for x in part]
-                made = _backward(*(*given, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2]))
+                heads = *cast(ctx.types[0], *saved[:3]), *cast(ctx.types[1], *saved[3:])
+                made = _backward(*heads, ctx.rules, ctx.chunk, upstream_T, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return (*grads, None, None, None, None, None, None)
 
@@ -263,9 +261,7 @@ def divergence_and_entropy(
     if not 0.0 <= beta <= 1.0:
         raise UsageError(f"beta is {beta}: expected 0 to 1")
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
-    if chunk is None:
-        held = sum(result_dtype(operand_dtype(dtype, hidden.device), hidden.device).itemsize for dtype in dtypes)
-        chunk = extent(hidden.shape[:-1].numel(), weight.shape[0], held, hidden.device, head=False)
+    chunk = chunk_of(hidden.shape[:-1].numel(), weight, dtypes, False) if chunk is None else chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rules = [LossRule.of(ignore_index=-100, logit_scale=one, softcap=cap)
              for one, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))]  # fmt: skip

@@ -183,7 +183,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
         want, eps, path = any(ctx.needs_input_grad[1:3]), ctx.eps, ctx.path
         if path == "cpp":
             dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(x_BTH, scale_BH, dy_BTH, eps, want)
-            return (dx_BTH, dscale_BH, dshift_BH, None, None, None) if want else (dx_BTH, None, None, None, None, None)
+            return dx_BTH, *((dscale_BH, dshift_BH) if want else (None, None)), None, None, None
         if path == "triton":
             from . import triton
 
