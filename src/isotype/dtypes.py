@@ -105,19 +105,6 @@ def significant_bits(dtype: str) -> int:
     return _TABLE[parse(dtype)][3] + 1
 
 
-def promote(left: str, right: str) -> str:
-    """What torch's type promotion makes of two floating or complex tensors with dimensions: bf16 with fp16 gives fp32."""
-    left, right = parse(left), parse(right)
-    if left == right:
-        return left
-    if "complex" in left + right:
-        return "complex128" if {left, right} & {"complex128", "fp64"} else "complex64"
-    if {left, right} == {"bf16", "fp16"}:
-        return "fp32"
-    order = ("bf16", "fp16", "fp32", "fp64")
-    return max(left, right, key=order.index)
-
-
 _SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)\]\s*$")
 
 

@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, worst_first
+from ..finding import Severity, answer, threshold, worst_first
+from ..wording import counted
 from . import doctor_parts
 from .app import DOCTOR, prepare
 from .doctor_parts import FailOn, Json
@@ -71,8 +72,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    from ..doctor.front_door import Visit, count, visit, visit_log
-    from ..doctor.output import answer, threshold
+    from ..doctor.front_door import Visit, visit, visit_log
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
@@ -103,10 +103,10 @@ def look(
     if not json_output:
         for one in visits:
             notes = sum(f.severity == Severity.NOTE for f in one.findings)
-            told = count(len(one.findings) - notes, "finding")
+            told = counted(len(one.findings) - notes, "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
             told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {count(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
+            told += f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
         if not any(one.looked_at for one in visits):
             print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")

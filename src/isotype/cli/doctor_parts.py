@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..finding import Severity
+from ..finding import Severity, answer, threshold
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -37,7 +37,6 @@ def check(
     """
     from ..doctor.check.check import as_json, table, trouble_without_files
     from ..doctor.check.check import check as check_paths
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
@@ -81,7 +80,6 @@ def explain(
         show_page(given[0].upper(), json_output)
         return
     from ..doctor.explain import explain as explain_lines
-    from ..doctor.output import answer
 
     source: str | None = None
     if not given or given == ["-"]:
@@ -143,7 +141,6 @@ def env(
 
     Exit status 1 when something is broken.
     """
-    from ..doctor.output import answer
     from ..environment import versions
     from ..environment.versions import faults
 
@@ -189,7 +186,6 @@ def trace(
 
     `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
     """
-    from ..doctor.output import answer, threshold
     from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
     parsed = Target.parse(target)
@@ -234,8 +230,6 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        from ..doctor.output import answer, threshold
-
         least = threshold(fail_on)
         from ..testing.amp.check import ampcheck
         from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
@@ -276,8 +270,6 @@ def kernels(
         isotype doctor kernels my_package.ops.rms_norm
     """
     import warnings
-
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     targets = [word.strip() for word in arch.split(",") if word.strip()] or None

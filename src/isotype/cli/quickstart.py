@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..environment.threads import wait_passively
+from ..environment.hardware import wait_passively
 
 
 def quickstart(

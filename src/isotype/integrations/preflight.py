@@ -26,8 +26,8 @@ from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import PreflightError, RunError
 from ..finding import Severity
-from ..libraries import hook_of_gradients
 from ..observe import Observation, Observer
+from ..observe.origin import hook_of_gradients
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +34,9 @@ def plain_tensors(value: object, into: list[Tensor]) -> list[Tensor]:
     return into
 
 
-def floating_tensors(output: Any) -> Iterator[Tensor]:
+def floating_tensors(output: object) -> list[Tensor]:
     """Every floating tensor in what a module returned, however it is nested."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from floating_tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from floating_tensors(value)
+    return [tensor for tensor in plain_tensors(output, []) if tensor.is_floating_point()]
 
 
 def stored(tensor: Tensor) -> Tensor | None:

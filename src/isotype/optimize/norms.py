@@ -8,9 +8,8 @@ from inspect import signature
 import torch
 from torch import nn
 
-from ..instance_method import put
+from ..instance_method import Placement, put
 from ..ops import rms_norm
-from ..placement import Placement
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
 from .instances import placement, same_in_both_modes, stand_in
 
