@@ -91,10 +91,6 @@ def itemsize(dtype: str) -> float:
     return _TABLE[parse(dtype)][1] / 8
 
 
-def is_float(dtype: str) -> bool:
-    return _TABLE[parse(dtype)][3] > 0 or parse(dtype) in ("nf4", "fp4")
-
-
 def eps(dtype: str) -> float:
     """Distance from 1 to the next larger value."""
     return 2.0 ** -_TABLE[parse(dtype)][3]
@@ -148,7 +144,7 @@ class TensorSpec:
             expected = bound.setdefault(self.dtype, observed)
             return None if expected == observed else expected
         if self.dtype == "float":
-            return None if observed in _TABLE and is_float(observed) else "float"
+            return None if observed in _TABLE and significant_bits(observed) > 1 else "float"
         if self.dtype == "int":
             return None if observed.startswith(("int", "uint")) else "int"
         return None if observed in self.dtype.split("|") else self.dtype

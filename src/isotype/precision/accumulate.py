@@ -230,14 +230,11 @@ class GradientAccumulator:
         gradient = self.gradient(parameter)
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=self.dtype)
-            self._store(parameter, gradient)
+            if parameter.dtype == self.dtype:
+                parameter.grad = gradient
+            else:
+                self._buffers[id(parameter)] = gradient
         return gradient
-
-    def _store(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if parameter.dtype == self.dtype:
-            parameter.grad = gradient
-        else:
-            self._buffers[id(parameter)] = gradient
 
     def zero(self) -> None:
         """Frees every gradient until the next backward."""

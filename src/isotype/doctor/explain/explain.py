@@ -235,6 +235,7 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     if "autocast" in seen.situation:  # it is on already: a remedy that switches it on is none
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top, others = ranked[0], ranked[1:]
+    fix = (_SWITCHES_ON.sub("", top.fix).strip() if "autocast" in seen.situation else "") or top.fix
     situation = seen.situation
     frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [("error", _telling_line(incident.text.strip(), seen))]
@@ -261,7 +262,7 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
         message=message,
         place=place,
         cause=f"{top.name}: {'' if top.because else 'perhaps '}{top.why}",
-        fix=without_autocast(top.fix) if "autocast" in seen.situation else top.fix,
+        fix=fix,
         details=tuple(details),
     )
 
@@ -307,11 +308,6 @@ def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
 
 NEAR = 2.0  # a cause that scores less than this below the first is as good a guess
 _SWITCHES_ON = re.compile(r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?")
-
-
-def without_autocast(fix: str) -> str:
-    """The fix without the way that switches autocast on, where it is on already; as it is where that is the only way."""
-    return _SWITCHES_ON.sub("", fix).strip() or fix
 
 
 def sureness(ranked: Sequence[Cause]) -> str:
