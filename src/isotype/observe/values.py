@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..dtypes import name
 from .operators import CAST, CREATE, PRODUCT, SUM, Operator
 from .origin import ENGINE, Caller, caller
+from .record import Observation
 from .tape import BACKWARD, GRADIENTS, LOSS, UPDATE
 
 INPUT, WEIGHT, BUFFER, FLOAT_INPUT = 1, 2, 4, 8
@@ -149,7 +150,9 @@ class Call:
     def __init__(self, contract: Any, op: Operator | None, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         self.op: Any = op
         self.args, self.kwargs, self.inputs, self.outputs = args, kwargs, inputs, outputs
-        self.seen, self.region, self.module = contract.seen, contract.step.now(), contract.step.module
+        self.seen: Observation = contract.seen
+        self.region: str = contract.step.now()
+        self.module: str = contract.step.module
         self.where = self.module or self.region
         self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(self.region, contract.role)
         self._precision = contract.precision
