@@ -1,4 +1,4 @@
-"""`counted`: a number with the word that it counts. Imports no torch."""
+"""`counted`: a number with the word that it counts; the first line of an error. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pathlib import Path
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`1 row`, `1,234 rows`; `many` where the plural is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Of the error's message, else its kind. A line that only announces a list, as torch's does, gives the next one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
 
 
 _CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]

@@ -57,7 +57,6 @@ class Distil(NextToken):
         super().take(data)
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained; a mixture without its balancing loss, where that was said."""
         refuse_balance(model, self.config.train.aux_loss, "distil")
 
     def beside(self, tokenizer: Any, precision: Precision, device: torch.device | None) -> Beside:
