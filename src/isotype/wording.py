@@ -1,8 +1,8 @@
-"""`counted`: a number with the word that it counts. Imports no torch."""
+"""How numbers, rows and names are written for a reader. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
@@ -10,6 +10,13 @@ from pathlib import Path
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`1 row`, `1,234 rows`; `many` where the plural is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return ["  ".join(put(cell, width) for put, cell, width in zip(columns, row, widths)).rstrip() for row in rows]
 
 
 _CONTROL = [n for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"]

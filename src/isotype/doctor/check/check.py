@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from ...wording import counted
+from ...wording import aligned, counted
 from .programs import from_environment, from_python, from_script
 from .python_calls import read_notebook
 from .rules import RULES
@@ -97,13 +97,8 @@ def table(record: Record) -> str:
             rows.append((role, decision.value, decision.why, where))
     if not rows:
         return ""
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
     main = next((d for d in record.facts.documents if d.tool in MAIN), record.facts.documents[0])
-    lines = [f"what {main.file} will really do ({main.tool})"]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)) + f"  {row[3]}".rstrip() for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([f"what {main.file} will really do ({main.tool})", *(f"  {line}" for line in aligned(rows))])
 
 
 def as_json(record: Record) -> dict[str, object]:
