@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, worst_first
+from ..finding import Severity, answer, threshold, worst_first
 from ..wording import counted
 from .app import DOCTOR, prepare
 
@@ -80,7 +80,6 @@ def look(
     json_output: Json = False,
 ) -> None:
     from ..doctor.front_door import Visit, visit, visit_log
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
@@ -138,7 +137,6 @@ def check(
     """
     from ..doctor.check.check import as_json, table, trouble_without_files
     from ..doctor.check.check import check as check_paths
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
@@ -181,7 +179,6 @@ def explain(
         show_page(given[0].upper(), json_output)
         return
     from ..doctor.explain import explain as explain_lines
-    from ..doctor.output import answer
 
     source: str | None = None
     if not given or given == ["-"]:
@@ -240,7 +237,6 @@ def env(
 
     Exit status 1 when something is broken.
     """
-    from ..doctor.output import answer
     from ..environment import versions
     from ..environment.versions import faults
 
@@ -286,7 +282,6 @@ def trace(
 
     `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
     """
-    from ..doctor.output import answer, threshold
     from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
     parsed = Target.parse(target)
@@ -331,8 +326,6 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        from ..doctor.output import answer, threshold
-
         least = threshold(fail_on)
         from ..testing.amp.check import ampcheck
         from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
@@ -365,8 +358,6 @@ def kernels(
         isotype doctor kernels my_package.ops.rms_norm
     """
     import warnings
-
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     targets = [word.strip() for word in arch.split(",") if word.strip()] or None
