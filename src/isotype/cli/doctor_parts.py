@@ -237,8 +237,7 @@ def conform(
         from ..doctor.output import answer, threshold
 
         least = threshold(fail_on)
-        from ..testing.amp.check import ampcheck
-        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
+        from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
         with triton_interpreted_without_gpu():

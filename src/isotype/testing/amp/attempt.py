@@ -24,8 +24,7 @@ from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
 from ...pages.sheets import texts
-from .samples import Sample, Setting
-from .subjects import Subject
+from .samples import Sample, Setting, Subject
 
 
 @dataclass

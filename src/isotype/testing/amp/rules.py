@@ -30,8 +30,7 @@ from .attempt import (
 )
 from .inexact import Numerics
 from .locate import Failure, failure_of, shown
-from .samples import Sample, Setting, parameter_names
-from .subjects import Subject
+from .samples import Sample, Setting, Subject, parameter_names
 
 _NO_KERNEL = re.compile(
     r"not implemented for|not supported on|no kernel|could not create a primitive|Could not run '|"
