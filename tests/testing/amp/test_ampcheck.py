@@ -126,7 +126,7 @@ class WideGradient(RMSNorm):
 
 def test_a_gradient_of_another_dtype_than_the_contracts_is_reported():
     inputs = [(drawn(4, 8), drawn(8)), (drawn(2, 3, 8), drawn(8))]
-    assert ampcheck(rms_norm, inputs, reference=rms_norm_reference, contract=NORM).tried == 64  # every sample of several is tried
+    assert ampcheck(rms_norm, inputs, reference=rms_norm_reference, contract=NORM).tried == 2 * 50  # both samples
     report = ampcheck(lambda x, w: WideGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), contract=NORM, raises=False)
     (finding,) = report.at_least(Severity.WARNING)
     assert finding.code == "AC014"
