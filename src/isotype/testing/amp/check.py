@@ -197,7 +197,7 @@ class _Check:
     def _judge(self, setting: Setting, outcome: Outcome) -> None:
         self._note(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
-            self._note(contract_faults(outcome, setting, self.sample, self.subject, self.contract), setting)
+            self._note(contract_faults(outcome, setting, self.subject, self.contract), setting)
         else:
             plain = attempt(self.plain, self.sample, setting, forward_only=True) if self.plain is not None else None
             self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
