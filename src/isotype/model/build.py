@@ -21,7 +21,7 @@ from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import attach_adapter, check_vision, freeze_vision, refuse_without_ops, trained_in_full
-from .load import Source, base_notes, check_vocabulary, load_base, published_word
+from .load import Source, check_vocabulary, load_base, published_word
 from .targets import notes_of_targets
 from .tokens import align_special_tokens, ids_of
 
@@ -42,7 +42,7 @@ def build_model(
     every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
     mapped = part is not None and every_weight
-    notes = base_notes(source, precision)
+    notes: list[str] = []
     if source.scored:
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
