@@ -159,23 +159,19 @@ class ResumableAdamW(MixedAdamW):
 def check_pure(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises  UsageError where a trainer cannot train such weights"""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    why, fix = "", "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
-        raise UsageError(
-            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: "
-            "in a trainer, low-precision weights are trained with fp32 gradients and stochastic rounding",
-            fix="precision='bf16-pure', or 'bf16-mixed' (fp32 weights)",
+        why = f": trainable {precision.trainable}, grads {precision.grads}, rounding {precision.rounding}: " + (
+            "in a trainer, low-precision weights are trained with fp32 gradients and stochastic rounding"
         )
-    if args.world_size > 1:
-        raise UsageError(
-            f"precision {preset} on {args.world_size} processes: DDP sums gradients in the weights' own dtype",
-            fix="precision='bf16-mixed' (fp32 weights), one process, or isotype train with bf16-pure",
-        )
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UsageError(
-            f"precision {preset} brings an optimizer of its own, and this trainer was given one", fix="leave out optimizers=(...)"
-        )
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise UsageError(f"precision {preset} trains with AdamW, and the arguments ask for optim={optim}", fix="optim='adamw_torch'")
+    elif args.world_size > 1:
+        why = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
+    elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        why, fix = " brings an optimizer of its own, and this trainer was given one", "leave out optimizers=(...)"
+    elif optim not in ("adamw_torch", "adamw_torch_fused"):
+        why, fix = f" trains with AdamW, and the arguments ask for optim={optim}", "optim='adamw_torch'"
+    if why:
+        raise UsageError(f"precision {preset}{why}", fix=fix)
 
 
 class PureWeights(TrainerCallback):

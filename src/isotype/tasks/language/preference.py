@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...config.kind import WITH_REFERENCE
 from ...config.schema import PreferenceSection, RunConfig
 from ...data.formats import FormatName
-from ...data.pairs import Labelled, Pair, Pairs
+from ...data.pairs import Labelled, Pairs
 from ...data.progress import watched
 from ...data.rows import LoadedData, Share
 from ...data.tokens import TokenRows
@@ -93,16 +93,6 @@ class PairBatch(OfAnswers):
     def to(self, device: torch.device) -> PairBatch:
         reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
         return replace(self, answers=self.answers.to(device), lengths=self.lengths.to(device, non_blocking=True), reference=reference)
-
-
-def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, device_type: str = "cpu") -> PairBatch:
-    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    known = [pair.reference for pair in pairs if pair.reference is not None]
-    return PairBatch(
-        collate(rows, pad_id=pad_id, device_type=device_type),
-        torch.tensor([row.supervised for row in rows], dtype=torch.float32),
-        torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(pairs) else None,
-    )
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -194,7 +184,13 @@ class Preference(Objective):
         return longest_of(self.train, count)
 
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Any:
-        return collate_pairs(rows, pad_id=pad_id, device_type=device_type)
+        answers = [answer for pair in rows for answer in (pair.chosen, pair.rejected)]
+        known = [pair.reference for pair in rows if pair.reference is not None]
+        return PairBatch(
+            collate(answers, pad_id=pad_id, device_type=device_type),
+            torch.tensor([answer.supervised for answer in answers], dtype=torch.float32),
+            torch.tensor(known, dtype=torch.float32).flatten() if len(known) == len(rows) else None,
+        )
 
     def outlined(self, batch: Batch) -> Any:
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
@@ -269,14 +265,10 @@ def judged(objective: str, settings: PreferenceSection, a: Answers) -> Judged:
     else:
         h = beta * (c - r)
         losses = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h) if smoothing else -F.logsigmoid(h)
-    weight = nll_weight(objective, settings)
+    weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
         losses = losses - weight * a.chosen / a.chosen_length
     return Judged(losses, beta * c, beta * r, *logps)
-
-
-def nll_weight(objective: str, settings: PreferenceSection) -> float:
-    return settings.nll if settings.nll is not None else float(objective in ("orpo", "cpo"))
 
 
 def log1mexp(x: Tensor) -> Tensor:
