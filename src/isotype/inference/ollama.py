@@ -7,6 +7,7 @@ the Go template that puts it there is compared with the chat template on other c
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,11 @@ def modelfile(folder: Path | str, weights: str) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turns = turns_of(tokenizer) if tokenizer.chat_template else None
     template = turns.as_go() if turns else "{{ .Prompt }}"
-    stops = [tokenizer.convert_ids_to_tokens(index) for index in _ends(folder, tokenizer)]
+    said = None
+    with suppress(OSError):
+        said = GenerationConfig.from_pretrained(folder).eos_token_id
+    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
+    stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
     if turns:
         # a template may end a turn with a token that is not the tokenizer's end
         stops += [token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)]
@@ -141,15 +146,6 @@ def modelfile(folder: Path | str, weights: str) -> str:
         raise _no_turns()
     lines = [f"FROM {weights}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops))]
     return "\n".join(lines) + "\n"
-
-
-def _ends(folder: Path | str, tokenizer: Any) -> list[int]:
-    try:
-        said = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        said = None
-    ends = said if isinstance(said, list) else [said, tokenizer.eos_token_id]
-    return [index for index in ends if index is not None]
 
 
 def write_for_converter(folder: Path) -> None:

@@ -18,7 +18,7 @@ from .attachment import Attachment, is_running, models_of, overridden, trained_i
 from .claims import ATTACHED, check_preflight, check_trainer, claims, resolve_for
 from .record import Record
 from .steps import Guards
-from .weights import Autocast, PureWeights, Weights
+from .weights import PureWeights, Weights, take_autocast
 
 
 def attach(
@@ -88,9 +88,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     unprepare(trainer)
     models, device = models_of(trainer), trainer.args.device.type
-    autocast = Autocast(trainer.accelerator)
-    attached.undo.append(autocast.give_back)
-    autocast.take(list(models.values()), precision)
+    take_autocast(trainer.accelerator, list(models.values()), precision, attached.undo)
     weights = Weights()
     attached.undo.append(weights.restore)
     for name, model in models.items():

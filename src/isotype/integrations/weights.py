@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,28 +237,15 @@ def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-class Autocast:
-    """Takes autocast from the accelerator and gives it back."""
+def take_autocast(accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]) -> None:
+    """Takes autocast from the accelerator; `undo` gets what gives it back.
 
-    def __init__(self, accelerator: Any) -> None:
-        self.accelerator, self.native_amp = accelerator, accelerator.native_amp
-        self.prepared: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.hooks: list[Any] = []
-
-    def take(self, models: list[nn.Module], precision: Precision) -> None:
-        """Reference models were prepared when the trainer was built: their forward is unwrapped."""
-        if precision.loss_scaling == "none":
-            self.accelerator.native_amp = False
-        for model in models:
-            self.prepared.append((model, unwrap_forward(model)))
-            if precision.compute != "fp32":
-                self.hooks.append(inner_model(model).register_forward_hook(widen_logits))
-
-    def give_back(self) -> None:
-        self.accelerator.native_amp = self.native_amp
-        for hook in self.hooks:
-            hook.remove()
-        for model, wrapped in self.prepared:
-            model.__dict__.update(wrapped)
-        self.hooks.clear()
-        self.prepared.clear()
+    Reference models were prepared when the trainer was built: their forward is unwrapped.
+    """
+    undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
+    if precision.loss_scaling == "none":
+        accelerator.native_amp = False
+    for model in models:
+        undo.append(partial(model.__dict__.update, unwrap_forward(model)))
+        if precision.compute != "fp32":
+            undo.append(inner_model(model).register_forward_hook(widen_logits).remove)

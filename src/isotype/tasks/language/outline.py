@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,25 +137,17 @@ def step_outline(
         with eval_mode(model):
             loss_sum(model, _batch(eval_rows * learnt.each, padded_length(eval_length, device_type), device, packing=packing))
 
-    return StepOutline(
-        rows=rows,
-        length=length,
-        batch=lambda device: _batch(rows, length, device, packing=packing),
-        loss_sum=loss_sum,
-        evaluation=evaluation if eval_rows else None,
-        sampling=_sampling(sample_length) if sample_length else None,
-    )
-
-
-def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
-    def run(model: nn.Module, device: torch.device) -> None:
+    def sampling(model: nn.Module, device: torch.device) -> None:
         """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
-        ids = torch.empty(1, length, dtype=torch.long, device=device)
+        ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
         with eval_mode(model), generating(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
             del outputs
 
-    return run
+    return StepOutline(
+        rows=rows, length=length, batch=lambda device: _batch(rows, length, device, packing=packing), loss_sum=loss_sum,
+        evaluation=evaluation if eval_rows else None, sampling=sampling if sample_length else None,
+    )  # fmt: skip
 
 
 def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
