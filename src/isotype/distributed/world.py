@@ -182,13 +182,9 @@ class JoinedWorld(World):
         return result
 
     def first_before_others(self, work: Callable[[], Made]) -> Made:
-        turn = self._next_turn()
-        if not self.first:
-            self._wait(turn, of=0, patiently=True)
-            return work()
-        result = work()
-        self._store.set(turn, "null")
-        return result
+        made: list[Made] = []
+        self.first_does(lambda: made.append(work()), patiently=True)
+        return made[0] if self.first else work()
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
         turn = self._next_turn()

@@ -33,7 +33,7 @@ from ...precision.parts import local_part
 from ...training.feed import RowStream
 from ...training.task import Check, Feed, Words, eval_mode, micro_batch
 from ...wording import counted
-from .batches import Batch, collate, longest_of, model_inputs, next_tokens
+from .batches import Batch, collate, longest_of, model_inputs, next_tokens, sent
 from .checks import CHECKS, end_never_learnt
 from .objective import Header, Objective, refuse_balance
 
@@ -91,8 +91,7 @@ class PairBatch(OfAnswers):
         return f"{counted(self.rows, 'pair')} of {counted(self.input_ids.shape[1], 'token')}"
 
     def to(self, device: torch.device) -> PairBatch:
-        reference = None if self.reference is None else self.reference.to(device, non_blocking=True)
-        return replace(self, answers=self.answers.to(device), lengths=self.lengths.to(device, non_blocking=True), reference=reference)
+        return replace(self, **sent(vars(self), device))
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -307,7 +306,16 @@ def add_reference(
         pairs.reference = np.asarray(known[name], np.float32)
     if not lacking:
         return [("reference", f"from {path}")]
-    world.first_does(lambda: _keep(path, known, made_of))
+
+    def keep() -> None:
+        new, tensors = (
+            path.with_name(f"{path.name}.new"),
+            {name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()},
+        )
+        save_file(tensors, new, metadata=made_of)
+        os.replace(new, path)
+
+    world.first_does(keep)
     answers = sum(2 * len(sides[name]) for name in lacking)
     seconds = time.perf_counter() - begin
     return [
@@ -347,12 +355,6 @@ def _kept(path: Path, made_of: Mapping[str, str]) -> dict[str, list[float]]:
             fix="the base or adapter that the run was begun with; or start a new run",
         )
     return {name: values for name, values in found.items() if said.get(name) == made_of.get(name)}
-
-
-def _keep(path: Path, known: Mapping[str, list[float]], made_of: Mapping[str, str]) -> None:
-    new = path.with_name(f"{path.name}.new")
-    save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=dict(made_of))
-    os.replace(new, path)
 
 
 MEASURES = ("accuracy", "margin", "mean_reward")
