@@ -308,11 +308,8 @@ def add_reference(
         return [("reference", f"from {path}")]
 
     def keep() -> None:
-        new, tensors = (
-            path.with_name(f"{path.name}.new"),
-            {name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()},
-        )
-        save_file(tensors, new, metadata=made_of)
+        new = path.with_name(f"{path.name}.new")
+        save_file({name: torch.tensor(values, dtype=torch.float32) for name, values in known.items()}, new, metadata=made_of)
         os.replace(new, path)
 
     world.first_does(keep)
