@@ -88,9 +88,8 @@ def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if nodes == 1:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
+    shape = {"shard": world.size} if nodes == 1 else {"replicate": nodes, "shard": world.size // nodes}
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:

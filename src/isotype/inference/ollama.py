@@ -76,11 +76,12 @@ def turns_of(tokenizer: Any) -> Turns:
     template = chat_template(tokenizer, None)
     begins = tokenizer.bos_token or ""
 
+    def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
+        said = [{"role": "system", "content": system}] if system else []
+        return [*said, *({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))]
+
     def render(contents: list[str], system: str | None = None) -> str:
-        roles = ["user", "assistant"] * len(contents)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": role, "content": content} for role, content in zip(roles, contents)]
-        text = template.render(messages, generation_prompt=len(contents) % 2 == 1, place="the chat template")
+        text = template.render(messages(contents, system), generation_prompt=len(contents) % 2 == 1, place="the chat template")
         return text.removeprefix(begins)
 
     def around(text: str, contents: list[str]) -> list[str]:
@@ -103,9 +104,7 @@ def turns_of(tokenizer: Any) -> Turns:
     for count in (1, 3, 5):
         for said in (None, "Be brief.\n\nBe right.") if system else (None,):
             contents = list(_TRIED[-1:] if count == 1 else _TRIED[:count])
-            messages = [{"role": "system", "content": said}] if said else []
-            messages += [{"role": "assistant" if i % 2 else "user", "content": content} for i, content in enumerate(contents)]
-            if turns.text(messages) != render(contents, said):
+            if turns.text(messages(contents, said)) != render(contents, said):
                 raise _no_turns()
     return turns
 

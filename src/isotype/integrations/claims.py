@@ -241,27 +241,23 @@ def _check_versions(trainer: Any) -> None:
 
 
 def _check_model(trainer: Any) -> None:
-    model = trainer.model
+    model, args, why = trainer.model, trainer.args, ""
     if not isinstance(model, nn.Module):
-        raise UsageError("this trainer has no model yet (model_init builds it in train())", fix="Trainer(model=...)")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UsageError(
-            f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
-        )
-    if trainer.optimizer is not None and trainer.optimizer.state:
-        raise UsageError(
-            "this trainer has trained already: its optimizer has states of the earlier precision", fix="attach(trainer) before train()"
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        why, fix = "this trainer has no model yet (model_init builds it in train())", "Trainer(model=...)"
+    elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        why = f"the trainer's model is wrapped in {type(model).__name__} already"
+        fix = "give the trainer the plain model: it wraps it"
+    elif trainer.optimizer is not None and trainer.optimizer.state:
+        why = "this trainer has trained already: its optimizer has states of the earlier precision"
+        fix = "attach(trainer) before train()"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "accelerate's FSDP"
-        raise UsageError(
-            f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read",
-            fix="DDP or a single process; or isotype train, which shards with FSDP2",
-        )
-    if trainer.args.use_liger_kernel and trainer.args.device.type in ("cpu", "mps"):
-        raise UsageError(
-            f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {trainer.args.device.type}",
-            fix="use_liger_kernel=False: attach() brings kernels of its own",
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of this model is trained", fix="give the trainer a peft_config, or requires_grad_(True)")
+        why = f"attach() does not support {engine}, which owns the dtypes and the casts of the weights that the ops read"
+        fix = "DDP or a single process; or isotype train, which shards with FSDP2"
+    elif args.use_liger_kernel and args.device.type in ("cpu", "mps"):
+        why = f"use_liger_kernel=True in the trainer's arguments: its kernels are Triton's, and do not run on {args.device.type}"
+        fix = "use_liger_kernel=False: attach() brings kernels of its own"
+    elif not any(p.requires_grad for p in model.parameters()):
+        why, fix = "no parameter of this model is trained", "give the trainer a peft_config, or requires_grad_(True)"
+    if why:
+        raise UsageError(why, fix=fix)
