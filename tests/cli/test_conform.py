@@ -71,8 +71,8 @@ def test_right_code_exits_0(file):
     ("arguments", "message"),
     [
         (["nowhere.py"], "nowhere.py: no such file"),
-        (["no.such.module:x"], "no.such.module: no such module"),
-        (["{file}:biuld"], "has no biuld"),
+        (["no.such.module:x"], "no.such.module: no such file or module"),
+        (["{file}:biuld"], "has no 'biuld'"),
         (["{file}:build_nothing"], "returned int"),
         (["{file}:build_failing"], r"raised .*ops.py:\d+: OSError: no disk"),
         (["{file}:build_option"], "the option 'refrence'"),

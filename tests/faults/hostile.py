@@ -229,7 +229,7 @@ def adapter(material: Material, folder: Path, draw: random.Random) -> None:
 
 def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     """Somebody's run: listed, reported, and held as `train --resume` does; its settings, preflight record and checkpoint read."""
-    from isotype.cli.ls import _row
+    from isotype.cli.report import _row
     from isotype.config.compare import compare
     from isotype.config.load import load
     from isotype.report.record import read_run
