@@ -23,8 +23,6 @@ def test_the_first_the_median_and_the_longest_with_what_is_learnt():
     ]  # fmt: skip
     assert found[0]["parts"] == [{"text": "ab", "learnt": False}, {"text": "cd", "learnt": True}]
 
-
-def test_few_rows_and_long_ones():
     assert examples([], Letters()) == []
     (one,) = examples([row(MOST_TOKENS + 5, 1)], Letters())
     assert one["left_out"] == 5

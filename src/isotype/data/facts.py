@@ -11,8 +11,9 @@ import numpy as np
 from ..config.schema import DataSection
 from ..errors import UsageError
 from ..wording import counted
+from .bad_rows import BadRow
 from .encode import Encoder, Tally
-from .source import Source
+from .sources import Source
 from .tokens import TokenRows
 
 FEW = 10  # rows below which nothing is held out
@@ -39,6 +40,15 @@ def data_facts(
     }
 
 
+def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Sequence[BadRow]]:
+    """What was counted while the rows of each side were read, and the rows that are left out. Raises UsageError for bad ones, if asked."""
+    tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
+    bad = Tally.sum(tally.as_json() for tally in tallies).bad
+    if refuse:
+        bad.refuse(sound=sum(map(len, sides)))
+    return tallies, bad.listed
+
+
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of one side, training or evaluation."""
     lengths = np.sort(rows.lengths).tolist()
@@ -53,23 +63,21 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
-            "shortest": lengths[0] if lengths else 0,
-            "median": lengths[len(lengths) // 2] if lengths else 0,
-            "p95": lengths[min(len(lengths) - 1, int(len(lengths) * 0.95))] if lengths else 0,
-            "longest": lengths[-1] if lengths else 0,
+            name: lengths[min(len(lengths) - 1, int(len(lengths) * share))] if lengths else 0
+            for name, share in (("shortest", 0.0), ("median", 0.5), ("p95", 0.95), ("longest", 1.0))
         },
     }
 
 
 def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
     """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for one without rows"""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for i, one in enumerate(sources):
         if one.spec.group:
-            counts[one.spec.group] = counts.get(one.spec.group, 0) + len(rows.of_block(i))
+            counts[one.spec.group] += len(rows.of_block(i))
     if empty := [name for name, count in counts.items() if not count]:
         raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
-    return counts
+    return dict(counts)
 
 
 def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
@@ -85,30 +93,29 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
     end_of_turn: Counter[str] = sum((t.end_of_turn for t in tallies), Counter())
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    first = Counter(begin for side in sides for begin in side.first_tokens(2)) if bos is not None else Counter()
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    once, twice, ended = sum((side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
-        "pad": {"token": tokenizer.pad_token, "id": tokenizer.pad_token_id, "same_as_eos": _same(tokenizer)},
+        "pad": {"token": tokenizer.pad_token, "id": pad, "same_as_eos": eos is not None and pad == eos},
         "bos": {
             "token": tokenizer.bos_token,
             "id": bos,
-            "rows_beginning_with_it": sum(n for begin, n in first.items() if begin[0] == bos),
-            "rows_beginning_with_two": first[bos, bos],
+            "rows_beginning_with_it": once,
+            "rows_beginning_with_two": twice,
         },
         "answers_tokenised_apart": sum(t.borders for t in tallies),
         "end_of_turn": dict(end_of_turn.most_common()),
-        "rows_ending_in_eos": sum(side.count_ending_in(eos) for side in sides) if eos is not None else 0,
+        "rows_ending_in_eos": ended,
     }
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     """The chat template: where it comes from, and whether it marks what is learnt."""
-    template = encoder.template
-    if template is None:
-        return None
-    of_template = {"source": template.source, "has_generation_block": template.has_generation_block}
-    return of_template | {"kwargs": dict(template.given), "thoughts": template.thoughts}
+    t = encoder.template
+    return None if t is None else {
+        "source": t.source, "has_generation_block": t.has_generation_block, "kwargs": dict(t.given), "thoughts": t.thoughts,
+    }  # fmt: skip
 
 
 def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
@@ -127,11 +134,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     said = []
     train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
     for name, side in (("training", train), ("evaluation", evaluation)):
-        if side["truncated"]:
-            share = side["truncated"] / max(1, side["rows"])
-            cut = counted(side["truncated"], f"{name} row")
-            were = "was" if side["truncated"] == 1 else "were"
-            said.append(f"{cut} ({share:.1%}) {were} longer than data.max_length {encoder.max_length} and {were} cut")
+        if cut := side["truncated"]:
+            were = "was" if cut == 1 else "were"
+            share = f"{counted(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
+            said.append(f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut")
         if side["bad_rows"]:
             most = Counter(side["bad_rows"]).most_common(3)
             kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
@@ -148,16 +154,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             ]
             if len(ignored) > _MOST_KEYS:
                 said.append(f"{file['path']}: {counted(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not read: data.json")
-    longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
-    if longest > encoder.tokenizer.model_max_length:
-        most = encoder.tokenizer.model_max_length
+    longest, most = max(side["lengths"]["longest"] for side in (train, evaluation)), encoder.tokenizer.model_max_length
+    if longest > most:
         said.append(f"rows have up to {counted(longest, 'token')}, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        why = (
-            f"only {counted(train['pairs'], 'pair') if 'pairs' in train else counted(train['rows'], 'row')}"
-            if train.get("pairs", train["rows"]) < FEW
-            else "no row fell into the held-out share, in which copies stay together"
-        )
+        few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
+        why = f"only {counted(few, what)}" if few < FEW else "no row fell into the held-out share, in which copies stay together"
         said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         also = counted(facts["duplicates_between"], "evaluation row is also a training row", "evaluation rows are also training rows")
@@ -207,15 +209,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
     for role, count in unseen.most_common():
         said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")
-    special = sum(t.special_in_content for t in tallies)
-    if special:
+    if special := sum(t.special_in_content for t in tallies):
         said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
     return said
 
 
 def have(rows: int) -> str:
     return counted(rows, "row has", "rows have")
-
-
-def _same(tokenizer: Any) -> bool:
-    return tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id

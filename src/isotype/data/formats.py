@@ -171,9 +171,8 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
         return record.value
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
     for ours, theirs in columns.items():
-        if not any(ours in form.keys + form.beside for form in FORMATS.values()):
-            known = sorted({key for form in FORMATS.values() for key in form.keys + form.beside})
-            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(known)}")
+        if ours not in (known := {key for form in FORMATS.values() for key in form.keys + form.beside}):
+            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(sorted(known))}")
         if theirs not in record.value:
             raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
@@ -330,13 +329,13 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
 
 
 def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
-    missing = [key for key in FORMATS[name].keys if key not in row]
-    if not missing:
+    missing = next((key for key in FORMATS[name].keys if key not in row), None)
+    if missing is None:
         return
     other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
         raise RowError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
-    raise RowError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
+    raise RowError(f"{place}: no key {missing!r}{_suggestion(missing, row)} (the file is read as {name})")
 
 
 def _unknown(row: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,17 @@ from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
 from .bad_rows import BadRow
-from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
-from .cache_folder import bound, cache_folder
+from .cache import SMALLEST, bound, cache_folder, cached, entry_key, tokenizer_fingerprint
 from .chat import chat_template
-from .encode import Encoder, Tally, all_bad, note_bad
-from .facts import FEW, data_facts, eval_sets, notes
+from .encode import Encoder, Tally
+from .facts import FEW, data_facts, eval_sets, notes, tallied
 from .formats import Example, FormatName
 from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
 from .pictures import Pictures
 from .progress import watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
-from .source import Source
-from .sources import refuse_read_twice, source
+from .sources import Source, refuse_read_twice, source
 from .tokens import TokenBlock, TokenRows, TokenWriter, held_out, pack
 
 _LOOKED_AT = 256  # rows, for samples that differ
@@ -68,18 +67,13 @@ def load_data(
 
     pairs = only == "preference"
     each = 2 if pairs else 1
-    train = _limited(_tokenised(sources, encoder, data), data.limit, sources, each)
+    train, evaluation = (_limited(_tokenised(of, encoder, data), data.limit, of, each) for of in (sources, eval_sources))
+    tallies, bad_rows = tallied([train, evaluation], refuse=data.on_bad_row == "error")
     was_held_out = not eval_sources
     if was_held_out:
         train, evaluation = _hold_out(train, data.eval_split, seed, each)
-    else:
-        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit, eval_sources, each)
-    tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
-    bad = all_bad(tallies)
-    if data.on_bad_row == "error":
-        bad.refuse(sound=len(train) + len(evaluation))
     if not len(train):
-        why = "; ".join([*tallies[0].dropped, *bad.kinds]) or "no rows"
+        why = "; ".join([*tallies[0].dropped, *(kind for tally in tallies for kind in tally.bad.kinds)]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
 
     shares = _shares(sources, train, data.limit)
@@ -101,9 +95,9 @@ def load_data(
     if packed:
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
-    prompts = _prompts(TokenRows(shown.blocks, shown.chosen[::each]), of, encoder)
+    prompts = _prompts(shown.select(slice(None, None, each)), of, encoder)
     return LoadedData(
-        rows, evaluation, prompts, template, facts, shares, bad_rows=bad.listed, eval_sets=eval_sets(eval_sources, evaluation),
+        rows, evaluation, prompts, template, facts, shares, bad_rows=bad_rows, eval_sets=eval_sets(eval_sources, evaluation),
         pictures=pictures if shows else None,
     )  # fmt: skip
 
@@ -136,7 +130,7 @@ def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -
             blocks.append(_fresh(one, encoder))
             continue
         fingerprint = fingerprint or tokenizer_fingerprint(encoder.tokenizer)
-        blocks.append(_cached(one, encoder, Cache(folder), _key(one, encoder, fingerprint)))
+        blocks.append(_cached(one, encoder, folder, _key(one, encoder, fingerprint)))
     return TokenRows(blocks)
 
 
@@ -154,28 +148,13 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
     )  # fmt: skip
 
 
-def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock:
-    block, wrong = cache.load(key)
-    if wrong:
-        one.notes.append(f"a damaged cache entry was made again: {wrong}")
-    if block is not None and (gone := block.pictures_gone()):
-        one.notes.append(f"a cache entry was made again: {gone} changed, or is gone")
-        block = None
-    if block is not None:
-        block.facts["cache"] = f"from {cache.path(key)}"
-        return block
+def _cached(one: Source, encoder: Encoder, folder: Path, key: str) -> TokenBlock:
     try:
-        with cache.writing(key) as writer:
-            facts = encode_source(one, encoder, writer)
-            block = cache.store(key, writer, facts | {"source": one.name})
+        block, notes = cached(folder, key, lambda writer: encode_source(one, encoder, writer))
     except OSError as error:
-        one.notes.append(f"the cache {cache.folder} cannot be written ({error.strerror or error}): rows are held in memory")
+        one.notes.append(f"the cache {folder} cannot be written ({error.strerror or error}): rows are held in memory")
         return _fresh(one, encoder)
-    block.facts["cache"] = f"kept in {cache.path(key)}"
-    if cache.evicted:
-        one.notes.append(
-            f"cache entries removed, those unused for longest: {cache.evicted}; {cache.folder} holds at most {bound() / 1e9:g} GB"
-        )
+    one.notes += notes
     return block
 
 
@@ -194,11 +173,9 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
         for found in one.examples():
             waiting.append(found)
             if isinstance(found, BadRow):
-                note_bad(found, tally)
-                continue
-            yield found
-            if found.rejected is not None:
-                yield found.rejected
+                tally.note_bad(found)
+            else:
+                yield from (found,) if found.rejected is None else (found, found.rejected)
 
     read = 0
     encoded = encoder.rows(handed(), tally)
@@ -232,7 +209,7 @@ def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each
     """The first rows of all sources, in their order. Notes which sources that leaves out. `each`: rows that are one of the data's."""
     if limit is None or len(rows) <= limit * each:
         return rows
-    kept = rows[: limit * each]
+    kept = rows.select(slice(limit * each))
     counts = ", ".join(f"{len(kept.of_block(i)) // each:,} of {one.name}" for i, one in enumerate(sources))
     sources[0].notes.append(f"data.limit takes the first rows of all sources together: {counts}; {_OWN_LIMITS}")
     return kept

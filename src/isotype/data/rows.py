@@ -117,15 +117,35 @@ def is_there(reference: str) -> bool:
 
 
 def _hash_of(rows: Sequence[Row]) -> str:
-    summed = hashlib.blake2b(digest_size=16)
     column = getattr(rows, "column", None)
-    parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
-    if column is not None and not (wanted := column("wanted")).all():
-        parts.append(wanted)
+    if column is None:
+        parts = (str(hash(row)).encode() for row in rows)
+    else:
+        of_rows = [column(name) for name in ("digest", "supervised", "wanted")]
+        parts = (values.tobytes() for values in (of_rows[:2] if of_rows[2].all() else of_rows))
+    summed = hashlib.blake2b(digest_size=16)
     for part in parts:
-        summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
+        summed.update(part)
         summed.update(b",")
     return summed.hexdigest()
+
+
+class Selection(Sequence[Any]):
+    """Some rows of a side, by number."""
+
+    def __init__(self, rows: Sequence[Any], numbers: Sequence[int]) -> None:
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Any:  # type: ignore[override]  # rows are taken one by one
+        return self.rows[self.numbers[i]]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        lengths = row_lengths(self.rows)
+        return [lengths[i] for i in self.numbers]
 
 
 def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
@@ -148,10 +168,8 @@ def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
-    known = getattr(rows, "tokens_used", None)
-    if known is not None:
-        tokens: set[int] = known(learnt=learnt)
-        return tokens
+    if (known := getattr(rows, "tokens_used", None)) is not None:
+        return set(known(learnt=learnt))
     return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
 
 

@@ -12,10 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...data.folder import without_runs
-from ...data.json_rows import read_json
+from ...data.files import without_runs
 from ...data.read import JSON_ENDINGS, Record, ending
-from ...data.tables import read_csv
+from ...data.records import read_records
 from ...errors import UsageError
 
 _HASHED: dict[tuple[str, int, int], str] = {}
@@ -238,7 +237,7 @@ def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     if ending(file) == ".parquet":
         yield from _parquet_rows(file)
         return
-    for record in (read_json if ending(file) in JSON_ENDINGS else read_csv)(file, str(file)):
+    for record in read_records(file, str(file)):
         yield record, (0, 0)
 
 
