@@ -14,7 +14,7 @@ from isotype.config.schema import DataSection
 from isotype.data.facts import source_lines
 from isotype.data.load import load_data
 from isotype.data.prompts import prompts_from
-from isotype.data.rows import IGNORED, LoadedData
+from isotype.data.rows import IGNORED, MOST_TOKENS, LoadedData, Row, examples
 from isotype.errors import UsageError
 
 
@@ -143,7 +143,13 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
 
 def test_a_template_that_marks_what_is_learnt_is_told(write: Any, families: SimpleNamespace) -> None:
     tokenizer = families.new("chatml")
-    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=True)
+    marked = "{%- generation %}{{ m.content }}<|im_end|>{%- endgeneration %}"
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"
+        + marked
+        + "{%- else %}{{ m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
     loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
     assert any("the template marks with {% generation %} what is learnt" in note for note in loaded.facts["notes"])
 
@@ -152,14 +158,6 @@ def test_formats_are_per_file(write: Any, load: Any) -> None:
     loaded = load(train=[write("chats.jsonl", CHATS[:4]), write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode())])
     assert [f["format"] for f in loaded.facts["train"]["files"]] == ["messages", "text"]
     assert len(loaded.train) == 6
-
-
-def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
-    loaded = load(train=write("book.txt", "The quick brown fox jumps over the lazy dog.\n" * 100), max_length=32)
-    assert loaded.chat_template is None
-    assert loaded.facts["train"]["files"][0]["format"] == "text"
-    assert all(row.labels == row.input_ids and len(row.input_ids) <= 32 for row in loaded.train)
-    assert loaded.prompts[0].reference
 
 
 def test_limit_and_unread_keys(write: Any, load: Any) -> None:
@@ -315,3 +313,25 @@ def test_a_file_of_another_ending_is_text_where_that_is_said(write: Any, load: A
     tokenizer = families.of("chatml")
     assert documents(load(train="*.foo", format="text", eval_split=0.0), tokenizer) == ["one\r\ntwo", "three"]
     assert documents(load(train="c.py.gz", eval_split=0.0), tokenizer) == ["x = 1\r\n"]
+
+
+class Letters:
+    @staticmethod
+    def decode(ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_learnt() -> None:
+    def row(length: int, prompt: int) -> Row:
+        return Row(tuple(range(length)), (IGNORED,) * prompt + tuple(range(prompt, length)), prompt)
+
+    found = examples([row(4, 2), row(9, 1), row(6, 3)], Letters())
+    assert [(one["which"], one["row"], one["tokens"], one["learnt"]) for one in found] == [
+        ("the first row", 0, 4, 2), ("of median length", 2, 6, 3), ("the longest", 1, 9, 8),
+    ]  # fmt: skip
+    assert found[0]["parts"] == [{"text": "ab", "learnt": False}, {"text": "cd", "learnt": True}]
+
+    assert examples([], Letters()) == []
+    (one,) = examples([row(MOST_TOKENS + 5, 1)], Letters())
+    assert one["left_out"] == 5
+    assert sum(len(part["text"]) for part in one["parts"]) == MOST_TOKENS

@@ -19,7 +19,7 @@ from isotype.config.sources import source_specs
 from isotype.data.formats import Example
 from isotype.data.load import load_data
 from isotype.data.sources import Source, as_source, source
-from isotype.data.stdlib import documented, stdlib_pairs
+from isotype.data.stdlib import stdlib_pairs
 from isotype.errors import UsageError
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(12)]
@@ -189,29 +189,18 @@ def test_names_and_sources_stay():
         as_source([])
 
 
-def test_train_takes_rows(workshop, tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
-    run = isotype.train(
-        model=workshop.base,
-        data={"train": ROWS, "eval": datasets.Dataset.from_list(ROWS[:2]), "max_length": 64},
-        train={"steps": 1, "batch_size": 2},
-        run={"folder": str(tmp_path / "run"), "report": False, "sample_every": 0},
-    )
-    assert run.status == "done"
-    assert run.record.data["train"]["rows"] == 12
+def test_train_takes_rows(workshop) -> None:
+    for data in ([], {"train": []}, {"train": ROWS, "eval": {"held out": pandas.DataFrame()}}):
+        with pytest.raises(UsageError, match="data: there is no row in it"):
+            isotype.train(model=workshop.base, data=data)
 
 
-def test_several_thousand_pairs_none_twice() -> None:
+def test_the_built_in_set_has_several_thousand_pairs_none_twice() -> None:
     pairs = stdlib_pairs()
     assert len(pairs) > 4000
     assert len({p.question for p in pairs}) == len(pairs)
-    descriptions = [p.answer for p in pairs if not p.answer.startswith(("Call it as", "It takes no"))]
-    assert len(set(descriptions)) == len(descriptions)
-
-
-def test_well_known_functions_are_in_the_stdlib_set() -> None:
-    answers = {p.name: p.answer for p in stdlib_pairs() if not p.answer.startswith(("Call it as", "`"))}
-    assert "whitespace" in answers["textwrap.dedent"]
-    calls = {p.name: p.answer for p in stdlib_pairs() if p.answer.startswith("Call it as")}
+    descriptions = {p.name: p.answer for p in pairs if not p.answer.startswith(("Call it as", "It takes no", "`"))}
+    assert len(set(descriptions.values())) == len(descriptions)
+    assert "whitespace" in descriptions["textwrap.dedent"]
+    calls = {p.name: p.answer for p in pairs if p.answer.startswith("Call it as")}
     assert calls["json.encoder.JSONEncoder.iterencode"] == "Call it as `iterencode(o, _one_shot=False)`."
-    assert not any("(self" in item.signature for item in documented() if item.kind == "method")

@@ -50,16 +50,14 @@ def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = Fals
     return tuple(_message(m, f"{key}[{i}]", place) for i, m in enumerate(messages))
 
 
-def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Message, ...]:
+def sharegpt_messages(value: Any, key: str, place: str) -> tuple[Message, ...]:
     """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as JSON, `observation` its result."""
-    turns = parsed_json(value, f"{place}: conversations")
+    turns = parsed_json(value, f"{place}: {key}")
     if not isinstance(turns, list) or not turns:
-        raise RowError(f"{place}: conversations must be a list of {{from, value}}, got {kind(turns)}")
+        raise RowError(f"{place}: {key} must be a list of {{from, value}}, got {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        found = chat_messages(turns, "conversations", place)
-    else:
-        found = tuple(_sharegpt_turn(turn, f"conversations[{i}]", place) for i, turn in enumerate(turns))
-    return with_system(found, system, place)
+        return chat_messages(turns, key, place)
+    return tuple(_sharegpt_turn(turn, f"{key}[{i}]", place) for i, turn in enumerate(turns))
 
 
 def with_system(messages: tuple[Message, ...], system: Any, place: str) -> tuple[Message, ...]:

@@ -11,7 +11,6 @@ import numpy as np
 from ..config.schema import DataSection
 from ..errors import UsageError
 from ..wording import counted
-from .bad_rows import BadRow
 from .encode import Encoder, Tally
 from .sources import Source
 from .tokens import TokenRows
@@ -21,11 +20,18 @@ _MOST_KEYS = 10  # named in notes, of a source
 
 
 def data_facts(
-    data: DataSection, encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally], files: Sequence[Any], *, held_out: bool
+    data: DataSection,
+    encoder: Encoder,
+    sides: Sequence[TokenRows],
+    tallies: Sequence[Tally],
+    total: Tally,
+    files: Sequence[Any],
+    *,
+    held_out: bool,
 ) -> dict[str, Any]:
     """What data.json has of rows in memory and of a stream's beginning.
 
-    sides, tallies, files  of training and of evaluation
+    sides, tallies, files  of training and of evaluation; `total` is the sum of the tallies
     """
     train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
     return {
@@ -36,17 +42,17 @@ def data_facts(
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if held_out else None,
         "template": template_facts(encoder),
-        "tokens": token_facts(encoder, sides, tallies),
+        "tokens": token_facts(encoder, sides, total),
     }
 
 
-def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Sequence[BadRow]]:
-    """What was counted while the rows of each side were read, and the rows that are left out. Raises UsageError for bad ones, if asked."""
+def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
+    """What was counted while the rows of each side were read, and the sum. Raises UsageError for bad rows, if asked to."""
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
-    bad = Tally.sum(tally.as_json() for tally in tallies).bad
+    total = Tally.sum(tally.as_json() for tally in tallies)
     if refuse:
-        bad.refuse(sound=sum(map(len, sides)))
-    return tallies, bad.listed
+        total.bad.refuse(sound=sum(map(len, sides)))
+    return tallies, total
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,23 +95,17 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     return {"duplicates_between": int(copies.sum()), "prompts_between": int(shared.sum()) if several else 0}
 
 
-def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally]) -> dict[str, Any]:
+def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
-    end_of_turn: Counter[str] = sum((t.end_of_turn for t in tallies), Counter())
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     once, twice, ended = sum((side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
         "pad": {"token": tokenizer.pad_token, "id": pad, "same_as_eos": eos is not None and pad == eos},
-        "bos": {
-            "token": tokenizer.bos_token,
-            "id": bos,
-            "rows_beginning_with_it": once,
-            "rows_beginning_with_two": twice,
-        },
-        "answers_tokenised_apart": sum(t.borders for t in tallies),
-        "end_of_turn": dict(end_of_turn.most_common()),
+        "bos": {"token": tokenizer.bos_token, "id": bos, "rows_beginning_with_it": once, "rows_beginning_with_two": twice},
+        "answers_tokenised_apart": total.borders,
+        "end_of_turn": dict(total.end_of_turn.most_common()),
         "rows_ending_in_eos": ended,
     }
 
@@ -129,8 +129,8 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
 
 
-def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
-    """Notes for the user, one sentence each."""
+def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
+    """Notes for the user, one sentence each. `total`: what was counted of both sides."""
     said = []
     train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
     for name, side in (("training", train), ("evaluation", evaluation)):
@@ -195,24 +195,18 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said.append(
             "the template marks with {% generation %} what is learnt; answers are found by rendering, with their thoughts and end of turn"
         )
-    for count, what in (
-        (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
-        (sum(t.tools_unseen for t in tallies), "tools that the chat template does not write: the model does not see them"),
-        (sum(t.reasoning_unseen for t in tallies), "reasoning that the chat template does not write: it is not learnt"),
-    ):
-        if count:
-            said.append(f"{have(count)} {what}")
-    if empty := sum(t.empty_thoughts for t in tallies):
+    if total.empty_thoughts:
         off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
         reads = encoder.template is not None and encoder.template.reads("enable_thinking") and not encoder.template.given
-        said.append(f"{counted(empty, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
-    unseen: Counter[str] = sum((t.turns_unseen for t in tallies), Counter())
-    for role, count in unseen.most_common():
-        said.append(f"{have(count)} a turn of the role {role!r} that the chat template does not write: the model does not see it")
-    if special := sum(t.special_in_content for t in tallies):
-        said.append(f"{have(special)} the text of a special token in their content; the tokenizer reads it as that token")
+        said.append(f"{counted(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts (<think></think>){off if reads else ''}")
+    unseen = "that the chat template does not write"
+    for count, what in (
+        (total.calls_unseen, f"tool calls {unseen}: they are not learnt"),
+        (total.tools_unseen, f"tools {unseen}: the model does not see them"),
+        (total.reasoning_unseen, f"reasoning {unseen}: it is not learnt"),
+        *((n, f"a turn of the role {role!r} {unseen}: the model does not see it") for role, n in total.turns_unseen.most_common()),
+        (total.special_in_content, "the text of a special token in their content; the tokenizer reads it as that token"),
+    ):
+        if count:
+            said.append(f"{counted(count, 'row has', 'rows have')} {what}")
     return said
-
-
-def have(rows: int) -> str:
-    return counted(rows, "row has", "rows have")

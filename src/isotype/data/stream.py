@@ -137,7 +137,7 @@ def load_stream(
     ignored = [dict(one.ignored) for one in sources]  # before any row is read again
     held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
     train = beginning.select(~held)
-    tallies, bad_rows = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
+    tallies, total = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
         why = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
         raise UsageError(f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}")
@@ -146,20 +146,20 @@ def load_stream(
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack(train, data.max_length) if data.packing else train
     files = [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)], [one.facts() for one in eval_sources]
-    facts = data_facts(data, encoder, [train, evaluation], tallies, files, held_out=was_held_out)
+    facts = data_facts(data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out)
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
     shuffled = counted(data.shuffle_buffer, "row is", "rows are")
     said = [f"a stream: counts are of its first {counted(len(examples), 'row')}, and {shuffled} shuffled at a time"]
-    total = sum(one.spec.weight or 1.0 for one in sources)
-    said += [f"{one.name}: {(one.spec.weight or 1.0) / total:.1%} of the training rows" for one in sources if one.spec.weight]
+    weights = sum(one.spec.weight or 1.0 for one in sources)
+    said += [f"{one.name}: {(one.spec.weight or 1.0) / weights:.1%} of the training rows" for one in sources if one.spec.weight]
     said += [note for one in [*sources, *eval_sources] for note in one.notes]
-    facts["notes"] = said + notes(facts, encoder, tallies)
+    facts["notes"] = said + notes(facts, encoder, total)
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
     return LoadedData(
-        rows, evaluation, prompts, template, facts, bad_rows=bad_rows, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
+        rows, evaluation, prompts, template, facts, bad_rows=total.bad.listed, eval_sets=eval_sets(eval_sources, evaluation), stream=stream
     )
 
 
