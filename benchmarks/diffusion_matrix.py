@@ -172,7 +172,7 @@ def plain_objective(family: Family) -> Objective:
     if family.objectives[0] == "flow_matching":
         return FlowMatching(levels)
     alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
-    return Ddpm.of(family.objectives[0], levels, alphas, snr_gamma=None)
+    return Ddpm(family.objectives[0], levels, alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
 
 def random_batch(family: Family, config: Any, precision: Precision, *, rows: int = 2, side: int = 8, length: int = 4) -> Batch:

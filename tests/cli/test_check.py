@@ -1,11 +1,12 @@
-"""`isotype doctor check`, `explain` and `trace` as their user runs them."""
+"""`isotype doctor check`, `explain`, `trace` and `conform` as their user runs them."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.commands import isotype
+from isotype.errors import UsageError
+from tests.commands import invoke, isotype
 
 
 @pytest.fixture
@@ -38,14 +39,7 @@ def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     assert isotype("doctor", "check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1
 
 
-def test_a_broken_file_is_named_with_its_line(tmp_path: Path):
-    (tmp_path / "args.json").write_text('{\n "fp16": true,\n "bf16" true}\n')
-    done = isotype("doctor", "check", "args.json", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "args.json:3" in done.stdout
-
-
-# --- `isotype doctor explain` as its user runs it: codes, files, standard input; bad input is one line and status 2.
+# --- `isotype doctor explain`: codes, files, standard input.
 
 
 ERROR = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
@@ -121,6 +115,70 @@ def test_exit_status_of_the_script_is_kept(program):
     assert trace(program, "--exit").returncode == 7
 
 
+# --- `isotype doctor conform`.
+
+
+OPS = """
+import torch
+from torch.autograd import Function
+
+print("loading")
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, d):
+        x, w = ctx.saved_tensors
+        return d @ w, d.t() @ x
+
+def right(x, w):
+    return x @ w.t()
+
+def build():
+    return Linear, (torch.ones(4, 8), torch.ones(6, 8))
+
+def build_right():
+    return right, (torch.ones(4, 8),), {"params": (torch.ones(6, 8),)}
+
+def build_nothing():
+    return 3
+
+def build_failing():
+    raise OSError("no disk")
+
+def build_option():
+    return right, (torch.ones(2),), {"refrence": right}
+"""
+
+
+@pytest.fixture
+def ops(tmp_path) -> Path:
+    file = tmp_path / "ops.py"
+    file.write_text(OPS)
+    return file
+
+
+def test_conform_takes_build_by_default_and_right_code_exits_0(ops):
+    faulty, right = invoke("doctor", "conform", ops), invoke("doctor", "conform", f"{ops}:build_right")
+    assert (faulty.exit_code, right.exit_code) == (1, 0), right.output
+    assert "Linear.backward" in faulty.stdout
+    assert "no findings" in right.stdout
+
+
+def test_conform_finds_the_fault_of_each_real_case_and_passes_its_mend(shared):
+    for case in sorted((shared / "cases").glob("amp-*")):
+        found = invoke("doctor", "conform", case / "case.py", "--json")
+        assert found.exit_code == 1, case.name
+        expected = json.loads((case / "expect.json").read_text())
+        named = [f for f in json.loads(found.stdout)["findings"] if f["place"].get("symbol") == expected["culprit"]]
+        assert any(abs(f["place"]["line"] - expected["culprit_line"]) <= 2 for f in named), case.name
+        assert invoke("doctor", "conform", case / "fixed.py", "--fail-on", "warning").exit_code == 0, case.name
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -133,12 +191,18 @@ def test_exit_status_of_the_script_is_kept(program):
         (["trace", "nowhere.py:run"], "no such file"),
         (["trace", "program.py:nothing"], "no function 'nothing'"),
         (["trace", "program.py:run", "extra"], "takes no arguments"),
-        (["trace", "--fail-on", "loud", "program.py:fine"], "expected error, warning or note"),
+        (["conform", "nowhere.py"], "nowhere.py: no such file"),
+        (["conform", "no.such.module:x"], "no.such.module: no such file or module"),
+        (["conform", "ops.py:biuld"], "has no 'biuld'"),
+        (["conform", "ops.py:build_nothing"], "returned int"),
+        (["conform", "ops.py:build_failing"], "OSError: no disk"),
+        (["conform", "ops.py:build_option"], "the option 'refrence'"),
+        (["conform", "ops.py:Linear"], "Linear needs inputs"),
     ],
 )
-def test_bad_usage_is_one_line(program, arguments, words):
-    done = isotype("doctor", *arguments, cwd=program.parent, input="")
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("isotype: ")
+def test_bad_usage_is_one_line(program, ops, monkeypatch, arguments, words):
+    monkeypatch.chdir(program.parent)
+    refused = invoke("doctor", *arguments).exception
+    assert isinstance(refused, UsageError)
+    assert words in str(refused)
+    assert refused.exit_status == 2

@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
-from tests.commands import ask
+from tests.commands import ask, invoke
 
 
 def test_the_schema_forbids_unknown_keys_and_describes_every_key():
@@ -40,70 +38,53 @@ def test_init_prints_the_file_that_it_writes_as_json(tmp_path):
     assert ask("init", "-") == answer["text"]
 
 
-# --- `isotype doctor env`.
+def test_a_mistake_in_options_and_arguments_is_answered_with_what_works():
+    small = ("model.init=random", "model.config={model_type: llama}", "data.train=stdlib")
+    for arguments, fix in (
+        (("eval", "r", "--data", "f"), "isotype eval RUN FILE"),
+        (("chat", "r", "hello"), "isotype sample RUN"),
+        (("export", "r"), "--to comfyui|gguf"),
+        (("train", "--gpus", 2, "model.device=cpu", *small), "--processes 2"),
+    ):
+        assert fix in str(invoke(*arguments).exception), arguments
 
 
 def test_env_as_json_is_the_env_json_of_a_run():
-    result = CliRunner().invoke(build_app(), ["doctor", "env", "--json"])
+    result = invoke("doctor", "env", "--json")
     answer = json.loads(result.output)
     assert answer["environment"]["packages"]["torch"]
     assert answer["environment"]["devices"][0]["kind"] == "cpu"
     assert result.exit_code == int(any(f["severity"] == "error" for f in answer["findings"]))
 
 
-# --- `isotype report`.
-
-
 def test_report_writes_the_page_and_prints_its_path(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     out = tmp_path / "page.html"
-    ran = CliRunner().invoke(build_app(), ["report", str(tmp_path), "--out", str(out), "--json"])
-    assert ran.exit_code == 0
-    assert json.loads(ran.stdout) == {"report": str(out)}
+    assert json.loads(ask("report", tmp_path, "--out", out, "--json")) == {"report": str(out)}
     assert "<svg" in out.read_text()
-    said = CliRunner().invoke(build_app(), ["report", str(tmp_path)]).stdout
-    assert str(tmp_path / "report.html") in said
-
-
-def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:
+    assert str(tmp_path / "report.html") in ask("report", tmp_path)
     with pytest.raises(UsageError, match="not a run folder"):
-        CliRunner().invoke(build_app(), ["report", str(tmp_path)], catch_exceptions=False)
-
-
-# --- `isotype plan` for a GPU that is not here: what `train.memory` and `train.keep_attention` make of it.
+        ask("report", tmp_path / "empty")
 
 
 SETTINGS = [
     "model.init=random", "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, "
     "num_attention_heads: 4, num_key_value_heads: 2}", "data.train=stdlib", "data.limit=40", "data.max_length=128", "train.steps=5",
-    "adapter.r=4", "precision.preset=bf16-lora", "--device", "h200",
+    "adapter.r=4", "precision.preset=bf16-lora", "--device", "h200", "--json",
 ]  # fmt: skip
 
 
-@pytest.fixture
-def planned(shared, tmp_path, monkeypatch):
+@pytest.mark.full
+def test_a_target_of_memory_makes_auto_recompute(shared, tmp_path, monkeypatch):
     folder = shared / "data" / "stories260k"
     if not folder.is_dir():
         pytest.skip("no stories260k beside the checkout")
     monkeypatch.chdir(tmp_path)
-
-    def run(*more):
-        return CliRunner().invoke(build_app(), ["plan", *SETTINGS, f"model.tokenizer={folder}", *more])
-
-    return run
-
-
-def answer(result):
-    assert result.exit_code == 0, (result.exception, result.output)
-    return json.loads(result.stdout)
-
-
-@pytest.mark.full
-def test_a_target_of_memory_makes_auto_recompute(planned):
-    free = answer(planned("--json"))
+    free = json.loads(ask("plan", *SETTINGS, f"model.tokenizer={folder}"))
     assert free["checkpointing"]["train.gradient_checkpointing"] == "none"
     target = 0.9 * free["memory"]["peak"] / 2**20
-    less = answer(planned("--json", f"train.memory={target:.2f}MiB"))
+    less = json.loads(ask("plan", *SETTINGS, f"model.tokenizer={folder}", f"train.memory={target:.2f}MiB"))
     assert less["checkpointing"]["train.gradient_checkpointing"] != "none"
     assert less["memory"]["peak"] < free["memory"]["peak"]
     assert "train.memory" in less["checkpointing"]["reason"]

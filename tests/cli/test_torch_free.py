@@ -51,11 +51,7 @@ def run(*arguments: str, given: str = "", attempts: int = ATTEMPTS) -> dict:
     return quickest
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("--help",), ("--version",), ("init", "--schema"), ("init", "-"), ("train", "--help"),
-     ("doctor", "--help")],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [("--version",), ("init", "--schema"), ("train", "--help")])
 def test_answers_at_once_without_torch(arguments):
     answer = run(*arguments)
     assert answer["status"] == 0, answer["stderr"]
@@ -69,13 +65,7 @@ LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float !
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("doctor", "check", "FOLDER", "--json"),
-        ("doctor", "explain", "--json"),
-        ("doctor", "explain", "CF001"),
-        ("doctor", "FOLDER"),
-        ("doctor",),
-    ],
+    [("doctor", "explain", "--json"), ("doctor", "explain", "CF001"), ("doctor", "FOLDER")],
 )
 def test_the_doctors_static_commands_too(arguments, tmp_path):
     (tmp_path / "x.py").write_text("x = 1\n")
@@ -89,9 +79,8 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"), ("train", "--resume", "nowhere"),
-     ("train", "--model", "m", "--data", "none.jsonl"), ("eval", "nowhere", "stdlib")],
-)  # fmt: skip
+    [("train", "no-such.yaml"), ("train", "--resume", "nowhere"), ("train", "--model", "m", "--data", "none.jsonl"), ("eval", "nowhere")],
+)
 def test_mistakes_are_reported_before_torch_is_imported(arguments):
     answer = run(*arguments, attempts=1)
     assert answer["status"] == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from isotype.config.compare import MAY_CHANGE, PLACES, compare
 from isotype.config.keys import keys
 from isotype.config.load import load
@@ -11,15 +9,11 @@ from isotype.config.load import load
 BASE = load(None, ["model.name=m", "data.train=d"]).config
 
 
-@pytest.mark.parametrize(
-    ("override", "allowed"),
-    [("train.steps=9", True), ("train.eval_every=3", True), ("train.learning_rate=1e-3", True), ("run.keep=5", True),
-     ("train.seed=1", False), ("model.name=n", False), ("precision.preset=fp32", False), ("adapter.r=8", False), ("data.train=e", False),
-     ("train.batch_size=2", False), ("data.on_bad_row=skip", True)],
-)  # fmt: skip
-def test_each_key_may_or_may_not_change_on_resume(override, allowed):
-    changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)
-    assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], allowed)]
+def test_each_key_may_or_may_not_change_on_resume():
+    allowed = {"train.steps=9": True, "data.on_bad_row=skip": True, "train.seed=1": False, "model.name=n": False, "adapter.r=8": False}
+    for override, may in allowed.items():
+        changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)
+        assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], may)]
 
 
 def test_a_renamed_folder_is_not_said_to_be_another_model():

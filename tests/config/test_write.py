@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +27,9 @@ def test_a_value_written_reads_back(value):
     assert read_value(text) == value
 
 
-@pytest.mark.parametrize(
-    "value", ["a: b", "# x", "1e-4", "null", "", " x", "no", "x #y", "2024-01-01", "0o7", "\u2028", "é", "[a]", "a\nb", "~"]
-)
-def test_text_that_looks_like_something_else_stays_text(value):
-    assert read_value(write_value(value)) == value
+def test_text_that_looks_like_something_else_stays_text():
+    for value in ("a: b", "# x", "1e-4", "null", "", " x", "no", "x #y", "2024-01-01", "0o7", "\u2028", "é", "[a]", "a\nb", "~"):
+        assert read_value(write_value(value)) == value
 
 
 def test_numbers_are_numbers_in_yaml_1_1_too():
@@ -65,15 +62,15 @@ def test_an_auto_preset_is_written_as_what_it_became(tmp_path):
     assert "# auto: it has bf16" in file.read_text()
 
 
-@pytest.mark.parametrize("preset", names())
-def test_the_file_of_init_loads_with_its_preset(tmp_path, preset):
+def test_the_file_of_init_loads_with_its_preset(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(init_yaml(preset, model="m: x", data="d.jsonl"))
-    config = load(file).config
-    assert config.model.name == "m: x"
-    for key, value in recipe(preset).settings.items():
-        section, _, name = key.partition(".")
-        assert getattr(getattr(config, section), name) == value
+    for preset in names():
+        file.write_text(init_yaml(preset, model="m: x", data="d.jsonl"))
+        config = load(file).config
+        assert config.model.name == "m: x"
+        for key, value in recipe(preset).settings.items():
+            section, _, name = key.partition(".")
+            assert getattr(getattr(config, section), name) == value
 
 
 def test_every_commented_line_of_init_is_the_default(tmp_path):

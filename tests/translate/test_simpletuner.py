@@ -88,6 +88,7 @@ def test_config_env_is_read_as_a_shell_reads_it_with_its_datasets(env, tmp_path)
     assert (made.train.ema, made.train.weight_decay) == (0.995, 0.01)
     assert (made.run.samples, made.run.sample_size) == (["a photo of sks dog"], 1024)
     assert made.precision.preset == "bf16-lora"
+    assert "eval_split" not in translate(env).text
 
 
 def test_every_setting_has_its_line_and_what_became_of_it(env):
@@ -112,7 +113,8 @@ def test_secrets_are_neither_written_nor_shown(env, tmp_path):
 def test_secrets_of_other_tools_files_are_not_shown(tmp_path):
     names = ("hub_token", "wandb_api_key", "aws_secret_key", "mail-api-key", "comet_webhook_url")
     lines = "".join(f"{name}: verysecret{i}\n" for i, name in enumerate(names))
-    (tmp_path / "a.yaml").write_text(f"base_model: m\nmicro_batch_size: 1\npad_token: <pad>\n{lines}")
+    inside = "datasets:\n  - path: a/b\n    auth: {hub_token: verysecret9}\n    url: --token=verysecret8\n"
+    (tmp_path / "a.yaml").write_text(f"base_model: m\nmicro_batch_size: 1\npad_token: <pad>\n{lines}{inside}")
     said = CliRunner().invoke(build_app(), ["import", str(tmp_path / "a.yaml"), "--json"])
     assert said.exit_code == 0
     assert "verysecret" not in said.output
@@ -123,26 +125,16 @@ def test_fp32_gradients_become_what_they_meant(tmp_path):
     result = translate(written(tmp_path))
     made = config(result.text, tmp_path)
     assert (made.adapter.kind, made.precision.preset, made.precision.grads) == ("none", "bf16-pure", "fp32")
+    assert made.images.eval_split == 0, "it trains on every picture"
     assert "what it meant" in next(o.note for o in result.outcomes if o.given.name == "gradient_precision")
     assert contradictions(tmp_path / "result.yaml") == []
 
 
-def test_every_picture_is_trained_on_unless_a_dataset_is_held_out(env, tmp_path):
-    assert config(translate(written(tmp_path)).text, tmp_path).images.eval_split == 0
-    assert "eval_split" not in translate(env).text
-
-
-@pytest.mark.parametrize(("said", "word"), [("int8-quanto", "int8"), ("fp8-torchao", "fp8")])
-def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path, said, word):
-    file = written(tmp_path, base_model_precision=said, model_type="lora", mixed_precision="bf16")
-    precision = config(translate(file).text, tmp_path).precision
-    assert (precision.preset, precision.base) == ("bf16-lora", word)
-
-
-@pytest.mark.parametrize(("value", "fate"), [("0.0", Fate.NO_EFFECT), (0, Fate.NO_EFFECT), (0.7, Fate.NOT_OFFERED)])
-def test_guidance_that_is_not_rescaled_is_switched_off(value, fate, tmp_path):
-    outcomes = translate(written(tmp_path, validation_guidance_rescale=value)).outcomes
-    assert next(o.fate for o in outcomes if o.given.name == "validation_guidance_rescale") == fate
+def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path):
+    for said, word in (("int8-quanto", "int8"), ("fp8-torchao", "fp8")):
+        file = written(tmp_path, base_model_precision=said, model_type="lora", mixed_precision="bf16")
+        precision = config(translate(file).text, tmp_path).precision
+        assert (precision.preset, precision.base) == ("bf16-lora", word)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from benchmarks.import_outcomes import contradictions
-from typer.testing import CliRunner
 
-from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.translate import TOOLS, Fate, translate
+from isotype.translate import Fate, translate
 from isotype.translate.source import read
+from tests.commands import ask, invoke
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH
 
@@ -74,15 +71,14 @@ _OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("tool", _PLACES)
 @pytest.mark.parametrize("ours", _OPTIMIZERS)
-def test_optimizers_are_carried_with_what_they_refuse_left_out(tool, ours, tmp_path):
-    file, text = _PLACES[tool]
-    (tmp_path / file).write_text(text.replace("WORD", _OPTIMIZERS[ours][tool == "simpletuner"]))
-    got = settings(translate(tmp_path / file).text, tmp_path)
-    assert got["train.optimizer"] == ours
-    assert got["train.schedule"] == "constant" or ours != "schedule-free"
-    assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
+def test_optimizers_are_carried_with_what_they_refuse_left_out(ours, tmp_path):
+    for tool, (file, text) in _PLACES.items():
+        (tmp_path / file).write_text(text.replace("WORD", _OPTIMIZERS[ours][tool == "simpletuner"]))
+        got = settings(translate(tmp_path / file).text, tmp_path)
+        assert got["train.optimizer"] == ours, tool
+        assert got["train.schedule"] == "constant" or ours != "schedule-free"
+        assert got["train.learning_rate"] == {"prodigy": 1.0, "adafactor": 0.01}.get(ours, got["train.learning_rate"])
 
 
 def test_adapter_settings_are_carried(tmp_path):
@@ -106,7 +102,7 @@ def test_adapter_settings_are_carried(tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_methods_that_are_not_offered_are_refused(name, tmp_path):
     case = REFUSED[name]
-    done = CliRunner().invoke(build_app(), ["import", str(written(tmp_path, case))])
+    done = invoke("import", written(tmp_path, case))
     assert isinstance(done.exception, UsageError)
     assert done.exception.exit_status == 2
     assert case.refused in str(done.exception)
@@ -157,41 +153,25 @@ def test_files_that_cannot_be_translated_are_one_line(tmp_path, name, text, tool
 
 def test_out_is_written_once_and_force_replaces_it(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL)
-    out = tmp_path / "run.yaml"
-    run = CliRunner()
-    first = run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out)])
-    assert first.exit_code == 0
-    assert f"wrote {out}" in first.stdout
-    assert load(out).config.model.name == "NousResearch/Llama-3.2-1B"
-    assert "exists already" in str(run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out)]).exception)
-    assert run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out), "--force"]).exit_code == 0
+    command = ("import", tmp_path / "a.yml", "--out", tmp_path / "run.yaml")
+    assert f"wrote {tmp_path / 'run.yaml'}" in ask(*command)
+    assert load(tmp_path / "run.yaml").config.model.name == "NousResearch/Llama-3.2-1B"
+    assert "exists already" in str(invoke(*command).exception)
+    ask(*command, "--force")
 
 
 def test_json_accounts_for_every_key(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL)
-    answer = json.loads(CliRunner().invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--json"]).stdout)
+    answer = json.loads(ask("import", tmp_path / "a.yml", "--json"))
     assert answer["tool"] == "axolotl"
     assert sum(answer["counts"].values()) == len(answer["keys"])
-    assert {
-        "key": "learning_rate",
-        "line": 14,
-        "value": "2e-4",
-        "fate": "taken",
-        "became": "train.learning_rate: 0.0002",
-        "note": None,
-    } in answer["keys"]
+    rate = {"key": "learning_rate", "line": 14, "value": "2e-4", "fate": "taken", "became": "train.learning_rate: 0.0002", "note": None}
+    assert rate in answer["keys"]
     assert answer["config"].startswith("# From ")
 
 
 def test_configuration_is_on_standard_output_and_the_account_beside_it(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL)
-    done = subprocess.run([sys.executable, "-m", "isotype", "import", str(tmp_path / "a.yml")], capture_output=True, text=True, check=True)
+    done = invoke("import", tmp_path / "a.yml")
     assert settings(done.stdout, tmp_path)["train.batch_size"] == 4
     assert "micro_batch_size" in done.stderr
-
-
-def test_every_tool_has_a_table_a_refusal_and_an_end():
-    for tool, module in TOOLS.items():
-        assert module.KEYS, tool
-        assert callable(module.refusal)
-        assert callable(module.finish)

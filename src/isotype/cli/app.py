@@ -18,11 +18,12 @@ from typer.core import TyperGroup
 from ..environment.threads import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
+from .merge import FORMATS
 
 TRAIN, RUNS, DOCTOR = "Train", "With a run", "Find dtype faults"  # the panels of --help
 # command -> (function in a module beside this file, panel), in the order in which a person needs them
 _COMMANDS = {
-    "quickstart": ("quickstart.quickstart", TRAIN),
+    "quickstart": ("train.quickstart", TRAIN),
     "init": ("init.init", TRAIN),
     "import": ("init.import_config", TRAIN),
     "plan": ("train.plan", TRAIN),
@@ -34,13 +35,19 @@ _COMMANDS = {
     "watch": ("report.watch", RUNS),
     "merge": ("merge.merge", RUNS),
     "export": ("merge.export", RUNS),
-    "ls": ("ls.ls", RUNS),
+    "ls": ("report.ls", RUNS),
 }
 # what people type by habit -> what to type
 INSTEAD = {verb: f"isotype doctor {verb}" for verb in ("check", "explain", "trace", "kernels", "conform", "env")} | {
     "schema": "isotype init --schema",
     "finetune": "isotype train",
     "version": "isotype --version",
+}
+# command -> how it is written, for a mistake in its options and arguments
+_FORMS = {
+    "chat": 'isotype chat RUN; isotype sample RUN "a question" answers one',
+    "eval": "isotype eval RUN FILE",
+    "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
 }
 # a package that an installation without extras lacks -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
@@ -66,14 +73,17 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except Exception as error:
-            if type(error).__name__ != "NoSuchOption":  # click's, or that of the copy of click in newer versions of typer
+            # compared by name: click's, or that of the copy of click in newer versions of typer
+            if isinstance(error, IsotypeError) or "UsageError" not in [kind.__name__ for kind in type(error).__mro__]:
                 raise
             from ..config.keys import setting_for_option
 
-            option, command = getattr(error, "option_name", ""), context.invoked_subcommand
-            if command not in ("train", "plan") or (setting := setting_for_option(option)) is None:
+            command, option = context.invoked_subcommand, getattr(error, "option_name", None)
+            fix = setting_for_option(option) if option and command in ("train", "plan") else _FORMS.get(command)
+            if fix is None:
                 raise
-            raise UsageError(f"isotype {command} has no option {option}", fix=setting) from None
+            what = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
+            raise UsageError(f"isotype {command}{what}", fix=fix) from None
 
 
 def _version(asked: bool) -> None:

@@ -1,7 +1,13 @@
-"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check` and the like are the parts."""
+"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check` and the like are the parts.
+
+`check`, `explain` and `env` run nothing and import no torch; `trace`, `conform`, `kernels` run their target.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,10 +18,11 @@ from typer.core import TyperGroup
 
 from ..errors import UsageError
 from ..finding import Severity, worst_first
-from . import doctor_parts
 from .app import DOCTOR, prepare
-from .doctor_parts import FailOn, Json
 
+CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+FailOn = Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")]
 _LOOK = "look"  # the command behind `isotype doctor PATH`
 
 HELP = """Find dtype faults in any training code, configuration or log.
@@ -54,11 +61,11 @@ def register(app: typer.Typer) -> None:
     def part(context: typer.Context) -> None:
         prepare(f"doctor {context.invoked_subcommand}")
 
-    for command in (doctor_parts.check, doctor_parts.explain, doctor_parts.env):
+    for command in (check, explain, env):
         doctor.command()(command)
-    doctor.command(context_settings=doctor_parts.SCRIPT_ARGUMENTS)(doctor_parts.trace)
-    doctor.command()(doctor_parts.conform)
-    doctor.command()(doctor_parts.kernels)
+    doctor.command(context_settings=SCRIPT_ARGUMENTS)(trace)
+    doctor.command()(conform)
+    doctor.command()(kernels)
     doctor.command(_LOOK, help=HELP, hidden=True)(look)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 
@@ -77,8 +84,8 @@ def look(
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
     visits: list[Visit]
-    if doctor_parts.CODE.match(subject) and not Path(subject).exists():
-        doctor_parts.show_page(subject.upper(), json_output)
+    if CODE.match(subject) and not Path(subject).exists():
+        show_page(subject.upper(), json_output)
         return
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
@@ -110,4 +117,286 @@ def look(
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
         if not any(one.looked_at for one in visits):
             print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")
+    raise typer.Exit(status)
+
+
+def check(
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Folders or files: SimpleTuner, Hugging Face, accelerate, DeepSpeed, axolotl, ...", show_default=False),
+    ],
+    device: Annotated[str | None, typer.Option(help="What it will run on: h100, a100, t4, v100, mi300x, cpu, sm_80, ...")] = None,
+    fail_on: FailOn = "error",
+    json_output: Json = False,
+) -> None:
+    """What a training configuration will really do, and its contradictions, before the run.
+
+    isotype doctor check configs/
+
+    isotype doctor check train.yaml ds_config.json --device t4
+    """
+    from ..doctor.check.check import as_json, table, trouble_without_files
+    from ..doctor.check.check import check as check_paths
+    from ..doctor.output import answer, threshold
+
+    least = threshold(fail_on)
+    checked = check_paths(paths, device=device)
+    findings = list(checked.findings)
+    if nothing := trouble_without_files(checked, paths):
+        findings.append(nothing)
+    if not json_output:
+        for record in checked.records:
+            if shown := table(record):
+                print(shown + "\n")
+    subject = f"{checked.files} file{'s' * (checked.files != 1)}, {len(checked.records)} run{'s' * (len(checked.records) != 1)}"
+    records = [as_json(record) for record in checked.records]
+    raise typer.Exit(answer(findings, subject=subject, json_output=json_output, fail_on=least, records=records))
+
+
+def explain(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="A code (CF001), a log file, or an error's text; standard input when left out.", show_default=False),
+    ] = None,
+    list_codes: Annotated[bool, typer.Option("--list", help="List every code with its title.")] = False,
+    json_output: Json = False,
+) -> None:
+    """The cause of an error in a log, or the page of a code.
+
+    isotype doctor explain train.log
+
+    isotype doctor explain < train.log
+
+    isotype doctor explain "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"
+
+    isotype doctor explain CF001
+
+    isotype doctor explain --list
+    """
+    given = list(what or [])
+    if list_codes or (not given and sys.stdin.isatty()):
+        _list(json_output)
+        return
+    if len(given) == 1 and CODE.match(given[0]) and not Path(given[0]).exists():
+        show_page(given[0].upper(), json_output)
+        return
+    from ..doctor.explain import explain as explain_lines
+    from ..doctor.output import answer
+
+    source: str | None = None
+    if not given or given == ["-"]:
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
+        findings = explain_lines(sys.stdin)
+    elif len(given) == 1 and _is_file(given[0]):
+        source = given[0]
+        try:
+            with open(source, encoding="utf-8", errors="replace") as log:
+                findings = explain_lines(log, source=source)
+        except OSError as error:
+            raise UsageError(f"{source}: {error.strerror}") from error
+    else:
+        text = " ".join(given)
+        if len(given) == 1 and re.fullmatch(r"[\w./~-]+\.(?:log|txt|out|err)", text):
+            raise UsageError(f"{text}: no such file")
+        findings = explain_lines(text.splitlines())
+    raise typer.Exit(answer(findings, subject=source or "explain", json_output=json_output))
+
+
+def _is_file(text: str) -> bool:
+    try:
+        if Path(text).is_dir():
+            raise UsageError(f"{text} is a folder: give a log file")
+        return Path(text).exists()
+    except OSError:  # a pasted text is longer than a file name may be
+        return False
+
+
+def show_page(code: str, json_output: bool) -> None:
+    from ..pages import codes, page
+
+    text = page(code)
+    if text is None:
+        near = [c for c in codes() if c[:2] == code[:2]]
+        raise UsageError(
+            f"{code} is not a code" + (f"; {code[:2]} codes are {', '.join(near)}" if near else "; isotype doctor explain --list shows all")
+        )
+    print(json.dumps({"findings": [], "code": code, "page": text}, indent=1) if json_output else text.rstrip())
+
+
+def _list(json_output: bool) -> None:
+    from ..pages import codes, page
+
+    titles = {code: (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ") for code in codes()}
+    print(
+        json.dumps({"findings": [], "codes": titles}, indent=1)
+        if json_output
+        else "\n".join(f"{code}  {title}" for code, title in titles.items())
+    )
+
+
+def env(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object: env.json of a run, and the findings.")] = False,
+) -> None:
+    """Versions and devices; warns of versions with known dtype faults and of versions that do not work together.
+
+        isotype doctor env
+
+    Exit status 1 when something is broken.
+    """
+    from ..doctor.output import answer
+    from ..environment import versions
+    from ..environment.versions import faults
+
+    here = versions.environment()
+    if not json_output:
+        print(_as_text(here) + "\n")
+    raise typer.Exit(answer(faults(here), subject="environment", json_output=json_output, environment=here))
+
+
+def _as_text(here: dict[str, Any]) -> str:
+    torch = here["torch"]
+    lines = [f"isotype   {here['isotype']}, Python {here['python']}, {here['platform']}"]
+    for device in here["devices"]:
+        facts = [
+            f"bf16 {device.get('bf16')}, fp16 {device.get('fp16')}" if "bf16" in device else device.get("reason", ""),
+            device.get("generation", ""),
+            f"{device['cores']} cores" if device.get("cores") else "",
+            f"{device['memory'] / (1 << 30):.1f} GiB" if device.get("memory") else "",
+        ]
+        lines.append(f"device    {device['name']} ({device['kind']}): {', '.join(f for f in facts if f)}")
+    if torch:
+        build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPU"
+        lines.append(f"torch     {torch['version']}, built for {build}, {torch['threads']} threads, {torch['cpu_capability']}")
+    others = [f"{name} {version}" for name, version in here["packages"].items() if name != "torch"]
+    lines.append("packages  " + ", ".join(others))
+    if here["variables"]:
+        lines.append("variables " + " ".join(f"{name}={value}" for name, value in here["variables"].items()))
+    return "\n".join(lines)
+
+
+SCRIPT_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def trace(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run.")],
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; what the program prints goes to stderr.")] = False,
+    fail_on: FailOn = "error",
+) -> None:
+    """Run a program unchanged; explain its dtype errors and find dtype faults that stay silent.
+
+    `isotype doctor trace train.py --lr 1e-4`  a script with its own arguments (ours come before it)
+
+    `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
+    """
+    from ..doctor.output import answer, threshold
+    from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
+
+    parsed = Target.parse(target)
+    arguments = list(context.args)
+    if parsed.function is not None and arguments:
+        # a function takes no arguments, so options after FILE.py:FUNCTION are Isotype's too
+        with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
+            if inner.args:
+                raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
+            # compared by name: newer versions of typer have their own copy of click's enum
+            given = {key: value for key, value in inner.params.items() if _source(inner, key) != "DEFAULT"}
+        json_output, fail_on = given.get("json_output", json_output), given.get("fail_on", fail_on)
+        arguments = []
+    least = threshold(fail_on)
+    with stdout_to_stderr() if json_output else contextlib.nullcontext():
+        outcome = run(parsed, arguments)
+    if outcome.error is not None and not isinstance(outcome.error, SystemExit):
+        sys.stdout.flush()
+        print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
+    status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least)
+    raise typer.Exit(status or outcome.status)
+
+
+def _source(context: Any, key: str) -> str:
+    """Where a parameter's value came from: COMMANDLINE, DEFAULT, ..."""
+    return getattr(context.get_parameter_source(key), "name", "DEFAULT")
+
+
+def conform(
+    target: Annotated[str, typer.Argument(help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False)],
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fail_on: FailOn = "error",
+) -> None:
+    """Check an autograd.Function, a module or any callable under every dtype combination that a trainer produces.
+
+    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ..., "params": ..., "contract": ...})`.
+    Triton code runs in the repaired interpreter where there is no GPU.
+
+        isotype doctor conform my_ops.py:build
+
+        isotype doctor conform my_ops.py:build_swiglu --json
+    """
+    # output of the checked file goes to stderr, so that it does not mix with the answer
+    with contextlib.redirect_stdout(sys.stderr):
+        from ..doctor.output import answer, threshold
+
+        least = threshold(fail_on)
+        from ..testing.amp.check import ampcheck
+        from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
+
+        loaded = load_target(target)
+        with triton_interpreted_without_gpu():
+            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, raises=False)
+    status = answer(
+        report.findings,
+        subject=f"{target} ({report.tried} runs)",
+        json_output=json_output,
+        fail_on=least,
+        subject_name=report.subject,
+        tried=report.tried,
+        refused=dict(report.refused),
+        skipped=list(report.skipped),
+    )
+    raise typer.Exit(status)
+
+
+def kernels(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="file.py, module or file.py:name", show_default=False)],
+    arch: Annotated[
+        str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90).")
+    ] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fail_on: FailOn = "error",
+) -> None:
+    """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
+
+    TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that returns a kernel with MATRIX, CONSTEXPRS
+    and TARGETS beside it, or (function, inputs): that function is called with CPU tensors while its launches are trapped.
+
+        isotype doctor kernels kernels.py
+
+        isotype doctor kernels kernels.py:silu_mul --arch sm_80,sm_90,sm_100,gfx942
+
+        isotype doctor kernels my_package.ops.rms_norm
+    """
+    import warnings
+
+    from ..doctor.output import answer, threshold
+
+    least = threshold(fail_on)
+    targets = [word.strip() for word in arch.split(",") if word.strip()] or None
+    warnings.filterwarnings("ignore", module="triton")
+    # what imported code prints must not end up in the JSON
+    with contextlib.redirect_stdout(sys.stderr):
+        from ..doctor.kernels.target import check_target
+
+        report = check_target(target, targets)
+    names = ", ".join(report.kernels[:6]) + (f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else "")
+    subject = f"{len(report.kernels)} kernel{'s' if len(report.kernels) != 1 else ''} ({names}), {report.compiled} compilations"
+    shown = report.findings
+    if not json_output:
+        hidden = [f for f in shown if f.severity == Severity.NOTE]
+        shown = [f for f in shown if f not in hidden]
+        for remark in dict.fromkeys(report.remarks):
+            print(f"  {remark}")
+        if hidden:
+            subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--json)"
+    facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
+    status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""`isotype train` and `isotype plan`: one run, or what it would be."""
+"""`isotype train` and `isotype plan`: one run, or what it would be. `isotype quickstart`: two small runs, offline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..environment.threads import wait_passively
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
 
     if processes and gpus:
         raise UsageError("--processes and --gpus say the same thing", fix="give one of them")
+    if gpus and loaded.config.model.device == "cpu":
+        raise UsageError(f"--gpus {gpus} and model.device: cpu contradict each other", fix=f"--processes {gpus} shares the steps on a CPU")
     asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
     seat = find_rank()
     if asked and seat.size not in (1, asked):
@@ -207,3 +210,34 @@ def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None =
 
     made = make(loaded, device=device, gpus=gpus)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
+
+
+def quickstart(
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where everything goes: quickstart, or quickstart-diffusion.")] = None,
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="Pictures: a small Flux, then a LoRA for a new shape.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")] = False,
+) -> None:
+    """Train a small model on Python's own documentation, then a LoRA adapter on questions about it: offline, minutes on a CPU.
+
+    Leaves the text (or pictures), both configuration files, both runs and their reports in the folder. If the command is repeated, it
+    continues where it stopped.
+
+    Examples:
+
+        isotype quickstart
+
+        isotype quickstart --folder /tmp/try
+
+        isotype quickstart --diffusion
+    """
+    wait_passively(always=True)
+    folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
+    if diffusion:
+        from ..quickstart import quickstart_pictures
+
+        status = quickstart_pictures(folder, json_output=json_output)
+    else:
+        from ..quickstart import quickstart as start
+
+        status = start(folder, json_output=json_output)
+    raise typer.Exit(status)

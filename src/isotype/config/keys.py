@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -144,8 +145,9 @@ def setting_for_option(option: str) -> str | None:
         return NOT_OFFERED[name]
     if name in _AS_OPTIONS:
         return _AS_OPTIONS[name]
-    key = ELSEWHERE.get(name) or next((key for key in keys() if key in (name, name.replace("_", ".", 1)) or key.endswith(f".{name}")), None)
-    return f"{key}=VALUE" if key else None
+    known = {spelling: key for key in keys() for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)} | ELSEWHERE
+    near = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"{known[near[0]]}=VALUE" if near else None
 
 
 # a key -> other tools' words for its values

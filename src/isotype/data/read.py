@@ -1,4 +1,4 @@
-"""Reads files as lines: file endings, gzip, encodings. `json_rows.py` and `tables.py` make rows of them.
+"""Reads files as lines: file endings, gzip, encodings. `records.py` makes rows of them.
 
 Lines are read as bytes, one at a time, so that a large file needs only the memory of one record, and a byte that is not UTF-8 is reported
 with its position. Every record stores its file and its line, or its row number.

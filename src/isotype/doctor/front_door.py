@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
-from .check.collect import SKIPPED_FOLDERS, may_be_configuration
+from .check.check import SKIPPED_FOLDERS, check, may_be_configuration, table
 
 _LOGS = (".log", ".err", ".out")
 _LONGEST = 2_000_000  # bytes of a source file that is looked into
@@ -102,8 +102,6 @@ def _is_test(file: Path) -> bool:
 
 
 def _check(path: Path) -> Visit:
-    from .check.check import check, table
-
     try:
         found = check([str(path)])
     except UsageError as error:

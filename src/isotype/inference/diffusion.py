@@ -133,8 +133,7 @@ def _load_merged(out: Path, task: DiffusionTask, precision: Precision, dtype: st
     compute = dtype if precision.compute == "fp32" else precision.compute
     wanted = precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype, text_encoder=dtype)
     merged = PipelineFolder.open(str(out))
-    plain = task.config.model_copy(update={"adapter": task.config.adapter.model_copy(update={"kind": "none"})})
-    return load_result(out / merged.denoiser_part, merged, plain, wanted, device)
+    return load_result(out / merged.denoiser_part, merged, _changed(task.config, "adapter", kind="none"), wanted, device)
 
 
 def export_comfyui(run: Path, on_the_way: Path | None, out: Path) -> int:
@@ -183,9 +182,8 @@ def evaluate_with(folder: Path, pictures: str, *, batch_size: int | None = None)
     images = {**dict.fromkeys(others), "train": pictures, "eval_split": 0.0}
 
     def on_these(config: RunConfig) -> RunConfig:
-        train = {"eval_batch_size": batch_size or config.train.eval_batch_size}
-        sections = {"images": config.images.model_copy(update=images), "train": config.train.model_copy(update=train)}
-        return _without_samples(config.model_copy(update=sections))
+        config = _changed(config, "train", eval_batch_size=batch_size or config.train.eval_batch_size)
+        return _without_samples(_changed(config, "images", **images))
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
         task.load_data()
@@ -207,12 +205,16 @@ def _task_of(folder: Path, change: Callable[[RunConfig], RunConfig]) -> tuple[Di
 
 def _without_samples(config: RunConfig) -> RunConfig:
     """Its prompts, whose files may be gone, are neither read nor encoded."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"samples": []})})
+    return _changed(config, "run", samples=[])
 
 
 def _without_start(config: RunConfig) -> RunConfig:
     """The adapter that a finished run began with may be gone."""
-    return config.model_copy(update={"adapter": config.adapter.model_copy(update={"start_from": None})})
+    return _changed(config, "adapter", start_from=None)
+
+
+def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _load_run(

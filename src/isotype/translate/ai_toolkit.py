@@ -6,7 +6,6 @@ from typing import Any
 
 from . import pictures as p
 from . import transforms as t
-from .picture_files import DATASET
 from .source import Source
 from .transforms import Draft, Given
 
@@ -21,7 +20,7 @@ def refusal(source: Source) -> str | None:
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
     if any(
-        given.name.startswith(f"{DATASET}.") and given.name.endswith(".control_path") and isinstance(given.value, list)
+        given.name.startswith(f"{p.DATASET}.") and given.name.endswith(".control_path") and isinstance(given.value, list)
         for given in source.keys
     ):
         return "datasets: control_path: several pictures before an edit are not offered: one is"
@@ -138,49 +137,46 @@ _STYLE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less 
 KEYS: dict[str, t.Handler] = {
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    DATASET: p.dataset(_OF_PICTURES),
+    **t.carried(
+        model="name=model.name_or_path",
+        diffusion="noise_offset=train.noise_offset",
+        adapter="r=network.linear alpha=network.linear_alpha dropout=network.dropout factor=network.lokr_factor",
+        train=(
+            "steps=train.steps batch_size=train.batch_size accumulate=train.gradient_accumulation_steps "
+            "accumulate=train.gradient_accumulation weight_decay=train.optimizer_params.weight_decay clip=train.max_grad_norm"
+        ),
+        run=(
+            "adapters_every=save.save_every adapters_keep=save.max_step_saves_to_keep sample_every=sample.sample_every "
+            "sample_steps=sample.sample_steps sample_guidance=sample.guidance_scale"
+        ),
+    ),
+    p.DATASET: p.dataset(_OF_PICTURES),
     "trigger_word": t.to("images.trigger", str, "put before every caption; there it replaces [trigger] too"),
     # model and adapter
-    "model.name_or_path": t.to("model.name", str),
     "model.quantize": t.where("model.quantize", "on", _base, "switched off"),
     "model.qtype": t.changed("decides precision.base, where model.quantize is on"),
     "network.type": lambda draft, given: (p.lokr if str(given.value).lower() == "lokr" else t.no_effect(p.PEFT))(draft, given),
-    "network.lokr_factor": t.count("adapter.factor"),
     "network.lokr_full_rank": t.when_on("adapter.r", _WHOLE, note="a rank at which both factors are whole, with as much alpha"),
-    "network.linear": t.count("adapter.r"),
-    "network.linear_alpha": t.number("adapter.alpha"),
-    "network.dropout": t.number("adapter.dropout"),
     # steps
-    "train.batch_size": t.count("train.batch_size"),
-    "train.steps": t.count("train.steps"),
-    **t.each(t.count("train.accumulate"), "train.gradient_accumulation_steps train.gradient_accumulation"),
     "train.train_text_encoder": _of_clip(t.when_on("adapter.text_encoders", True)),
     "train.text_encoder_lr": t.where("train.train_text_encoder", "on", _of_clip(p.text_rate), "without train_text_encoder"),
     "train.gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
     "train.optimizer": t.optimizer,
-    "train.optimizer_params.weight_decay": t.number("train.weight_decay"),
     "train.lr": p.rate,
     "train.lr_scheduler": t.schedule,
-    "train.max_grad_norm": t.number("train.clip"),
     "train.ema_config.use_ema": t.when_on("train.ema", 0.99),
     "train.ema_config.ema_decay": t.where("train.ema_config.use_ema", "on", t.number("train.ema"), "without use_ema"),
     "train.dtype": p.DECIDES,
     "train.timestep_type": t.word("diffusion.timesteps", _DENSITIES, f"{p.DENSITIES}, and diffusion.shift"),
     "train.content_or_style": t.only("balanced", "the default", _STYLE),
-    "train.noise_offset": t.number("diffusion.noise_offset"),
     "train.loss_type": t.only("mse", "the squared error", "diffusion.loss: l2, huber"),
     "train.min_denoising_steps": p.of_1000("diffusion.least_noise"),
     "train.max_denoising_steps": p.of_1000("diffusion.most_noise"),
     "train.linear_timesteps": t.when_on("diffusion.timesteps", "uniform"),
     "train.disable_sampling": t.when_on("run.sample_every", 0),
     # samples, saving
-    "sample.sample_every": t.count("run.sample_every"),
     **t.each(_size, "sample.width sample.height"),
     **t.each(_samples, "sample.prompts sample.samples"),
-    "sample.guidance_scale": t.number("run.sample_guidance"),
-    "sample.sample_steps": t.count("run.sample_steps"),
-    "save.save_every": t.count("run.adapters_every"),
-    "save.max_step_saves_to_keep": t.count("run.adapters_keep"),
 }
 _DEFAULTS = {"train.batch_size": 1, "train.weight_decay": 0.01, "images.max_aspect": 2.0, "images.uncaptioned": "empty"}
 

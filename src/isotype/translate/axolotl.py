@@ -228,24 +228,30 @@ KEYS: dict[str, t.Handler] = {
     **TRAINER,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    "base_model": t.to("model.name"),
-    "revision_of_model": t.to("model.revision"),
-    "tokenizer_config": t.to("model.tokenizer"),
+    **t.carried(
+        model="name=base_model revision=revision_of_model tokenizer=tokenizer_config",
+        data=(
+            "max_length=sequence_len packing=sample_packing template_kwargs=chat_template_kwargs "
+            "shuffle=shuffle_merged_datasets stream=streaming"
+        ),
+        adapter=(
+            "parameters=lora_target_parameters rslora=peft_use_rslora dora=peft_use_dora plus=loraplus_lr_ratio start_from=lora_model_dir"
+        ),
+        train=(
+            "epochs=num_epochs batch_size=micro_batch_size min_learning_rate=cosine_min_lr_ratio "
+            "embedding_noise=noisy_embedding_alpha epsilon=adam_eps eval_batch_size"
+        ),
+        run="push_to_hub=hub_model_id",
+    ),
     "rope_scaling": t.to("model.rope_parameters", _rope),
-    "noisy_embedding_alpha": t.number("train.embedding_noise"),
     # data
     "datasets": _datasets("data.train"),
     "test_datasets": _datasets("data.eval"),
     "pretraining_dataset": _pretraining,
-    "streaming": t.truth("data.stream"),
-    "shuffle_merged_datasets": t.truth("data.shuffle"),
-    "sample_packing": t.truth("data.packing"),
     "val_set_size": t.held_out,
-    "sequence_len": t.count("data.max_length"),
     "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
     "chat_template": _chat_template,
     "freeze_mm_modules": t.frozen("adapter.vision"),
-    "chat_template_kwargs": t.to("data.template_kwargs"),
     "eot_tokens": t.changed("the end of a turn is what the chat template writes; it is always learnt"),
     # preferences
     **t.each(_rl, "rl reward_model"),
@@ -262,12 +268,7 @@ KEYS: dict[str, t.Handler] = {
     "adapter": _adapter,
     "lora_target_modules": _lora_targets,
     "lora_target_linear": t.when_on("adapter.targets", "all-linear", "adapter.targets"),
-    "peft_use_rslora": t.truth("adapter.rslora"),
-    "peft_use_dora": t.truth("adapter.dora"),
     "peft_init_lora_weights": t.start,
-    "loraplus_lr_ratio": t.number("adapter.plus"),
-    "lora_model_dir": t.to("adapter.start_from"),
-    "lora_target_parameters": t.to("adapter.parameters"),
     # precision
     **t.each(t.Draft.precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"),
     # attention and kernels
@@ -276,17 +277,11 @@ KEYS: dict[str, t.Handler] = {
     "eager_attention": t.when_on("model.attention", "eager"),
     "flex_attention": t.when_on("model.attention", "flex"),
     # steps
-    "micro_batch_size": t.number("train.batch_size"),
-    "eval_batch_size": t.number("train.eval_batch_size"),
-    "num_epochs": t.number("train.epochs"),
-    "cosine_min_lr_ratio": t.number("train.min_learning_rate"),
-    "adam_eps": t.number("train.epsilon"),
     "optimizer": t.optimizer,
     "lr_scheduler": t.schedule,
     # evaluation, saving, logging
     "evals_per_epoch": _times_an_epoch("train.eval_every"),
     "saves_per_epoch": _times_an_epoch("run.save_every"),
-    "hub_model_id": t.to("run.push_to_hub"),
     "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
     "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
     "wandb_project": _wandb_project,

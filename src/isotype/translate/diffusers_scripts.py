@@ -60,16 +60,15 @@ KEYS: dict[str, t.Handler] = {
     **p.SCRIPT,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    **t.each(t.to("images.train", str), "instance_data_dir train_data_dir"),
+    **t.carried(
+        images="train=instance_data_dir train=train_data_dir resolution flip=random_flip caption_dropout",
+        diffusion="max_text_length=max_sequence_length",
+        adapter="r=rank alpha=lora_alpha dropout=lora_dropout",
+        run="save_every=checkpointing_steps",
+    ),
     "validation_prompt": t.to("run.samples", lambda value: [str(value)]),
     "repeats": t.changed("repeats: {} of images.train"),
-    "resolution": t.count("images.resolution"),
-    "random_flip": t.truth("images.flip"),
-    "caption_dropout": t.number("images.caption_dropout"),
     # adapter
-    "rank": t.count("adapter.r"),
-    "lora_alpha": t.number("adapter.alpha"),
-    "lora_dropout": t.number("adapter.dropout"),
     "train_text_encoder": t.when_on("adapter.text_encoders", True),
     "text_encoder_lr": t.where("train_text_encoder", "on", p.text_rate, "without train_text_encoder"),
     "use_dora": t.when_on("adapter.dora", True),
@@ -85,9 +84,7 @@ KEYS: dict[str, t.Handler] = {
     "logit_mean": _with("logit_normal", "diffusion.logit_mean"),
     "logit_std": _with("logit_normal", "diffusion.logit_std"),
     "mode_scale": _with("mode", "diffusion.mode_scale"),
-    "max_sequence_length": t.count("diffusion.max_text_length"),
     "use_ema": t.when_on("train.ema", 0.999),
-    "checkpointing_steps": t.count("run.save_every"),
 }
 
 

@@ -229,16 +229,20 @@ _TRAINER_NOT_OFFERED = {
 TRAINER: dict[str, t.Handler] = {
     **t.table(t.no_effect, _TRAINER_NO_EFFECT),
     **t.table(t.not_offered, _TRAINER_NOT_OFFERED),
-    "model_revision": t.to("model.revision"),
-    "tokenizer_name": t.to("model.tokenizer"),
-    "trust_remote_code": t.truth("model.trust_remote_code"),
+    **t.carried(
+        model="revision=model_revision tokenizer=tokenizer_name trust_remote_code",
+        adapter="r=lora_r alpha=lora_alpha dropout=lora_dropout modules_to_save=lora_modules_to_save",
+        train=(
+            "steps=max_steps epochs=num_train_epochs batch_size=per_device_train_batch_size "
+            "accumulate=gradient_accumulation_steps learning_rate weight_decay embedding_noise=neftune_noise_alpha "
+            "beta1=adam_beta1 beta2=adam_beta2 epsilon=adam_epsilon clip=max_grad_norm deterministic=full_determinism "
+            "eval_every=eval_steps eval_batch_size=per_device_eval_batch_size patience=early_stopping_patience"
+        ),
+        run="folder=output_dir save_every=save_steps keep=save_total_limit log_every=logging_steps",
+    ),
     "attn_implementation": t.attention,
     # adapter
-    "lora_r": t.count("adapter.r"),
-    "lora_alpha": t.number("adapter.alpha"),
-    "lora_dropout": t.to("adapter.dropout", lambda value: t.as_number(value or 0)),
     "lora_target_modules": t.targets,
-    "lora_modules_to_save": t.to("adapter.modules_to_save"),
     # precision: decided together
     **t.each(
         t.Draft.precision,
@@ -246,17 +250,6 @@ TRAINER: dict[str, t.Handler] = {
         "bnb_4bit_compute_dtype bnb_4bit_use_double_quant use_bnb_nested_quant bnb_4bit_quant_storage",
     ),
     # steps
-    "max_steps": t.count("train.steps"),
-    "num_train_epochs": t.number("train.epochs"),
-    "per_device_train_batch_size": t.number("train.batch_size"),
-    "per_device_eval_batch_size": t.number("train.eval_batch_size"),
-    "gradient_accumulation_steps": t.number("train.accumulate"),
-    "learning_rate": t.number("train.learning_rate"),
-    "weight_decay": t.number("train.weight_decay"),
-    "adam_beta1": t.number("train.beta1"),
-    "adam_beta2": t.number("train.beta2"),
-    "adam_epsilon": t.number("train.epsilon"),
-    "max_grad_norm": t.number("train.clip"),
     "seed": t.number("train.seed"),
     "lr_scheduler_type": t.schedule,
     "lr_scheduler_kwargs": _schedule_details,
@@ -265,8 +258,6 @@ TRAINER: dict[str, t.Handler] = {
     "optim": t.optimizer,
     **t.each(_checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
     "activation_offloading": t.when_on("train.gradient_checkpointing", "layers+offload", "off"),
-    "full_determinism": t.truth("train.deterministic"),
-    "neftune_noise_alpha": t.number("train.embedding_noise"),
     # evaluation, saving, logging
     **t.each(
         t.word(
@@ -277,13 +268,7 @@ TRAINER: dict[str, t.Handler] = {
         ),
         "eval_strategy evaluation_strategy",
     ),
-    "eval_steps": t.count("train.eval_every"),
-    "save_steps": t.count("run.save_every"),
-    "save_total_limit": t.count("run.keep"),
-    "logging_steps": t.count("run.log_every"),
-    "early_stopping_patience": t.count("train.patience"),
     "report_to": t.trackers,
-    "output_dir": t.to("run.folder"),
     # machine
     "use_cpu": t.when_on("model.device", "cpu", "model.device: auto"),
 }
@@ -317,9 +302,14 @@ KEYS: dict[str, t.Handler] = {
     **TRAINER,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    "model_name_or_path": t.to("model.name"),
-    "revision": t.to("model.revision"),
-    "tokenizer_name_or_path": t.to("model.tokenizer"),
+    **t.carried(
+        model="name=model_name_or_path revision tokenizer=tokenizer_name_or_path",
+        data=(
+            "train=train_file eval=validation_file max_length max_length=max_seq_length packing "
+            "chat_template=chat_template_path limit=max_train_samples stream=streaming stream=dataset_streaming"
+        ),
+        adapter="rslora=use_rslora dora=use_dora rank_pattern alpha_pattern",
+    ),
     **t.each(LIGER, "use_liger_kernel use_liger"),
     # data
     "dataset_name": _dataset,
@@ -328,25 +318,14 @@ KEYS: dict[str, t.Handler] = {
     **t.each(_mixture, "dataset_mixture.datasets datasets"),
     "dataset_mixture.test_split_size": t.held_out,
     "data_files": _data_files,
-    "train_file": t.to("data.train"),
-    "validation_file": t.to("data.eval"),
-    "chat_template_path": t.to("data.chat_template"),
-    **t.each(t.count("data.max_length"), "max_length max_seq_length"),
-    "max_train_samples": t.count("data.limit"),
-    "packing": t.truth("data.packing"),
     **t.each(t.either("data.loss_on", "assistant", "all"), "assistant_only_loss completion_only_loss"),
-    **t.each(t.truth("data.stream"), "streaming dataset_streaming"),
     # adapter
     "use_peft": t.either("adapter.kind", "lora", "none"),
     "finetune_vision_layers": t.when_on("adapter.vision", "lora", "the tower is frozen"),
     "finetune_language_layers": t.only(
         "True true", "the language part is trained", "the language part is trained: adapter.targets names others"
     ),
-    "use_rslora": t.truth("adapter.rslora"),
-    "use_dora": t.truth("adapter.dora"),
     **t.each(t.start, "init_lora_weights lora_init"),
-    "rank_pattern": t.to("adapter.rank_pattern"),
-    "alpha_pattern": t.to("adapter.alpha_pattern"),
     # preferences
     "trl_method": _method,
     "loss_type": _loss_type,

@@ -9,7 +9,6 @@ from typing import Any
 
 from . import pictures as p
 from . import transforms as t
-from .picture_files import DATASET
 from .source import Source
 from .transforms import Draft, Given
 
@@ -118,12 +117,11 @@ _OF_PICTURES: dict[str, t.Handler] = {
     **t.table(t.not_offered, _OF_PICTURES_NOT_OFFERED),
     "resolution": lambda draft, given: p.resolution(draft, replace(given, value=p.largest_side(given.value))),
     "enable_bucket": t.to("images.max_aspect", lambda value: 2.0 if t.is_on(value) else 1.0, "aspect buckets"),
-    "flip_aug": t.truth("images.flip"),
     "random_crop": p.WINDOWS,
     "shuffle_caption": p.TAG_ORDERS,
     "keep_tokens": _keep_tokens,
     "caption_tag_dropout_rate": _tag_dropout,
-    "caption_dropout_rate": t.number("images.caption_dropout"),
+    **t.carried(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
 }
 _SUBSET: dict[str, t.Handler] = {
     **_OF_PICTURES,
@@ -176,35 +174,32 @@ KEYS: dict[str, t.Handler] = {
     **p.SCRIPT,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    DATASET: p.dataset(_SUBSET),
+    **t.carried(
+        images="train=train_data_dir regularisation=reg_data_dir",
+        diffusion="logit_std=sigmoid_scale shift=discrete_flow_shift",
+        adapter="r=network_dim alpha=network_alpha dropout=network_dropout",
+        train="epochs=max_train_epochs",
+        run="adapters_every=save_every_n_steps sample_every=sample_every_n_steps",
+    ),
+    p.DATASET: p.dataset(_SUBSET),
     **_OF_PICTURES,
-    "train_data_dir": t.to("images.train", str),
-    "reg_data_dir": t.to("images.regularisation", str),
     # adapter
-    "network_dim": t.count("adapter.r"),
-    "network_alpha": t.number("adapter.alpha"),
     "network_args": _network_args,
-    "network_dropout": t.number("adapter.dropout"),
     **t.each(t.when_on("precision.base", "fp8", note="with a scale a channel; there without scales"), "fp8_base fp8_base_unet"),
     **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
     # steps
     "unet_lr": p.rate,
     "text_encoder_lr": _text_encoder_lr,
     "optimizer_type": t.optimizer,
-    "max_train_epochs": t.to("train.epochs", float),
     # the objective
     "loss_type": t.word("diffusion.loss", _HUBER, "the squared error, the default", fate="no_effect"),
     "huber_c": t.where("loss_type", "huber smooth_l1", t.number("diffusion.huber_c"), "without loss_type: huber"),
     "timestep_sampling": t.word("diffusion.timesteps", _SAMPLINGS, p.DENSITIES),
-    "sigmoid_scale": t.number("diffusion.logit_std"),
-    "discrete_flow_shift": t.number("diffusion.shift"),
     "min_timestep": p.of_1000("diffusion.least_noise"),
     "max_timestep": p.of_1000("diffusion.most_noise"),
     "prior_loss_weight": t.changed("weight: {} of images.regularisation"),
     # samples, saving
     "sample_prompts": _samples,
-    "sample_every_n_steps": t.count("run.sample_every"),
-    "save_every_n_steps": t.count("run.adapters_every"),
     "save_model_as": t.to("run.adapter_format", lambda _: "comfyui", "comfyui.safetensors beside PEFT's folder"),
 }
 

@@ -160,18 +160,22 @@ KEYS: dict[str, t.Handler] = {
     **TRAINER,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    "model_name_or_path": t.to("model.name"),
-    "moe_aux_loss_coef": t.to("train.aux_loss", t.as_number),
+    **t.carried(
+        model="name=model_name_or_path",
+        data=(
+            "max_length=cutoff_len packing=neat_packing packing min_pixels=image_min_pixels max_pixels=image_max_pixels "
+            "limit=max_samples shuffle_buffer=buffer_size"
+        ),
+        adapter="r=lora_rank plus=loraplus_lr_ratio start_from=adapter_name_or_path",
+        train="aux_loss=moe_aux_loss_coef",
+    ),
     "flash_attn": t.attention,
     "enable_liger_kernel": LIGER,
     # adapter
     "stage": _stage,
     "finetuning_type": t.to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
-    "lora_rank": t.count("adapter.r"),
     "lora_target": t.targets,
     "additional_target": t.names("adapter.modules_to_save"),
-    "adapter_name_or_path": t.to("adapter.start_from"),
-    "loraplus_lr_ratio": t.number("adapter.plus"),
     "pissa_init": t.when_on("adapter.start", "pissa"),
     # preferences
     "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
@@ -185,16 +189,10 @@ KEYS: dict[str, t.Handler] = {
     "eval_dataset": _datasets("data.eval"),
     "template": t.changed("the tokenizer's own chat template is used; another one: data.chat_template, a Jinja file"),
     "enable_thinking": t.to("data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}),
-    "cutoff_len": t.count("data.max_length"),
-    "image_max_pixels": t.count("data.max_pixels"),
-    "image_min_pixels": t.count("data.min_pixels"),
     "freeze_vision_tower": t.frozen("adapter.vision"),
     "freeze_multi_modal_projector": t.frozen("adapter.projector"),
-    "max_samples": t.count("data.limit"),
-    "buffer_size": t.count("data.shuffle_buffer"),
     "val_size": t.held_out,
     "train_on_prompt": t.either("data.loss_on", "all", "assistant"),
-    **t.each(t.truth("data.packing"), "neat_packing packing"),
     # precision
     **t.each(t.Draft.precision, "pure_bf16 quantization_bit"),
     # steps

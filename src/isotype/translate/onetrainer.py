@@ -7,7 +7,6 @@ from typing import Any
 
 from . import pictures as p
 from . import transforms as t
-from .picture_files import DATASET
 from .source import Source
 from .transforms import Draft, Given
 
@@ -134,8 +133,20 @@ _NOT_OFFERED = {
 KEYS: dict[str, t.Handler] = {
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
-    DATASET: p.dataset(_CONCEPT, "concept"),
-    "base_model_name": t.to("model.name", str),
+    **t.carried(
+        model="name=base_model_name",
+        diffusion=(
+            "least_noise=min_noising_strength most_noise=max_noising_strength noise_offset=offset_noise_weight shift=timestep_shift"
+        ),
+        adapter="r=lora_rank alpha=lora_alpha dropout=dropout_probability",
+        train=(
+            "epochs batch_size accumulate=gradient_accumulation_steps warmup=learning_rate_warmup_steps "
+            "weight_decay=optimizer.weight_decay beta1=optimizer.beta1 beta2=optimizer.beta2 epsilon=optimizer.eps "
+            "clip=clip_grad_norm seed"
+        ),
+        run="folder=workspace_dir",
+    ),
+    p.DATASET: p.dataset(_CONCEPT, "concept"),
     "training_method": t.to("adapter.kind", _METHODS.get),
     "resolution": p.resolution,
     "aspect_ratio_bucketing": t.when_on("images.max_aspect", 2.0, note="aspect buckets"),
@@ -143,41 +154,23 @@ KEYS: dict[str, t.Handler] = {
     "peft_type": lambda draft, given: (p.lokr if str(given.value) == "LOKR" else t.no_effect(p.PEFT))(draft, given),
     **t.each(_text_encoder, "text_encoder.train text_encoder.learning_rate text_encoder_2.train text_encoder_2.learning_rate"),
     "lora_decompose": t.when_on("adapter.dora", True),
-    "lora_rank": t.count("adapter.r"),
-    "lora_alpha": t.number("adapter.alpha"),
-    "dropout_probability": t.number("adapter.dropout"),
     # precision
     **t.each(t.changed("decides precision.preset"), "train_dtype fallback_train_dtype weight_dtype output_dtype enable_autocast_cache"),
     # steps
     "learning_rate": p.rate,
     "learning_rate_scheduler": p.SCRIPT["lr_scheduler"],
-    "learning_rate_warmup_steps": t.number("train.warmup"),
-    "epochs": t.number("train.epochs"),
-    "batch_size": t.count("train.batch_size"),
-    "gradient_accumulation_steps": t.count("train.accumulate"),
     "gradient_checkpointing": t.to("train.gradient_checkpointing", lambda value: _CHECKPOINTING.get(str(value), "layers")),
-    "clip_grad_norm": t.number("train.clip"),
-    "seed": t.count("train.seed"),
     "optimizer.optimizer": t.optimizer,
-    "optimizer.weight_decay": t.number("train.weight_decay"),
-    "optimizer.beta1": t.number("train.beta1"),
-    "optimizer.beta2": t.number("train.beta2"),
-    "optimizer.eps": t.number("train.epsilon"),
     "ema": _ema,
     # the objective
     "timestep_distribution": t.word("diffusion.timesteps", {"logit_normal": "logit_normal", "uniform": "uniform"}, p.DENSITIES),
     "noising_weight": t.where("timestep_distribution", "logit_normal", t.number("diffusion.logit_std"), _WITHOUT),
     "noising_bias": t.where("timestep_distribution", "logit_normal", t.number("diffusion.logit_mean"), _WITHOUT),
-    "timestep_shift": t.number("diffusion.shift"),
     "dynamic_timestep_shifting": t.when_on("diffusion.shift", "auto", note="the scheduler's own, by resolution"),
-    "min_noising_strength": t.number("diffusion.least_noise"),
-    "max_noising_strength": t.number("diffusion.most_noise"),
-    "offset_noise_weight": t.number("diffusion.noise_offset"),
     # samples, saving
     "samples": _samples,
     "sample_after": _every("run.sample_every", "sample_after_unit"),
     "save_every": _every("run.adapters_every", "save_every_unit"),
-    "workspace_dir": t.to("run.folder", str),
     "output_model_format": t.to("run.adapter_format", lambda _: "comfyui", "one more file"),
 }
 

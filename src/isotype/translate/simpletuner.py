@@ -9,7 +9,6 @@ from typing import Any
 from ..precision.packing import ON_LOAD
 from . import pictures as p
 from . import transforms as t
-from .picture_files import DATASET
 from .source import Source
 from .transforms import Draft, Given
 
@@ -56,7 +55,7 @@ def refusal(source: Source) -> str | None:
         return f"{where}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be translated"
     if base not in ("no_change", "") and not any(word in base for word in ("nf4", *ON_LOAD)):
         return f"{place['base_model_precision']}: {base} is not offered: no_change (bf16), fp8-quanto, int8-quanto, or nf4-bnb"
-    moving = [name for name, value in said.items() if name.startswith(f"{DATASET}.") and str(value) in ("video", "audio")]
+    moving = [name for name, value in said.items() if name.startswith(f"{p.DATASET}.") and str(value) in ("video", "audio")]
     if family in VIDEO or any(name.endswith(".dataset_type") for name in moving):
         return f"{place['model_family' if family in VIDEO else moving[0]]}: video is not offered: Isotype trains on pictures"
     if family and family not in FAMILIES:
@@ -226,11 +225,11 @@ def _caption_strategy(draft: Draft, given: Given) -> None:
 
 
 def _resolution(draft: Draft, given: Given) -> None:
-    of_dataset = given.name.startswith(f"{DATASET}.")
+    of_dataset = given.name.startswith(f"{p.DATASET}.")
     own = _entry(draft, given) if of_dataset else {}
     size = _pixels(given.value, own.get("resolution_type", draft.keys.get("resolution_type", "pixel_area")))
     before = draft.settings.get("images.resolution")
-    if of_dataset and before not in (None, size) and draft.sources["images.resolution"].name.startswith(f"{DATASET}."):
+    if of_dataset and before not in (None, size) and draft.sources["images.resolution"].name.startswith(f"{p.DATASET}."):
         draft.not_offered(given, f"a run has one resolution, that of the first dataset: {before}")
     else:
         draft.set(given, "images.resolution", size)
@@ -320,17 +319,23 @@ KEYS: dict[str, t.Handler] = {
     **p.SCRIPT,
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
+    **t.carried(
+        images="caption_dropout=caption_dropout_probability",
+        diffusion="guidance=flux_guidance_value max_text_length=tokenizer_max_length",
+        adapter="r=lora_rank alpha=lora_alpha dropout=lora_dropout",
+        train="beta1=optimizer_beta1 beta2=optimizer_beta2 eval_every=eval_steps_interval",
+        run=(
+            "save_every=checkpoint_step_interval sample_every=validation_step_interval "
+            "sample_steps=validation_num_inference_steps sample_guidance=validation_guidance"
+        ),
+    ),
     "model_flavour": _flavour,
     # pictures
-    DATASET: _dataset,
+    p.DATASET: _dataset,
     "resolution": _resolution,
-    "caption_dropout_probability": t.number("images.caption_dropout"),
     "ignore_missing_files": t.when_on("images.on_bad_row", "skip", note="up to 5% of the pictures"),
     # adapter
     "model_type": t.to("adapter.kind", lambda value: "none" if str(value).lower() == "full" else "lora"),
-    "lora_rank": t.count("adapter.r"),
-    "lora_alpha": t.number("adapter.alpha"),
-    "lora_dropout": t.number("adapter.dropout"),
     **t.each(_targets, "flux_lora_target lora_target"),
     # precision
     **t.each(t.Draft.precision, "mixed_precision base_model_default_dtype pure_bf16"),
@@ -351,8 +356,6 @@ KEYS: dict[str, t.Handler] = {
     "lr_warmup_steps": _warmup,
     "lr_end": _lr_end,
     "optimizer": t.word("train.optimizer", _OPTIMIZERS, t.OTHER_OPTIMIZERS),
-    "optimizer_beta1": t.number("train.beta1"),
-    "optimizer_beta2": t.number("train.beta2"),
     "gradient_checkpointing_interval": _checkpointing_every,
     "use_ema": _ema,
     "ema_decay": t.where("use_ema", "on", t.no_effect("part of train.ema"), "without use_ema"),
@@ -362,21 +365,14 @@ KEYS: dict[str, t.Handler] = {
     "flow_use_uniform_schedule": t.when_on("diffusion.timesteps", "uniform"),
     "prediction_type": t.to("diffusion.objective", lambda value: {"epsilon": "epsilon", "v_prediction": "v"}.get(str(value), "auto")),
     "loss_type": t.only("l2", "squared error", "the loss is the squared error"),
-    "flux_guidance_value": t.number("diffusion.guidance"),
-    "tokenizer_max_length": t.count("diffusion.max_text_length"),
     # samples
     "validation_prompt": lambda draft, given: _add_prompts(draft, given, [str(given.value)]),
     "user_prompt_library": _prompts_file,
-    "validation_step_interval": t.count("run.sample_every"),
-    "validation_num_inference_steps": t.count("run.sample_steps"),
-    "validation_guidance": t.number("run.sample_guidance"),
     "validation_guidance_rescale": t.only("0 0.0 None False", "switched off", "run.sample_guidance, which is not rescaled"),
     "validation_resolution": _sample_size,
     "validation_disable": t.when_on("run.sample_every", 0),
     "validation_negative_prompt": t.changed("guidance starts from the empty prompt"),
     # saving, machine
-    "checkpoint_step_interval": t.count("run.save_every"),
-    "eval_steps_interval": t.count("train.eval_every"),
     "resume_from_checkpoint": t.changed("isotype train --resume RUN"),
 }
 

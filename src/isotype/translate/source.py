@@ -14,7 +14,7 @@ from ..doctor.check.python_calls import Call, Unknown, read_notebook
 from ..doctor.check.text_files import Tree, Unreadable, read_json, read_toml, read_yaml, scalar
 from ..doctor.check.tools import identify
 from ..errors import UsageError
-from .picture_files import keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree, without_secret
+from .pictures import keys_of, kohya_dataset_file, simpletuner_keys, tool_of_program, tool_of_tree, without_secret
 from .transforms import Computed, Given
 
 LARGEST = 4 << 20  # bytes

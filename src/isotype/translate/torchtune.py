@@ -165,55 +165,44 @@ _NOT_OFFERED = {
 KEYS: dict[str, t.Handler] = {
     **t.table(t.no_effect, _NO_EFFECT),
     **t.table(t.not_offered, _NOT_OFFERED),
+    **t.carried(
+        data=("columns=dataset.column_map max_length=tokenizer.max_seq_len max_length=dataset.max_seq_len packing=dataset.packed shuffle"),
+        adapter="r=model.lora_rank alpha=model.lora_alpha dropout=model.lora_dropout dora=model.use_dora",
+        preference="beta=loss.beta label_smoothing=loss.label_smoothing",
+        train=(
+            "epochs batch_size accumulate=gradient_accumulation_steps learning_rate=optimizer.lr "
+            "warmup=lr_scheduler.num_warmup_steps weight_decay=optimizer.weight_decay epsilon=optimizer.eps "
+            "clip=clip_grad_norm eval_every=run_val_every_n_steps eval_batch_size=batch_size_val"
+        ),
+        run=(
+            "folder=output_dir save_every=save_every_n_steps keep=checkpointer.keep_last_n_checkpoints "
+            "keep=keep_last_n_checkpoints log_every=log_every_n_steps"
+        ),
+    ),
     "model._component_": _model,
     "model.lora_attn_modules": _modules,
-    "model.lora_rank": t.count("adapter.r"),
-    "tokenizer.max_seq_len": t.count("data.max_length"),
-    "model.lora_alpha": t.number("adapter.alpha"),
-    "model.use_dora": t.truth("adapter.dora"),
-    "model.lora_dropout": t.to("adapter.dropout", lambda value: t.as_number(value or 0)),
     "model.quantize_base": t.Draft.precision,
     "checkpointer.checkpoint_dir": t.to(
         "model.name", str, "a folder in Hugging Face's format is needed (config.json, safetensors, tokenizer)"
     ),
-    **t.each(t.count("run.keep"), "checkpointer.keep_last_n_checkpoints keep_last_n_checkpoints"),
     # data
     "dataset._component_": _dataset,
     "dataset_val._component_": _validation,
-    "dataset.packed": t.truth("data.packing"),
-    "shuffle": t.truth("data.shuffle"),
     "dataset.train_on_input": t.either("data.loss_on", "all", "assistant"),
-    "dataset.column_map": t.to("data.columns"),
     "dataset.conversation_column": t.to("data.columns", lambda value: {"messages": str(value)}),
     "dataset.conversation_style": t.to("data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"),
-    "dataset.max_seq_len": t.count("data.max_length"),
     # preferences
     "loss._component_": _loss,
-    "loss.beta": t.number("preference.beta"),
-    "loss.label_smoothing": t.number("preference.label_smoothing"),
     "ref_checkpointer.checkpoint_dir": _reference,
     # steps
     "seed": t.to("train.seed", lambda value: int(t.as_number(value))),
-    "batch_size": t.number("train.batch_size"),
-    "batch_size_val": t.number("train.eval_batch_size"),
-    "epochs": t.number("train.epochs"),
-    "gradient_accumulation_steps": t.number("train.accumulate"),
-    "optimizer.lr": t.number("train.learning_rate"),
-    "optimizer.weight_decay": t.number("train.weight_decay"),
-    "optimizer.eps": t.number("train.epsilon"),
-    "clip_grad_norm": t.number("train.clip"),
-    "run_val_every_n_steps": t.count("train.eval_every"),
     "optimizer._component_": t.optimizer,
     "optimizer.betas": _betas,
     "lr_scheduler._component_": t.schedule,
-    "lr_scheduler.num_warmup_steps": t.to("train.warmup", lambda value: t.as_number(value or 0)),
     "dtype": t.Draft.precision,
     "enable_activation_checkpointing": _checkpointing,
     # machine, saving, logging
     "device": t.word("model.device", {"cuda": "cuda", "cpu": "cpu"}, "model.device is auto, cuda or cpu"),
-    "output_dir": t.to("run.folder"),
-    "save_every_n_steps": t.count("run.save_every"),
-    "log_every_n_steps": t.count("run.log_every"),
     "metric_logger._component_": _logger,
 }
 

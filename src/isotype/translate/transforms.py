@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ..config.keys import takes
 from ..config.yaml_text import write_value
 
 OFF = (None, "", "none", "None", "null", False, "false")  # a key with one of these is switched off
@@ -172,12 +173,30 @@ def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: s
     return lambda draft, given: draft.set(given, target, convert(given.value), note)
 
 
-def number(target: str, note: str = "") -> Handler:
-    return to(target, as_number, note)
+def number(target: str) -> Handler:
+    return to(target, as_number)
 
 
-def truth(target: str) -> Handler:
-    return to(target, is_on)
+def carried(**sections: str) -> dict[str, Handler]:
+    """Rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`, ours=theirs, or one word for both."""
+    pairs = [(section, *word.partition("=")) for section, words in sections.items() for word in words.split()]
+    return {theirs or ours: _typed(f"{section}.{ours}") for section, ours, _, theirs in pairs}
+
+
+def _typed(target: str) -> Handler:
+    """The value as the schema types `target`: a whole number from 1 on, a number, a truth, text, or as it stands."""
+
+    def handler(draft: Draft, given: Given) -> None:
+        if takes(target, "integer"):
+            count(target)(draft, given)
+        elif takes(target, "number"):
+            number(target)(draft, given)
+        elif takes(target, "boolean"):
+            draft.set(given, target, is_on(given.value))
+        else:
+            draft.set(given, target, given.value if takes(target, "array") or takes(target, "object") else str(given.value))
+
+    return handler
 
 
 def either(target: str, yes: Any, no: Any) -> Handler:

@@ -19,7 +19,7 @@ from ..doctor.check.settings import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
 from . import ai_toolkit, axolotl, diffusers_scripts, hugging_face, kohya, llamafactory, onetrainer, simpletuner, torchtune
-from .picture_files import hidden
+from .pictures import hidden
 from .source import Source, read
 from .transforms import OFF, Computed, Draft, Fate, Given, Handler, Outcome, settle_optimizer
 

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from isotype.doctor.check import check
-from isotype.doctor.check.collect import read_safetensors_header
+from isotype.doctor.check.check import read_safetensors_header
 
 
 def test_a_safetensors_header(tmp_path: Path):

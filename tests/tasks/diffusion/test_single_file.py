@@ -104,9 +104,13 @@ def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
     file = tmp_path / "pony.safetensors"
     as_one_file(studio.sd1, file)
     settings_of(studio.sd1, tmp_path / "pony")
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != "model.diffusion_model.out.2.weight"}, file)
+    tensors, of_encoder = load_file(file), "encoder.layers.0.mlp.fc1.weight"
+    save_file({name: t for name, t in tensors.items() if name != "model.diffusion_model.out.2.weight"}, file)
     with pytest.raises(UsageError, match=r"pony\.safetensors does not have all weights of the unet"):
         PipelineFolder.open(str(file)).denoiser(torch.float32)
+    save_file({name: t for name, t in tensors.items() if not name.endswith(of_encoder)}, file)
+    with pytest.raises(UsageError, match=rf"model.name: {file}: it does not have {of_encoder} of the text_encoder"):
+        PipelineFolder.open(str(file)).pipeline(torch.float32, unet=None, vae=None)
 
 
 WIDTHS = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}

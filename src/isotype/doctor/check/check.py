@@ -1,18 +1,26 @@
-"""Checks configurations: reads, joins into runs, compiles each into its record, asks every rule."""
+"""Checks configurations: reads every file that may be one, joins them into runs, compiles each into its record, asks every rule."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import prod
 from pathlib import Path
 
+from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .collect import Collection, collect
+from .programs import from_environment, from_python, from_script
+from .python_calls import read_notebook
 from .rules import RULES
+from .rules.autocast_regions import autocast_around_backward
 from .settings import ROLES, Document, Facts, Record, parse_device
-from .tools import effective_precision
+from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
+from .tools import effective_precision, identify
 
 
 @dataclass
@@ -169,3 +177,189 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
         if rest:
             made.append(Facts(rest, device))
     return made
+
+
+SKIPPED_FOLDERS = {
+    ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",
+    ".cache",
+}  # fmt: skip
+_RUN = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}  # what a run of Isotype leaves
+IS_TEST = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
+LARGEST = 8 << 20  # bytes of a text file that may be a configuration
+MOST_FILES = 5000
+_TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
+_SUFFIXES = {
+    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".safetensors",
+    ".jsonc",
+}  # fmt: skip
+
+
+@dataclass
+class Collection:
+    """documents: folder-tagged; trouble: files that look like configurations and cannot be read."""
+
+    documents: list[tuple[Path, Document]] = field(default_factory=list)
+    trouble: list[Finding] = field(default_factory=list)
+    files: int = 0
+
+
+def collect(paths: Iterable[str]) -> Collection:
+    """Raises UsageError for a path that does not exist."""
+    found = Collection()
+    for given in paths:
+        path = Path(given)
+        if not path.exists():
+            raise UsageError(f"{given}: no such file or folder")
+        if not path.is_file() and not path.is_dir():
+            raise UsageError(f"{given}: neither a file nor a folder")
+        explicit = path.is_file()
+        files = [path] if explicit else list(islice(_walk(path), MOST_FILES + 1))
+        found.files += len(files)
+        if found.files > MOST_FILES:
+            raise UsageError(f"{given}: more than {MOST_FILES} files that may be configurations; give the folder with those that are")
+        for file in files:
+            _read(file, found, explicit=explicit)
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
+        if set(files) >= _RUN:
+            folders.clear()
+            continue
+        for name in sorted(files):
+            path = Path(here, name)
+            # no pipe, no link to nowhere; tests mix dtypes on purpose, each function as a program of its own
+            if may_be_configuration(name) and path.is_file() and not IS_TEST.search(name):
+                yield path
+
+
+def may_be_configuration(name: str) -> bool:
+    """By the name of the file alone."""
+    return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
+
+
+def _shown(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _read(path: Path, found: Collection, *, explicit: bool) -> None:
+    name, suffix, shown = path.name, path.suffix.lower(), _shown(path)
+
+    def keep(document: Document | None) -> None:
+        if document is not None and document.settings:
+            found.documents.append((path.parent, document))
+
+    try:
+        if suffix == ".safetensors":
+            keep(_safetensors(path, shown))
+            return
+        if path.stat().st_size > LARGEST:
+            if explicit:
+                raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if suffix == ".py":
+            found.trouble += autocast_around_backward(text, shown)
+            for made in from_python(text, shown):
+                keep(made)
+        elif suffix == ".ipynb":
+            code, line_of = read_notebook(text)
+            for made in from_python(code, shown):
+                made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
+                keep(made)
+        elif suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+            for made in from_script(text, shown):
+                keep(made)
+        elif suffix == ".env" or name == ".env":
+            for made in from_environment(text, shown):
+                keep(made)
+        elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
+            tree = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml}.get(suffix, read_json)(text)
+            read = _document(tree, name, shown)
+            if read is None and explicit:
+                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype doctor check knows", Severity.NOTE))
+            keep(read)
+        elif explicit:
+            raise UsageError(f"{shown}: isotype doctor check reads JSON, YAML, TOML, env and shell files, Python and safetensors")
+    except Unreadable as error:
+        # a text that says nothing of training (a template of something else) is nobody's fault
+        if explicit or error.line is None or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):
+            found.trouble.append(_trouble(shown, error.line, str(error)))
+    except OSError as error:
+        found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
+    except UsageError:
+        raise
+    except Exception as error:  # one file that defeats its reader is no reason to say nothing of the others
+        found.trouble.append(_trouble(shown, None, f"{type(error).__name__}: {error}"))
+
+
+def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding(
+        code="CF099",
+        severity=severity,
+        message=f"cannot be read: {what}" if severity else what,
+        place=Place(file=file, line=line),
+        fix="correct the file; nothing in it was checked" if severity else None,
+    )
+
+
+def _document(tree: Tree, name: str, shown: str) -> Document | None:
+    tool = identify(tree.data, name)
+    tables: set[str] = set()
+    if tool is None and name.endswith(".toml"):  # kohya's scripts take the keys of all tables as if there were no tables
+        tables = {key for key, value in tree.data.items() if isinstance(value, dict)}
+        flat = {k: v for key in tables for k, v in tree.data[key].items()} | {k: v for k, v in tree.data.items() if k not in tables}
+        tool = "kohya" if identify(flat, name) == "kohya" else None
+    if tool is None:
+        return None
+    document = Document(tool, shown)
+    for key, value, line in tree.leaves():
+        if tool == "kohya" and key.partition(".")[0] in tables:
+            key = key.partition(".")[2]
+        document.add(key.removeprefix("--"), value, line, written=key)
+    if tool in ("model", "hf") and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
+        for key, setting in list(document.settings.items()):
+            if key.startswith(("bnb_", "load_in_")):
+                document.settings[f"quantization_config.{key}"] = setting
+    return document
+
+
+def _safetensors(path: Path, shown: str) -> Document | None:
+    count = read_safetensors_header(path)
+    floats = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+    held = {floats[word]: n for word, n in count.items() if word in floats}
+    if not held or path.name.startswith(("adapter", "optimizer")):
+        return None
+    document = Document("checkpoint", shown, attributes={"dtypes": held, "reader": "safetensors"})
+    document.add("stored_dtype", max(held, key=held.__getitem__), None, written="safetensors header")
+    return document
+
+
+LARGEST_HEADER = 100 << 20
+
+
+def read_safetensors_header(path: Path) -> Counter[str]:
+    """dtype word of the file (`BF16`, `F32`, `U8`) -> number of elements. Raises Unreadable."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= LARGEST_HEADER:
+            raise Unreadable("no safetensors header")
+        text = file.read(size)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("the safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise Unreadable("the safetensors header is not an object")
+    count: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = (tensor.get("dtype"), tensor.get("shape")) if isinstance(tensor, dict) else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
+            raise Unreadable(f"the safetensors header has no dtype and shape for {name[:80]!r}")
+        count[dtype] += prod(shape)
+    return count

@@ -1,7 +1,8 @@
 """A setting with the line that made it, a document of settings, what is known about one run, and its effective precision record.
 
 The record says what each role of a run will really be, with the setting that decided it. Each tool's settings are compiled into the same
-record (`tools.py`), so that a rule about precision is written once.
+record (`tools.py`), so that a rule about precision is written once. The functions at the end read what several tools have, wherever each
+keeps it: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -205,31 +206,158 @@ class Record:
         """Every weight is trained, as far as the settings say."""
         return self.adapter is not True and self.quantised is None
 
-    def number(self, *names: str) -> float | None:
-        return self.facts.number(*names)
-
     @property
     def learning_rate(self) -> float | None:
-        return self.facts.number(
-            *(
-                f"{tool}.{key}"
-                for tool in _TOOLS
-                for key in ("learning_rate", "train.learning_rate", "lr", "optimizer.lr", "optimizer.params.lr")
-            )
-        )
+        return self.facts.number(*_in_any_tool("learning_rate train.learning_rate lr optimizer.lr optimizer.params.lr"))
 
     @property
     def accumulates(self) -> Setting | None:
-        return self.facts.get(
-            *(
-                f"{tool}.{key}"
-                for tool in _TOOLS
-                for key in ("gradient_accumulation_steps", "train.accumulate", "accumulate_grad_batches", "trainer.accumulate_grad_batches")
-            )
-        )
+        keys = "gradient_accumulation_steps train.accumulate accumulate_grad_batches trainer.accumulate_grad_batches"
+        return self.facts.get(*_in_any_tool(keys))
 
 
-_TOOLS = (
-    "hf", "simpletuner", "axolotl", "llamafactory", "torchtune", "torchtitan", "lightning", "kohya", "script", "isotype", "deepspeed",
+_TOOLS = [
+    "hf",
+    "simpletuner",
+    "axolotl",
+    "llamafactory",
+    "torchtune",
+    "torchtitan",
+    "lightning",
+    "kohya",
+    "script",
+    "isotype",
+    "deepspeed",
     "accelerate",
+]
+_HAND_ON = ("hf", "axolotl", "llamafactory")  # these have the Trainer's arguments for DeepSpeed and FSDP
+
+
+def _in_any_tool(keys: str) -> list[str]:
+    return [f"{tool}.{key}" for tool in _TOOLS for key in keys.split()]
+
+
+MODEL_DTYPE = (
+    "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
+    "hf.model_dtype", "model.model_kwargs.torch_dtype",
 )  # fmt: skip
+CHECKPOINT_DTYPE = [f"checkpoint.{key}" for key in ("stored_dtype", "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype")]
+BNB = "quantization_config"
+
+
+def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
+    """The dtype the weights are loaded in: as asked, or the checkpoint's own."""
+    asked = facts.get(*MODEL_DTYPE)
+    if asked is not None and dtype_of(asked.value):
+        return dtype_of(asked.value), asked
+    stored = facts.get(*CHECKPOINT_DTYPE)
+    return (dtype_of(stored.value), stored) if stored else (None, None)
+
+
+def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
+    """The trainer's own flag for half precision that is on, bf16 first."""
+    return facts.on(f"{tool}.bf16", f"{tool}.fp16")
+
+
+def launcher_mode(facts: Facts) -> Setting | None:
+    """What accelerate's configuration, launcher or environment says."""
+    return facts.get("env.ACCELERATE_MIXED_PRECISION", "accelerate.mixed_precision")
+
+
+def quantised(record: Record, *prefixes: str) -> None:
+    facts = record.facts
+    for bits in (4, 8):
+        if found := facts.on(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
+            record.quantised, record.quantised_by = bits, found
+            return
+    if stored := facts.get("checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"):
+        loaded = facts.on("checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit")
+        record.quantised, record.quantised_by = (4 if loaded or str(stored.value) in ("awq", "gptq", "hqq") else 8), stored
+
+
+def adapter_from(record: Record, *names: str) -> None:
+    """By the first of these settings that somebody wrote, else by calls of PEFT."""
+    facts = record.facts
+    if setting := next(filter(None, map(facts.given, names)), None):
+        record.adapter = str(setting.value).lower() not in ("none", "null", "false", "full", "", "freeze", "no")
+        record.adapter_by = setting
+    elif facts.has("peft"):
+        record.adapter, record.adapter_by = True, next((s for _, s in facts.all("peft")), None)
+
+
+def lightning_precision(facts: Facts) -> Setting | None:
+    return facts.get("lightning.precision", "lightning.trainer.precision")
+
+
+def deepspeed_setting(facts: Facts, key: str) -> Setting | None:
+    places = ("deepspeed", "accelerate.deepspeed_config", *(f"{tool}.deepspeed" for tool in _HAND_ON))
+    return facts.get(*(f"{place}.{key}" for place in places))
+
+
+def uses_deepspeed(facts: Facts) -> Setting | None:
+    if document := facts.tool("deepspeed"):
+        return next(iter(document.settings.values()), None)
+    if "deepspeed" in facts.word("accelerate.distributed_type"):
+        return facts.get("accelerate.distributed_type")
+    named = (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)
+    return next((s for s in named if s and s.value), None) or next(iter(facts.under("hf.deepspeed")), None)
+
+
+def deepspeed_half(record: Record) -> str | None:
+    """The half precision that DeepSpeed's file switches on, itself or by "auto"."""
+    for half in ("bf16", "fp16"):
+        section = deepspeed_setting(record.facts, f"{half}.enabled")
+        if section is not None and (truth(section.value) or (str(section.value) == "auto" and record.value("compute") == half)):
+            return half
+    return None
+
+
+def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
+    """By DeepSpeed's settings, else by a digit in the name of its file (`zero3.json`, `ds_z2_config.json`)."""
+    if found := deepspeed_setting(facts, "zero_optimization.stage") or facts.get("accelerate.deepspeed_config.zero_stage"):
+        return _whole(found), found
+    for named in filter(None, (facts.get(f"{tool}.deepspeed") for tool in _HAND_ON)):
+        digits = [c for c in str(named.value).rpartition("/")[2] if c in "0123"]
+        if isinstance(named.value, str) and digits and "z" in named.value.lower():
+            return int(digits[0]), named
+    return None, None
+
+
+def _whole(setting: Setting) -> int | None:
+    try:
+        return int(setting.value)
+    except (TypeError, ValueError):
+        return None
+
+
+_USE_FSDP = (
+    "hf.fsdp", "axolotl.fsdp", "llamafactory.fsdp", "simpletuner.fsdp_enable", "axolotl.fsdp_version", "fsdp.strategy",
+    "accelerate.use_fsdp", "lightning.strategy", "lightning.trainer.strategy",
+)  # fmt: skip
+_FSDP_VERSION = (
+    "accelerate.fsdp_config.fsdp_version", "hf.fsdp_config.version", "hf.fsdp_config.fsdp_version", "fsdp.fsdp_version", "fsdp.version",
+    "axolotl.fsdp_version", "axolotl.fsdp_config.fsdp_version", "simpletuner.fsdp_version", "accelerate.fsdp_version", "env.FSDP_VERSION",
+)  # fmt: skip
+
+
+def uses_fsdp(facts: Facts) -> Setting | None:
+    if "fsdp" in facts.word("accelerate.distributed_type"):
+        return facts.get("accelerate.distributed_type")
+    for name in _USE_FSDP:
+        found = facts.get(name)
+        if found and found.value not in ("", [], False) and ("strategy" not in name or "fsdp" in str(found.value).lower()):
+            return found
+    inner = (s for tool in _HAND_ON for s in facts.under(f"{tool}.fsdp_config") if s.value not in (None, {}, []))
+    if not facts.has("accelerate") and (found := next(inner, None)):
+        return found
+    return next((s for _, s in facts.all("fsdp")), None)
+
+
+def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
+    """As set; transformers' arguments without a version are FSDP2 since 5.10, while accelerate's own file without one stays FSDP1."""
+    if found := facts.get(*_FSDP_VERSION):
+        return _whole(found), found
+    asked = next((s for tool in ("hf", "llamafactory") if (s := facts.get(f"{tool}.fsdp")) and s.value not in ("", [], False)), None)
+    if asked is None or "fsdp" in facts.word("accelerate.distributed_type"):
+        return None, None
+    return 2, asked

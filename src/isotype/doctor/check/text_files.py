@@ -6,11 +6,11 @@ JSON may have comments and trailing commas, as several trainers' files have them
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from json.decoder import scanstring  # type: ignore[attr-defined]  # public in CPython, unknown to typeshed
 from typing import Any
 
 Path = tuple[str | int, ...]
@@ -44,101 +44,49 @@ class Tree:
             yield ".".join(map(str, path)), node, self.lines.get(path)
 
 
-_SPACE = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/|#[^\n]*)*", re.S)
-_NUMBER = re.compile(r"-?(?:Infinity|NaN|\d+(?P<rest>(?:\.\d*)?(?:[eE][-+]?\d+)?))")
-_WORDS = {"true": True, "false": False, "null": None, "NaN": float("nan")}
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/|#[^\n]*", re.S)
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.S)
+_TOKEN = re.compile(rf'(?P<key>{_STRING})\s*:|{_STRING}|[][{{}},]|[^\s\]\[{{}},:"]+', re.S)
 
 
 def read_json(text: str) -> Tree:
     """Raises Unreadable."""
-    return _Json(text.removeprefix("\ufeff")).read()
+    plain = _TRAILING_COMMA.sub(_blanked, _COMMENT.sub(_blanked, text.removeprefix("\ufeff")))
+    try:
+        return Tree(json.loads(plain, strict=False), _json_lines(plain))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, Unreadable):
+            raise
+        raise Unreadable(getattr(error, "msg", str(error)), getattr(error, "lineno", 1)) from error
 
 
-class _Json:
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-        self.tree = Tree(None)
-        self.counted_to, self.line_there = 0, 1
+def _blanked(match: re.Match[str]) -> str:
+    """A string as it stands; blanks for a comment or a comma, whose line breaks stay."""
+    return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
-    def line(self) -> int:
-        self.line_there += self.text.count("\n", self.counted_to, self.at)
-        self.counted_to = self.at
-        return self.line_there
 
-    def skip(self) -> str:
-        match = _SPACE.match(self.text, self.at)
-        assert match is not None
-        self.at = match.end()
-        return self.text[self.at : self.at + 1]
-
-    def fail(self, what: str) -> Unreadable:
-        return Unreadable(what, self.text.count("\n", 0, self.at) + 1)
-
-    def read(self) -> Tree:
-        self.tree.data = self.value((), 0)
-        if self.skip():
-            raise self.fail("text after the end of the JSON value")
-        return self.tree
-
-    def value(self, path: Path, depth: int) -> Any:
-        if depth > 100:
-            raise self.fail("nested too deeply")
-        first = self.skip()
-        self.tree.lines.setdefault(path, self.line())
-        if first == "{":
-            return self.object(path, depth)
-        if first == "[":
-            return self.array(path, depth)
-        if first == '"':
-            return self.string()
-        for word, value in _WORDS.items():
-            if self.text.startswith(word, self.at):
-                self.at += len(word)
-                return value
-        if match := _NUMBER.match(self.text, self.at):
-            self.at = match.end()
-            return float(match[0]) if match["rest"] or not match[0].lstrip("-").isdigit() else int(match[0])
-        raise self.fail("expected a value" if first else "unexpected end of file")
-
-    def string(self) -> str:
-        try:
-            value, self.at = scanstring(self.text, self.at + 1, False)
-        except ValueError as error:
-            raise self.fail(str(error)) from error
-        return str(value)
-
-    def object(self, path: Path, depth: int) -> dict[str, Any]:
-        self.at += 1
-        result: dict[str, Any] = {}
-        while (first := self.skip()) != "}":
-            if first != '"':
-                raise self.fail("expected a key in double quotes" if first else "unexpected end of file")
-            line, key = self.line(), self.string()
-            self.tree.lines[(*path, key)] = line
-            if self.skip() != ":":
-                raise self.fail(f"expected ':' after {key!r}")
-            self.at += 1
-            result[key] = self.value((*path, key), depth + 1)
-            if self.skip() == ",":
-                self.at += 1
-            elif self.skip() != "}":
-                raise self.fail("expected ',' or '}'")
-        self.at += 1
-        return result
-
-    def array(self, path: Path, depth: int) -> list[Any]:
-        self.at += 1
-        result: list[Any] = []
-        while (first := self.skip()) != "]":
-            if not first:
-                raise self.fail("unexpected end of file")
-            result.append(self.value((*path, len(result)), depth + 1))
-            if self.skip() == ",":
-                self.at += 1
-            elif self.skip() != "]":
-                raise self.fail("expected ',' or ']'")
-        self.at += 1
-        return result
+def _json_lines(text: str) -> dict[Path, int]:
+    """The line of every key and of every entry of a list, in a text that is JSON."""
+    lines: dict[Path, int] = {}
+    path: list[str | int] = []  # the key, or the position, in each of the containers around
+    line, at = 1, 0
+    for token in _TOKEN.finditer(text):
+        line, at = line + text.count("\n", at, token.start()), token.start()
+        if token["key"]:
+            path[-1] = json.loads(token["key"], strict=False)
+            lines[tuple(path)] = line
+        elif token[0] in "}]":
+            path.pop()
+        elif token[0] == ",":
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else path[-1]
+        else:
+            lines.setdefault(tuple(path), line)
+            if token[0] in "{[":
+                path.append(0 if token[0] == "[" else "")
+            if len(path) > 100:
+                raise Unreadable("nested too deeply", line)
+    return lines
 
 
 _BOOL = {w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")}

@@ -9,21 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .model_settings import (
+from .settings import (
     BNB,
     CHECKPOINT_DTYPE,
+    Device,
+    Facts,
+    Record,
+    Setting,
     adapter_from,
     deepspeed_setting,
+    dtype_of,
+    find_device,
     fsdp_version,
     launcher_mode,
     lightning_precision,
     mixed_flag,
     model_dtype,
     quantised,
+    truth,
     uses_deepspeed,
     uses_fsdp,
 )
-from .settings import Device, Facts, Record, Setting, dtype_of, find_device, truth
 
 
 def _table() -> dict[str, tuple[str, str]]:

@@ -7,9 +7,9 @@ draws the same numbers as an uninterrupted one, and nothing that happens between
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,19 +80,22 @@ class Batch:
         return f"{counted(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))} latents"
 
     def to(self, device: torch.device) -> Batch:
-        move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
-        latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
-        beside = (self.mask, self.weights, self.cut, self.control)
-        mask, weights, cut, control = (None if t is None else t.to(device, non_blocking=True) for t in beside)
-        return Batch(latents, noise, sigma, move, mask, weights, cut, self.lengths, control)
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        text = {name: moved(tensor) for name, tensor in self.text.items()}
+        return Batch(**{one.name: moved(getattr(self, one.name)) for one in fields(self)} | {"text": text})
 
 
-def one_size_each(rows: Sequence[Placed]) -> list[list[Placed]]:
-    """The rows of each size, in the order of their first rows."""
-    by_size: dict[Size, list[Placed]] = {}
-    for placed in rows:
-        by_size.setdefault(placed.row.size, []).append(placed)
-    return list(by_size.values())
+Thing = TypeVar("Thing")
+
+
+def by_size(things: Iterable[Thing], size_of: Callable[[Thing], Size]) -> dict[Size, list[Thing]]:
+    """The things of each size, in the order of the first ones."""
+    found: dict[Size, list[Thing]] = {}
+    for one in things:
+        found.setdefault(size_of(one), []).append(one)
+    return found
 
 
 class PictureStream(RowStream[Row]):
@@ -107,13 +110,11 @@ class PictureStream(RowStream[Row]):
 
     def _order_of(self, epoch: int) -> list[int]:
         order = super()._order_of(epoch)
-        by_size: dict[Size, list[int]] = {}
-        for index in order:
-            by_size.setdefault(self.rows[index].size, []).append(index)
-        if len(by_size) == 1:
+        sizes = by_size(order, lambda index: self.rows[index].size)
+        if len(sizes) == 1:
             return order
         groups, rest = [], list[int]()
-        for some in by_size.values():
+        for some in sizes.values():
             whole = len(some) // self.together * self.together
             groups += [some[i : i + self.together] for i in range(0, whole, self.together)]
             rest += some[whole:]
@@ -152,17 +153,15 @@ def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool =
     return Batch(
         torch.stack([row.latents for row in rows]).to(dtype), torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
-        _padded([row.text["text"] for row in rows]) if own_lengths else _side_by_side([row.text for row in rows]),
+        _padded([row.text["text"] for row in rows]) if own_lengths else {
+            name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text
+        },
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
         torch.stack([row.cut for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
         torch.stack(controls).to(dtype) if controls else None,
     )  # fmt: skip
-
-
-def _side_by_side(texts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
 
 
 def _padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -8,31 +8,35 @@ records the exact level, and the sinusoidal embedding uses it. No class is chang
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...config.schema import RunConfig
+from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
+from ...model.packed import pack, packed_owners, parts_of_files, wait_at
 from ...model.packed import quantise as pack_layers
+from ...ops.packed.recognise import OF_ACTIVATIONS
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision, denoiser_blocks, is_kept_in_fp32, names_kept_in_fp32
 from ...precision.parts import Part
 from ...precision.precision import Precision
+from ...precision.quantised_base import Quantisation
+from ...training.memory.outline import quantise_outline
 from .families import Family
 from .pipeline import PipelineFolder
-from .published import load_published
 from .text_encoders import put_encoders, targets_in
 
 
@@ -80,44 +84,30 @@ def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     return own + targets_in(denoiser, family)
 
 
-_ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")  # as diffusers, transformers and kohya's scripts name them
-
-
-def refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
-    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that means a text encoder or its layers"""
-    denoiser = folder.denoiser_outline()
-    unknown = [name for name in ([given] if isinstance(given, str) else given) if not _names_a_layer(name, denoiser)]
-    encoders = folder.encoder_outlines() if unknown else []
-    for name in unknown:
-        if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
-            layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
-            ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
-            trained = "adapter.text_encoders: true adapts the encoders beside it, or " if folder.family.text_encoders else ""
-            raise UsageError(
-                f"adapter.targets: {name} names a text encoder, and these are layers of the {folder.denoiser_part}",
-                fix=f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
-            )
-
-
-def _names_a_layer(name: str, model: nn.Module) -> bool:
-    """Whether a module's name is `name`, ends in it, or matches it as a pattern."""
-    try:
-        pattern = re.compile(rf"(.*\.)?({name})")
-    except re.error:
-        pattern = re.compile(rf"(.*\.)?{re.escape(name)}")
-    return any(pattern.fullmatch(module) for module, _ in model.named_modules())
-
-
 def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
     """The folder's denoiser on `device`, without gradients. Raises UsageError."""
     if (found := folder.published) is not None:
-        return load_published(folder, found, precision, device)
+        return _published(folder, found, precision, device)
     loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
         quantise(loaded, folder.family, precision, device)
     elif precision.packed:
         pack_layers(loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base)
     return loaded.to(device)
+
+
+def frozen_outline(folder: PipelineFolder, precision: Precision) -> Any:
+    """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
+    if (found := folder.published) is not None:
+        return _published_outline(folder, found, precision)
+    outline = folder.denoiser_outline()
+    if precision.packed:
+        layers = quantised_layers(outline, folder.family, precision).values()
+        if precision.base == "nf4":
+            quantise_outline(outline, to_torch(precision.compute), layers=set(layers))
+        else:
+            pack_layers(outline, set(layers), precision.base)
+    return outline
 
 
 def frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> Any:
@@ -154,55 +144,132 @@ def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dic
 
 def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:
     """Puts nf4 layers with doubly quantised scales in place of the blocks' linear layers. Raises UsageError without bitsandbytes."""
+    for name, linear in quantised_layers(denoiser, family, precision).items():
+        packed, nf4 = _put_nf4(denoiser, name, linear, precision)
+        packed.weight = nf4(linear.weight.data, requires_grad=False, quant_type="nf4", module=packed)
+        packed.bias = linear.bias
+        packed.to(device)  # quantises
+
+
+def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) -> tuple[Any, Any]:
+    """Puts bitsandbytes' layer, yet without a weight, in the place of `like`; returns it and the class of its weight."""
     require_bitsandbytes()
     import bitsandbytes
 
-    for name, linear in quantised_layers(denoiser, family, precision).items():
-        packed = bitsandbytes.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=to_torch(precision.compute),
-            compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, device="meta",
-        )  # fmt: skip
-        packed.weight = bitsandbytes.nn.Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, module=packed
-        )
-        packed.bias = linear.bias
-        parent, _, last = name.rpartition(".")
-        setattr(denoiser.get_submodule(parent), last, packed.to(device))  # quantises
+    packed = bitsandbytes.nn.Linear4bit(
+        like.in_features, like.out_features, bias=like.bias is not None, compute_dtype=to_torch(precision.compute), quant_type="nf4",
+        device="meta",
+    )  # fmt: skip
+    parent, _, last = name.rpartition(".")
+    setattr(denoiser.get_submodule(parent), last, packed)
     denoiser.is_loaded_in_4bit = True  # PEFT asks
+    return packed, bitsandbytes.nn.Params4bit
+
+
+# --- a denoiser that was published quantised: read by its own tensors, on any device. diffusers' quantisers need a GPU for bitsandbytes,
+# and a package for each of the others. `quantization_config` in its config.json says the library, the files which layers are packed
+
+_NF4 = ".quant_state.bitsandbytes__nf4"
+_AGAIN = "get the folder again, or give the pipeline that it was quantised from"
+
+
+def _published_outline(folder: PipelineFolder, found: Quantisation, precision: Precision) -> Any:
+    """The denoiser on the meta device, packed as the headers of its files have it. Raises UsageError."""
+    denoiser = folder.denoiser_outline()
+    layers = _wait(denoiser, folder, found)
+    if found.packing is None:
+        double = bool(found.double)
+        quantise_outline(denoiser, to_torch(precision.compute), layers={denoiser.get_submodule(name) for name in layers}, double=double)
+    else:
+        pack(denoiser, found.packing)
+    return denoiser
+
+
+def _published(folder: PipelineFolder, found: Quantisation, precision: Precision, device: torch.device) -> Any:
+    """The denoiser on `device`, frozen, its packed layers with the bytes of their files. Raises UsageError."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        denoiser = folder.denoiser_class().from_config(folder.dense_config())
+    layers = _wait(denoiser, folder, found)
+    tensors: dict[str, Tensor] = {}
+    for file in folder.denoiser_files():
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+    if found.packing is None:
+        for name, layer in layers.items():
+            packed, nf4 = _put_nf4(denoiser, name, layer, precision)
+            weight = f"{name}.weight"
+            beside = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{weight}.")}
+            packed.weight = tensors[weight] = nf4.from_prequantized(tensors[weight], beside, device=device, module=packed)
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    for name, buffer in denoiser.named_buffers():
+        if buffer.is_floating_point() and name in tensors:
+            tensors[name] = tensors[name].float()  # tables of positions stay exact, as in `widen_buffers`
+    dtype = to_torch(precision.unquantised)
+    in_fp32 = names_kept_in_fp32(denoiser, dtype)
+    for name, parameter in denoiser.named_parameters():
+        waits = name.rpartition(".")[0] in layers and not name.endswith(".bias")
+        if not waits and parameter.is_floating_point() and name in tensors:
+            tensors[name] = tensors[name].to(torch.float32 if is_kept_in_fp32(name, in_fp32) else dtype)
+    unread = denoiser.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    absent = [name for name, p in denoiser.named_parameters() if p.is_meta]
+    if absent or unread:
+        what = f"{absent[0]} is missing" if absent else f"{unread[0]} belongs to no layer"
+        raise UsageError(f"model.name: {folder.path / folder.denoiser_part}: {what}", fix=_AGAIN)
+    if found.packing is not None:
+        pack(denoiser, found.packing)
+    return denoiser.to(device).requires_grad_(False).eval()
+
+
+def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> dict[str, nn.Linear]:
+    """Each packed layer by its name; where the packing is read here, layers that wait for their tensors take their places."""
+    where = f"model.name: {folder.path / folder.denoiser_part}"
+    parts = parts_of_files(folder.denoiser_files())
+    owners = packed_owners(parts) if found.packing is not None else {}
+    names = list(owners) or [name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)]
+    layers = dict[str, nn.Linear]()
+    modules = dict(denoiser.named_modules())
+    for name in names:
+        layer = modules.get(name)
+        if not isinstance(layer, nn.Linear):
+            raise UsageError(f"{where}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}", fix=_AGAIN)
+        layers[name] = layer
+        if found.packing is not None:
+            wait_at(denoiser, name, layer, owners[name], found.packing, f"{where}: {name}")
+    if not layers:
+        raise UsageError(f"{where}: config.json says that it is quantised ({found}), and its files have no packed tensor", fix=_AGAIN)
+    return layers
 
 
 _LEVELS = "_isotype_noise_levels"
 
 
-class _Levels:
-    """What one forward pass was given, in the order in which a denoiser embeds it; empty between passes."""
+class _ExactLevels:
+    """Forward pre-hook of sinusoidal embeddings. An object, so that deepcopy and pickling keep it.
+
+    given  what one forward pass was given, in the order in which a denoiser embeds it; empty between passes
+    """
 
     def __init__(self, scale: float) -> None:
         self.scale, self.given = scale, list[Tensor]()
 
-
-class _Exact:
-    """Forward pre-hook of a sinusoidal embedding. An object, so that deepcopy and pickling keep it."""
-
-    def __init__(self, levels: _Levels) -> None:
-        self.levels = levels
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self.levels.given:
+        if not self.given:
             return None
-        level = self.levels.given.pop(0)
+        level = self.given.pop(0)
         if len(args[0]) == 2 * len(level):  # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
             level = torch.cat([level, level * 0])
-        return (level.to(torch.float32) * self.levels.scale, *args[1:])
+        return (level.to(torch.float32) * self.scale, *args[1:])
 
 
 def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
     """Makes the sinusoidal embeddings of `denoiser` take its `timestep` and `guidance` in fp32, times `scale`. Before `apply_precision`."""
-    levels = _Levels(scale)
+    levels = _ExactLevels(scale)
     denoiser.__dict__[_LEVELS] = levels
     InstanceMethod(_exact_forward, denoiser).put()
     for module in embeddings_of_time(denoiser):
-        module.register_forward_pre_hook(_Exact(levels))
+        module.register_forward_pre_hook(levels)
 
 
 def embeddings_of_time(model: nn.Module) -> list[nn.Module]:
@@ -212,8 +279,20 @@ def embeddings_of_time(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, Timesteps)]
 
 
+def watch_time(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
+    """Notes the dtype of every noise level that is embedded, and of its embedding."""
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if args[0].is_floating_point():
+            observed["timesteps", "noise level"] = dtype_name(args[0].dtype)
+        observed["timesteps", "sinusoidal embedding"] = dtype_name(output.dtype)
+
+    for module in embeddings_of_time(model):
+        module.register_forward_hook(note)
+
+
 def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    levels: _Levels = getattr(denoiser, _LEVELS)
+    levels: _ExactLevels = getattr(denoiser, _LEVELS)
     levels.given = [kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None]
     try:
         return type(denoiser).forward(denoiser, *args, **kwargs)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ...data.bad_rows import BadRow
 from ...data.cache import bound, cache_folder, evict
 from ...data.pictures import opened
 from ...data.progress import watched
@@ -34,7 +33,19 @@ from .batches import Row
 from .picture_files import Content, Picture, fingerprint
 from .pictures import BadPictures
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, bucket_of, cut_of, mask_pixels, of_control, pixels, refuse_other_shape, shown_size, windows
+from .pixels import (
+    BadPicture,
+    RunSizes,
+    Window,
+    bucket_of,
+    cut_of,
+    mask_pixels,
+    of_control,
+    pixels,
+    refuse_other_shape,
+    shown_size,
+    windows,
+)
 from .text_encoders import tokens_of
 
 
@@ -137,31 +148,11 @@ def libraries() -> dict[str, str]:
     import PIL
     import transformers
 
-    return {
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-        "PIL": PIL.__version__,
-    }
+    return {library.__name__: library.__version__ for library in (torch, diffusers, transformers, PIL)}
 
 
 Key = TypeVar("Key", str, Said)
 AT_ONCE = 8  # captions in one pass of the text encoders
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """How pictures are cut.
-
-    resolution  of pictures that have none of their own
-    sizes       of each resolution the aspect buckets, one where all are squares
-    """
-
-    resolution: int
-    sizes: Mapping[int, Sequence[Size]]
-    crop: Literal["center"] | int = "center"
-    flip: bool = False
-    seed: int = 0
 
 
 class _Todo(NamedTuple):
@@ -242,7 +233,9 @@ class Encoder:
         del pipe, encoder
         release(self.device)
 
-    def pictures(self, pictures: Sequence[Picture], text: Mapping[Said, str], shapes: Shapes, bad: BadPictures) -> list[list[Row]]:
+    def pictures(
+        self, pictures: Sequence[Picture], text: Mapping[Said, str], sizes: RunSizes, bad: BadPictures, *, seed: int
+    ) -> list[list[Row]]:
         """The rows of each picture, one for each repeat; none for a bad one, which is added to `bad`."""
         shaped = {
             "what": "latents", "dtype": self.precision.vae, "device": self.device.type, "vae": fingerprint(self.folder.files("vae")),
@@ -252,9 +245,9 @@ class Encoder:
         todo = dict[str, _Todo]()
         for picture in watched(pictures, "reading pictures"):
             try:
-                windows = self._windows(picture, shaped, shapes)
+                windows = self._windows(picture, shaped, sizes, seed)
             except (BadPicture, OSError) as error:
-                bad.add([BadRow(picture.where, _reason(error))])
+                bad.add(picture.where, _reason(error))
                 rows.append([])
                 continue
             plain, mirrored = ([key for key, one in windows.items() if one.mirrored is side] for side in (False, True))
@@ -268,7 +261,7 @@ class Encoder:
         refused = self._encode_pictures({key: todo[key] for key in missing}, bad) if missing else set()
         return [[row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows]
 
-    def _windows(self, picture: Picture, shaped: Mapping[str, Any], shapes: Shapes) -> dict[str, _Todo]:
+    def _windows(self, picture: Picture, shaped: Mapping[str, Any], run: RunSizes, seed: int) -> dict[str, _Todo]:
         """Key -> what is stored under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
@@ -276,12 +269,13 @@ class Encoder:
         if picture.control is not None:
             refuse_other_shape(picture.content.read(), picture.control.read())
             control = [picture.control.fingerprint()]
-        sizes = shapes.sizes[next(iter(picture.resolutions), shapes.resolution)]
+        images = run.images
+        sizes = run.at[next(iter(picture.resolutions), images.resolution)]
         size = sizes[0] if len(sizes) == 1 else bucket_of(*shown_size(picture.content.read()), sizes)
         return {
             key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(picture, window, mirrored)
-            for mirrored in ((False, True) if shapes.flip else (False,))
-            for window in windows(size, shapes.crop, seed=shapes.seed, content=content)
+            for mirrored in ((False, True) if images.flip else (False,))
+            for window in windows(size, images.crop, seed=seed, content=content)
         }
 
     def _encode_pictures(self, todo: Mapping[str, _Todo], bad: BadPictures) -> set[str]:
@@ -299,7 +293,7 @@ class Encoder:
                     with of_control():
                         before_CHW = pixels(picture.control.read(), window) if picture.control is not None else None
                 except (BadPicture, OSError) as error:
-                    bad.add([BadRow(picture.where, _reason(error))])
+                    bad.add(picture.where, _reason(error))
                     refused.add(key)
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(vae, x_1CHW.flip(-1) if mirrored else x_1CHW)
@@ -345,8 +339,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def latent(entry: Mapping[str, Tensor], *, eps: Tensor | None) -> Tensor:
-    """A latent as the denoiser sees it, fp32[C H W]: the posterior's mean, plus `eps` standard deviations."""
-    return entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps

@@ -20,9 +20,8 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...training.task import Evaluation, eval_mode
-from .batches import Batch, Row
+from .batches import Batch, Row, by_size
 from .families import Asked, Family
-from .pixels import Size
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,6 @@ class Ddpm(Objective):
     spread: Tensor
     factors: Tensor | None = None
 
-    @classmethod
-    def of(cls, kind: str, levels: NoiseLevels, alphas_T: Tensor, *, snr_gamma: float | None) -> Ddpm:
-        """alphas_T  fp64[T], a_t;  snr_gamma  of min-SNR weighting, None for none"""
-        factors = None if snr_gamma is None else min_snr(alphas_T / (1 - alphas_T), snr_gamma, kind=kind).float()
-        return cls(kind, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
-
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
         steps = len(self.signal)
         return min(steps - 1, int(super().draw(generator) * steps)) / steps
@@ -245,8 +238,13 @@ def objective_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, off
     )  # fmt: skip
     if flow:
         return FlowMatching(levels, lambda tokens: shift_of(section, scheduler, tokens=tokens))
-    gamma = section.snr_gamma if section.weighting == "min_snr" else None
-    return Ddpm.of(found, levels, cumulative_alphas(scheduler), snr_gamma=gamma)
+    from diffusers import DDPMScheduler
+
+    made: Any = DDPMScheduler.from_config(dict(scheduler))
+    alphas_T: Tensor = made.alphas_cumprod.double()
+    weighted = section.weighting == "min_snr"
+    factors = min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float() if weighted else None
+    return Ddpm(found, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
 
 def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: bool) -> None:
@@ -263,15 +261,6 @@ def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: b
             raise UsageError(f"diffusion.{key}: has no effect without {needed}", fix=f"remove diffusion.{key}")
     if section.least_noise >= section.most_noise:
         raise UsageError(f"diffusion.least_noise: {section.least_noise:g} is not below diffusion.most_noise: {section.most_noise:g}")
-
-
-def cumulative_alphas(scheduler: Mapping[str, Any]) -> Tensor:
-    """fp64[T] of a schedule, as diffusers' DDPMScheduler reads the file."""
-    from diffusers import DDPMScheduler
-
-    made: Any = DDPMScheduler.from_config(dict(scheduler))
-    alphas: Tensor = made.alphas_cumprod.double()
-    return alphas
 
 
 def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
@@ -330,7 +319,8 @@ def evaluate(
               nothing
     """
     drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
-    passes = _of_one_size(drawn, most=batch_size)
+    sizes = sorted(by_size(drawn, lambda one: one[1].size).items())
+    passes = [same[i : i + batch_size] for _, same in sizes for i in range(0, len(same), batch_size)]
     sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
     with eval_mode(model):
         for turn in range(0, len(passes), world.size):
@@ -341,11 +331,3 @@ def evaluate(
     sums = dict(zip(sums, world.sum(list(sums.values()))))
     count = max(1, len(rows))
     return Evaluation(sum(sums.values()) / (count * draws), len(rows), {name: total / count for name, total in sums.items()})
-
-
-def _of_one_size(drawn: Sequence[Drawn], *, most: int) -> list[list[Drawn]]:
-    """Passes of at most so many rows."""
-    by_size: dict[Size, list[Drawn]] = {}
-    for one in drawn:
-        by_size.setdefault(one[1].size, []).append(one)
-    return [same[i : i + most] for _, same in sorted(by_size.items()) for i in range(0, len(same), most)]

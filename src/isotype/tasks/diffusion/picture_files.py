@@ -9,8 +9,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...data.files import without_runs
 from ...data.read import JSON_ENDINGS, Record, ending
@@ -31,16 +32,6 @@ def fingerprint(files: Iterable[Path]) -> str:
                 _HASHED[known] = hashlib.file_digest(file, "sha256").hexdigest()
         digest.update(f"{path.name}:{_HASHED[known]}".encode())
     return digest.hexdigest()
-
-
-class Content(Protocol):
-    """The bytes of one picture."""
-
-    def read(self) -> bytes:
-        """Raises  OSError"""
-
-    def fingerprint(self) -> str:
-        """A hash of the bytes. Raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,10 @@ def _cells(path: Path, column: str, group: int) -> Any:
         return pq.ParquetFile(path).read_row_group(group, columns=[column]).column(0)
     except pa.ArrowException as error:
         raise OSError(f"broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+Content = InFile | InParquet
+"""The bytes of one picture; `read` and `fingerprint`, a hash of them, raise OSError."""
 
 
 @dataclass(frozen=True)
@@ -234,29 +229,17 @@ def pictures_of_rows(
 
 def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     """Rows, and in Parquet their row group and their position in it."""
-    if ending(file) == ".parquet":
-        yield from _parquet_rows(file)
-        return
-    for record in read_records(file, str(file)):
-        yield record, (0, 0)
+    places = _places(file) if ending(file) == ".parquet" else repeat((0, 0))
+    return zip(read_records(file, str(file)), places)
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
-    import pyarrow as pa
+def _places(file: Path) -> Iterator[tuple[int, int]]:
     import pyarrow.parquet as pq
 
-    number = 0
-    try:
-        with pq.ParquetFile(file) as opened:
-            for group in range(opened.metadata.num_row_groups):
-                row = 0
-                for batch in opened.iter_batches(256, row_groups=[group]):
-                    for value in batch.to_pylist():
-                        number += 1
-                        yield Record(str(file), number, value, "row"), (group, row)
-                        row += 1
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UsageError(f"{file}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+    metadata = pq.read_metadata(file)
+    for group in range(metadata.num_row_groups):
+        for row in range(metadata.row_group(group).num_rows):
+            yield group, row
 
 
 def _names(

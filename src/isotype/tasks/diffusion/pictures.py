@@ -1,22 +1,27 @@
-"""The pictures and captions of a run: found, paired and checked before anything is computed. Pictures that cannot be used are named
-together in one error, or left out and listed up to a bound.
+"""The pictures and captions of a run, class pictures among them: found, paired and checked before anything is computed. Pictures that
+cannot be used are named together in one error, or left out and listed up to a bound.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource, picture_sources
 from ...data.bad_rows import FILE, PLACES, BadRow
+from ...data.progress import watched
 from ...data.read import ending
 from ...errors import UsageError
-from .class_pictures import ToDraw, class_pictures, one_to_one
 from .picture_files import (
     ROW_ENDINGS,
     SUFFIXES,
@@ -30,6 +35,9 @@ from .picture_files import (
     pictures_beside_captions,
     pictures_of_rows,
 )
+from .pixels import BadPicture, small
+
+EXAMPLES = 6  # pictures in the report
 
 
 @dataclass
@@ -48,6 +56,17 @@ class Gathered:
     @property
     def all(self) -> list[Picture]:
         return [*self.train, *self.eval]
+
+    def examples(self) -> list[dict[str, Any]]:
+        """The first training pictures with their captions, small, for the report."""
+        shown = []
+        for picture in self.train[:EXAMPLES]:
+            with suppress(BadPicture, OSError):
+                pictures = [small(half.read()) for half in (picture.control, picture.content) if half is not None]
+                parts = [{"text": caption + "\n", "learnt": False} for caption in picture.captions[:EXAMPLES]]
+                times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
+                shown.append({"which": f"{Path(picture.where).name}{times}", "parts": parts, "pictures": pictures})
+        return shown
 
 
 def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered:
@@ -81,25 +100,23 @@ def _at_each(pictures: Iterable[Picture]) -> list[Picture]:
 def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
     found: list[Picture] = []
     for source in picture_sources(images, side):
-        wrong: list[BadRow] = []
-        complain: Complain = lambda place, reason: wrong.append(BadRow(place, reason))  # noqa: B023, E731  # consumed here
+        bad = len(made.bad.rows)
         if source.draw is not None:
             here, missing = class_pictures(source, pairs=made.pairs)
             made.to_draw += missing
         else:
-            here = list(_of_source(source, images, complain, pairs=made.pairs))
+            here = list(_of_source(source, images, made))
         if made.pairs:
-            here = _paired(here, source, complain)
-        if not here and not wrong and images.uncaptioned != "skip":
+            here = _paired(here, source, made.bad.add)
+        if not here and len(made.bad.rows) == bad and images.uncaptioned != "skip":
             raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
-        made.bad.add(wrong)
-        made.bad.add(_disagreeing(here, made))
+        _note_disagreeing(here, made)
         settings = {"repeats": source.repeats, "weight": source.weight, "resolutions": source.resolution}
         found += [replace(picture, **settings) for picture in here]  # type: ignore[arg-type]  # each is of its field's type
     return found
 
 
-def _of_source(source: PictureSource, images: ImagesSection, complain: Complain, *, pairs: bool) -> Iterable[Picture]:
+def _of_source(source: PictureSource, images: ImagesSection, made: Gathered) -> Iterable[Picture]:
     path = Path(source.name).expanduser()
     if not path.exists():
         raise UsageError(f"{source.key}: {source.name}: no such file or folder")
@@ -108,47 +125,43 @@ def _of_source(source: PictureSource, images: ImagesSection, complain: Complain,
             raise UsageError(f"{source.key}.caption: has no effect: {source.name} has captions of its own; only a folder takes one")
         if ending(path) not in ROW_ENDINGS:
             raise UsageError(f"{source.key}: {source.name}: expected a folder of pictures, or a file that ends in {' '.join(ROW_ENDINGS)}")
-        return pictures_of_rows(path, source.columns, source.key, complain, pairs=pairs)
-    if source.caption is not None:
-        return [Picture(InFile(file), (source.caption,), str(file)) for file in pictures_among(files_of(path))]
-    if images.captions == "names":
-        return [Picture(InFile(file), (caption_of_name(file),), str(file)) for file in pictures_among(files_of(path))]
+        return pictures_of_rows(path, source.columns, source.key, made.bad.add, pairs=made.pairs)
+    if source.caption is not None or images.captions == "names":
+        files = pictures_among(files_of(path))
+        return [Picture(InFile(file), (caption_of_name(file) if source.caption is None else source.caption,), str(file)) for file in files]
     if (file := metadata_of(path)) is not None:
-        return _by_metadata(path, file, source, complain, pairs=pairs)
-    return pictures_beside_captions(path, complain, uncaptioned=images.uncaptioned)
+        return _by_metadata(path, file, source, made)
+    return pictures_beside_captions(path, made.bad.add, uncaptioned=images.uncaptioned)
 
 
-def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain, *, pairs: bool) -> Iterable[Picture]:
-    """The pictures that the folder's metadata file names; a picture that it does not name has no caption."""
-    rows = list(pictures_of_rows(file, source.columns, source.key, complain, pairs=pairs))
-    if pairs:  # controls lie among the others, and one picture may come from several
-        known = {content.path for row in rows for content in (row.content, row.control) if isinstance(content, InFile)}
-        for path in pictures_among(files_of(folder)):
-            if path not in known:
-                complain(str(path), f"{file.name} does not name it")
-        yield from rows
-        return
-    named = {str(p.content.path): p for p in rows if isinstance(p.content, InFile)}
+def _by_metadata(folder: Path, file: Path, source: PictureSource, made: Gathered) -> Iterable[Picture]:
+    """The pictures that the folder's metadata file names; of pairs, whose controls lie among them, the rows as they are. A picture that it
+    does not name has no caption."""
+    rows = list(pictures_of_rows(file, source.columns, source.key, made.bad.add, pairs=made.pairs))
+    named = {content.path: row for row in rows for content in (row.content, row.control) if isinstance(content, InFile)}
     for path in pictures_among(files_of(folder)):
         beside = path.with_suffix(".txt")
-        picture = named.get(str(path))
-        if picture is None:
-            complain(str(path), f"no caption: {file.name} does not name it")
-        elif beside.is_file() and beside.read_bytes().decode("utf-8", "replace").split() != " ".join(picture.captions).split():
-            complain(str(path), f"{file.name} and {beside.name} disagree: remove one")
+        if path not in named:
+            made.bad.add(str(path), f"no caption: {file.name} does not name it")
+        elif made.pairs:
+            continue
+        elif beside.is_file() and beside.read_bytes().decode("utf-8", "replace").split() != " ".join(named[path].captions).split():
+            made.bad.add(str(path), f"{file.name} and {beside.name} disagree: remove one")
         else:
-            yield picture
+            yield named[path]
+    if made.pairs:
+        yield from rows
 
 
-def _disagreeing(pictures: Iterable[Picture], made: Gathered) -> Iterable[BadRow]:
-    """Pictures that another source gives other captions."""
+def _note_disagreeing(pictures: Iterable[Picture], made: Gathered) -> None:
+    """Pictures that another source gives other captions are bad."""
     for picture in pictures:
         if not isinstance(picture.content, InFile):
             continue
         name = (str(picture.content.path.resolve()), picture.control)
         where, captions = made._captions_of.setdefault(name, (picture.where, picture.captions))
         if captions != picture.captions:
-            yield BadRow(picture.where, f"{where} gives {picture.content.path.name} another caption ({captions[0]!r:.60})")
+            made.bad.add(picture.where, f"{where} gives {picture.content.path.name} another caption ({captions[0]!r:.60})")
 
 
 def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> list[Picture]:
@@ -165,8 +178,9 @@ def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> l
         name = _name_of(picture, roots)
         taken.add(name)
         out.append(replace(picture, mask=InFile(masks[name])) if name in masks and picture.mask is None else picture)
-    if not images.limit:
-        made.bad.add(BadRow(str(path), "a mask without a picture") for name, path in masks.items() if name not in taken)
+    for name, path in masks.items() if not images.limit else ():
+        if name not in taken:
+            made.bad.add(str(path), "a mask without a picture")
     return out
 
 
@@ -204,11 +218,6 @@ def _name_of(picture: Picture, roots: Sequence[Path]) -> str:
     return path.stem
 
 
-def captions_of(pictures: Sequence[Picture]) -> list[str]:
-    """Each caption once, in order."""
-    return list(dict.fromkeys(caption for picture in pictures for caption in picture.captions))
-
-
 MOST_SKIPPED = 0.05  # of the pictures; more means that the data as a whole is wrong
 
 
@@ -222,9 +231,8 @@ class BadPictures:
         self.skip = skip
         self.rows: dict[str, BadRow] = {}
 
-    def add(self, rows: Iterable[BadRow]) -> None:
-        for row in rows:
-            self.rows.setdefault(row.place, row)
+    def add(self, place: str, reason: str) -> None:
+        self.rows.setdefault(place, BadRow(place, reason))
 
     def settle(self, good: int, *, fix: str | None = None) -> None:
         """Raises UsageError naming them, unless they may be left out.
@@ -293,3 +301,91 @@ def _orders(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
 def caption_of_name(path: Path) -> str:
     """`red_circle-2.png`: red circle 2"""
     return " ".join(path.stem.replace("_", " ").replace("-", " ").split())
+
+
+# --- class pictures for prior preservation: what the base model draws for the class's caption, trained on beside the subject's pictures,
+# so that the class stays what it was (Ruiz et al. 2023, "DreamBooth"). They are drawn once, before training, into a folder that later runs
+# find
+
+RECORD = "drawn.json"
+
+
+@dataclass(frozen=True)
+class ToDraw:
+    """number  from 1 in its folder; with the run's seed it decides the noise
+    size    its side in pixels; None: the run's
+    """
+
+    path: Path
+    caption: str
+    number: int
+    size: int | None
+
+
+def class_pictures(source: PictureSource, *, pairs: bool = False) -> tuple[list[Picture], list[ToDraw]]:
+    """The pictures of a source with `draw`, the first of those in its folder and the missing ones; and the missing ones alone.
+
+    pairs   of a model that edits: class pictures have none before the edit
+    Raises  UsageError for these, and for a file in the folder's place
+    """
+    if pairs:
+        raise UsageError(
+            f"{source.key}.draw: a model that edits draws from a picture, not from a caption alone", fix=f"remove {source.key}.draw"
+        )
+    folder, caption = Path(source.name).expanduser(), source.caption or ""
+    if folder.is_file():
+        raise UsageError(f"{source.key}: {source.name}: a file; class pictures are drawn into a folder")
+    there = pictures_among(files_of(folder))[: source.draw] if folder.is_dir() else []
+    free = ((number, path) for number in count(1) if (path := folder / f"drawn_{number:04}.png") not in there)
+    size = max(source.resolution, default=None)
+    missing = [ToDraw(path, caption, number, size) for (number, path), _ in zip(free, range((source.draw or 0) - len(there)))]
+    paths = sorted([*there, *(one.path for one in missing)])  # the order that the next run finds them in
+    return [Picture(InFile(path), (caption,), str(path)) for path in paths], missing
+
+
+def one_to_one(train: Sequence[Picture], classes: Sequence[Picture]) -> tuple[list[Picture], list[Picture]]:
+    """Both with as many rows in an epoch as the one that has more; the pictures of the other come again in turn."""
+    most = max(sum(picture.repeats for picture in some) for some in (train, classes))
+    return _cycled(train, most), _cycled(classes, most)
+
+
+def _cycled(pictures: Sequence[Picture], rows: int) -> list[Picture]:
+    each = [i for i, picture in enumerate(pictures) for _ in range(picture.repeats)]
+    times = Counter(each[k % len(each)] for k in range(rows)) if each else Counter[int]()
+    return [replace(picture, repeats=times[i]) for i, picture in enumerate(pictures)]
+
+
+def refuse_other(sources: Sequence[PictureSource], todo: Sequence[ToDraw], facts: dict[str, Any]) -> None:
+    """Raises  UsageError for a folder whose pictures were drawn from another caption or by another model; where some of them are still to
+    be drawn, also for one with others of the `facts`"""
+    lacking = {one.path.parent for one in todo}
+    for source in sources:
+        folder = Path(source.name).expanduser()
+        if source.draw is None:
+            continue
+        try:
+            before = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        for key, now in {"caption": source.caption, **facts}.items():
+            compared = isinstance(before, dict) and key in before and (folder in lacking or key in ("caption", "model"))
+            if compared and before[key] != now:
+                raise UsageError(
+                    f"images.regularisation: {folder}: its class pictures were drawn with {key} {before[key]!r}, not {now!r}",
+                    fix=f"another folder; to go on with both: remove {RECORD} there",
+                )
+
+
+def write_missing(todo: Sequence[ToDraw], facts: dict[str, Any], draw: Callable[[Sequence[ToDraw]], Iterator[bytes]]) -> None:
+    """Draws the pictures that are not there, a whole file each, so that a run that is stopped meanwhile goes on with the next one.
+
+    facts  what they were drawn with, kept beside them
+    draw   gives the PNG of each, in order
+    """
+    for folder, caption in {one.path.parent: one.caption for one in todo}.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECORD).write_text(json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8")
+    for one, png in zip(watched(todo, "drawing class pictures"), draw(todo)):
+        unfinished = one.path.with_suffix(".part")
+        unfinished.write_bytes(png)
+        os.replace(unfinished, one.path)

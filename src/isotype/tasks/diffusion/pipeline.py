@@ -227,18 +227,8 @@ class PipelineFolder:
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
         """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
-        import transformers
-
-        if self.whole:
-            pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
-            return {part: getattr(pipe, part).eval().requires_grad_(False) for part in self.family.text_encoders}
-        self._fetch(*self.family.text_encoders)
-        made = {}
-        for part in self.family.text_encoders:
-            with self._explained(part):
-                kind: Any = getattr(transformers, str(self.index[part][1]))
-                made[part] = kind.from_pretrained(str(self.path / part), dtype=dtype, use_safetensors=True).eval().requires_grad_(False)
-        return made
+        pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
+        return {part: getattr(pipe, part).eval().requires_grad_(False) for part in self.family.text_encoders}
 
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
         """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
@@ -290,6 +280,11 @@ class PipelineFolder:
         with self._explained("pipeline"):
             if self.whole:
                 made = kind.from_single_file(str(self.file), config=str(self.path), local_files_only=True, dtype=dtype, **parts)
+                for part in self.family.encoders:  # diffusers leaves what the file lacks on the meta device
+                    encoder = getattr(made, part, None)
+                    for name, tensor in encoder.named_parameters() if isinstance(encoder, torch.nn.Module) else ():
+                        if tensor.is_meta:
+                            raise UsageError(f"model.name: {self.file}: it does not have {name} of the {part}", fix=_AGAIN)
             else:
                 made = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         made.set_progress_bar_config(disable=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
 
 from ...config.schema import RunConfig
 from ...config.sources import PictureSource
@@ -10,11 +14,12 @@ from ...errors import UsageError
 from ...model.adapter import check_branch
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
-from .denoiser import refuse_encoders
+from ...wording import counted
+from .denoiser import base_outline, block_layers
 from .pipeline import PipelineFolder
-from .result import refuse_start, refuse_unread
+from .result import NO_DORA, is_lokr, refuse_adapter_of_another_model, refuse_unread, settings_of, shapes_of
 from .sample import Prompt, refuse_prompts
-from .text_encoders import refuse_text_encoders
+from .text_encoders import PREFIX
 
 
 def refuse_unfit(
@@ -27,10 +32,10 @@ def refuse_unfit(
         raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
     folder.refuse_lacking_weights()
     check_base(folder.published, precision, str(config.model.name))
-    refuse_text_encoders(config, folder, precision)
-    refuse_start(config, folder)
+    _refuse_text_encoders(config, folder, precision)
+    _refuse_start(config, folder)
     if adapter.kind != "none" and adapter.targets != "all-linear":
-        refuse_encoders(adapter.targets, folder)
+        _refuse_encoders(adapter.targets, folder)
     if adapter.kind == "lokr" and precision.packed:
         raise UsageError(
             f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs plain weights", fix="adapter.kind: lora"
@@ -64,3 +69,82 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
         else:
             continue
         raise UsageError(f"{key}: has no effect: {pipeline} does not edit pictures", fix=f"remove {key}")
+
+
+def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
+    """Raises  UsageError where `adapter.text_encoders` does not fit the pipeline or another key"""
+    adapter, family = config.adapter, folder.family
+    if not adapter.text_encoders:
+        if adapter.text_encoder_rate is not None:
+            raise UsageError("adapter.text_encoder_rate: has no effect without adapter.text_encoders", fix="adapter.text_encoders: true")
+        return
+    why, fix = None, "adapter.text_encoders: false"
+    if not family.text_encoders:
+        why = f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
+    elif adapter.kind != "lora":
+        why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
+    elif adapter.dora:
+        why, fix = "diffusers does not load the lengths of a DoRA into text encoders", "adapter.dora: false"
+    elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(family.text_encoders):
+        encoders = counted(len(family.text_encoders), "encoder")
+        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {encoders}"
+        fix = "adapter.text_encoder_rate: one rate for all"
+    elif config.model.offload != "none":
+        why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
+    elif precision.text_encoder != precision.compute:
+        why = f"encoders that are trained work in precision.compute ({precision.compute}), not in {precision.text_encoder}"
+        fix = f"precision.text_encoder: {precision.compute}"
+    for part in family.text_encoders:
+        if why is None and "CLIPTextModel" not in (kind := str(folder.index.get(part, [None, None])[1])):
+            why = f"{part} is a {kind}, and only CLIP's encoders are trained"
+        elif why is None and folder.config(part).get("use_attention_mask"):
+            why = f"{part} takes a mask (use_attention_mask), which is not offered"
+    if why is not None:
+        raise UsageError(f"adapter.text_encoders: {why}", fix=fix)
+
+
+def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
+    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or not what the run is to write"""
+    adapter, what = config.adapter, "adapter.start_from"
+    if adapter.start_from is None:
+        return
+    start = Path(adapter.start_from)
+    has = any(f".{PREFIX}" in name for name in shapes_of(start / "adapter_model.safetensors", what))
+    if has != adapter.text_encoders:
+        of_encoders = "has matrices of text encoders" if has else "has none of text encoders"
+        raise UsageError(f"{what}: {start} {of_encoders}", fix=f"adapter.text_encoders: {str(has).lower()}")
+    refuse_adapter_of_another_model(base_outline(folder, config), start, what)
+    settings = settings_of(start, what)
+    if adapter.kind != "none" and is_lokr(start) != (adapter.kind == "lokr"):
+        own = str(settings.get("peft_type")).lower()
+        raise UsageError(f"{what}: {start} is a {own}, and adapter.kind is {adapter.kind}", fix=f"adapter.kind: {own}")
+    if config.run.adapter_format == "comfyui" and settings.get("use_dora"):
+        raise UsageError(f"run.adapter_format: comfyui: {what}: {start}: {NO_DORA}", fix="remove run.adapter_format")
+
+
+_ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")  # as diffusers, transformers and kohya's scripts name them
+
+
+def _refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
+    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that means a text encoder or its layers"""
+    denoiser = folder.denoiser_outline()
+    unknown = [name for name in ([given] if isinstance(given, str) else given) if not _names_a_layer(name, denoiser)]
+    encoders = folder.encoder_outlines() if unknown else []
+    for name in unknown:
+        if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
+            layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
+            ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
+            trained = "adapter.text_encoders: true adapts the encoders beside it, or " if folder.family.text_encoders else ""
+            raise UsageError(
+                f"adapter.targets: {name} names a text encoder, and these are layers of the {folder.denoiser_part}",
+                fix=f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}",
+            )
+
+
+def _names_a_layer(name: str, model: nn.Module) -> bool:
+    """Whether a module's name is `name`, ends in it, or matches it as a pattern."""
+    try:
+        pattern = re.compile(rf"(.*\.)?({name})")
+    except re.error:
+        pattern = re.compile(rf"(.*\.)?{re.escape(name)}")
+    return any(pattern.fullmatch(module) for module, _ in model.named_modules())

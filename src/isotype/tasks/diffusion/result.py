@@ -22,7 +22,7 @@ from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from ...training.memory.blocks import as_set
-from .denoiser import base_outline, frozen_denoiser, put_under
+from .denoiser import frozen_denoiser, put_under
 from .families import Family
 from .pipeline import PipelineFolder
 from .text_encoders import PREFIX, part_of, put_encoders
@@ -69,20 +69,6 @@ def settings_of(adapter: Path, what: str = "adapter") -> dict[str, Any]:
 def is_lokr(adapter: Path) -> bool:
     """Of a PEFT folder. Most pipelines of diffusers read no such file: it is loaded by PEFT."""
     return settings_of(adapter).get("peft_type") == "LOKR"
-
-
-def refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
-    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or not what the run is to write"""
-    if config.adapter.start_from is None:
-        return
-    start, kind = Path(config.adapter.start_from), config.adapter.kind
-    refuse_adapter_of_another_model(base_outline(folder, config), start, "adapter.start_from")
-    settings = settings_of(start, "adapter.start_from")
-    if kind != "none" and is_lokr(start) != (kind == "lokr"):
-        own = str(settings.get("peft_type")).lower()
-        raise UsageError(f"adapter.start_from: {start} is a {own}, and adapter.kind is {kind}", fix=f"adapter.kind: {own}")
-    if config.run.adapter_format == "comfyui" and settings.get("use_dora"):
-        raise UsageError(f"run.adapter_format: comfyui: adapter.start_from: {start}: {NO_DORA}", fix="remove run.adapter_format")
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
@@ -183,7 +169,7 @@ def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str
     denoiser  with its weights, or on the meta device
     """
     modules = dict(denoiser.named_modules())
-    for name, shape in _shapes(folder / "adapter_model.safetensors", what).items():
+    for name, shape in shapes_of(folder / "adapter_model.safetensors", what).items():
         path, _, side = name.removesuffix(".weight").rpartition(".")
         path = path.removeprefix(_PEFT_PREFIX)
         module = modules.get(path)
@@ -203,7 +189,7 @@ def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str
         )
 
 
-def _shapes(file: Path, what: str) -> dict[str, list[int]]:
+def shapes_of(file: Path, what: str) -> dict[str, list[int]]:
     """name -> shape of a file's tensors. Raises UsageError."""
     try:
         with safe_open(file, framework="pt") as opened:

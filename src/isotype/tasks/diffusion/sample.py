@@ -20,10 +20,10 @@ from ...precision.precision import Precision
 from ...training.task import eval_mode, random_state_restored
 from .batches import generator_of
 from .encode import Encoder, Said, release
-from .families import Family
+from .families import Drawing, Family
 from .picture_files import InFile
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, as_png, pixels
+from .pixels import BadPicture, Size, Window, as_png, pixels, small
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,6 @@ class Sample:
 
     def lines(self) -> tuple[str, str]:
         return self.prompt, f"a picture of {self.size} x {self.size}"
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How samples are drawn: side in pixels, denoising steps, guidance scale, seed."""
-
-    size: int
-    steps: int
-    guidance: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -126,9 +116,7 @@ def sample(
             if prompt.control is not None:
                 x_1CHW = pixels(prompt.control.read_bytes(), Window(Size(own.size, own.size)))[None].to(device, vae.dtype)
                 before = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
-            latents_1CHW = folder.family.sample(
-                pipe, given, none, size=own.size, steps=own.steps, guidance=own.guidance, generator=generator, control=before
-            )
+            latents_1CHW = folder.family.sample(pipe, given, none, own, generator, before)
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
             yield Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float()))
         del pipe, vae
@@ -160,3 +148,8 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
             except (OSError, BadPicture) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None
+
+
+def before_edits(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Prompt as the report shows it -> the picture that it edits, small."""
+    return {prompt.shown: small(prompt.control.read_bytes()) for prompt in prompts if prompt.control is not None}

@@ -38,13 +38,9 @@ def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dt
         if buffer.is_floating_point():
             module, _, last = name.rpartition(".")
             made.get_submodule(module)._buffers[last] = buffer.float()
-    return _plain(made)
-
-
-def _plain(model: Any) -> Any:
-    """The file's weights are plain, also beside the settings of a packed denoiser."""
-    model._internal_dict = type(model.config)({key: value for key, value in model.config.items() if key != "quantization_config"})
-    return model
+    # the file's weights are plain, also beside the settings of a packed denoiser
+    made._internal_dict = type(made.config)({key: value for key, value in made.config.items() if key != "quantization_config"})
+    return made
 
 
 def refuse_other_family(file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str) -> None:

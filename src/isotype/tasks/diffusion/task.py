@@ -20,39 +20,34 @@ from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.load import read_config
-from ...model.packed import quantise as pack_layers
 from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part, loaded_on
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import as_set
-from ...training.memory.outline import quantise_outline
-from ...training.memory.plan import held_bytes
+from ...training.memory.plan import held_memory
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, eval_mode, micro_batch
-from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
-from .class_pictures import ToDraw, refuse_other, write_missing
+from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
 from .denoiser import (
     ForwardCost,
     base_outline,
     built,
-    embeddings_of_time,
     frozen_base,
+    frozen_outline,
     put_under,
-    quantised_layers,
+    watch_time,
     with_encoder_outlines,
 )
-from .encode import Encoder, Said, Shapes, Store, key_of, latent, release
-from .facts import before_edits, data_facts, data_lines, examples
-from .families import Asked
+from .encode import Encoder, Said, Store, key_of, release
+from .families import Asked, Drawing
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
-from .pictures import Gathered, gather
+from .pictures import Gathered, ToDraw, gather, refuse_other, write_missing
 from .pipeline import PipelineFolder
-from .published import outline_published
+from .pixels import RunSizes
 from .refused import refuse_unfit
 from .result import load_result, save_denoiser, save_lora
-from .sample import Drawing, Prompt, Sample, sample, texts_of
-from .sizes import RunSizes
+from .sample import Prompt, Sample, before_edits, sample, texts_of
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -130,14 +125,13 @@ class DiffusionTask:
 
     def encode(self, device: torch.device) -> None:
         """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
-        images, gathered = self.config.images, self.gathered
+        gathered = self.gathered
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(self._said())
         if missing := [one for one in gathered.to_draw if not one.path.is_file()]:  # none where another process has drawn them
             self._draw_class_pictures(missing, device)
             release(device)
-        shapes = Shapes(images.resolution, self.sizes.at, images.crop, images.flip, self.config.train.seed)
-        rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
+        rows = encoder.pictures(gathered.all, self.text, self.sizes, gathered.bad, seed=self.config.train.seed)
         gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
         encoder.store.hold_to_bound()
         split = len(gathered.train)
@@ -199,19 +193,8 @@ class DiffusionTask:
             loaded = frozen_base(self.folder, self.config, precision, loaded_on(device, part, self.config.model.offload))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
         manifest.notes += check_base(self.folder.published, precision, self.base_name)
-        self.watch_time(model)
+        watch_time(model, self._observed)
         return as_set(model, self.config.model.offload, device), manifest
-
-    def watch_time(self, model: nn.Module) -> None:
-        """Notes the dtype of every noise level that is embedded, and of its embedding."""
-
-        def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if args[0].is_floating_point():
-                self._observed["timesteps", "noise level"] = dtype_name(args[0].dtype)
-            self._observed["timesteps", "sinusoidal embedding"] = dtype_name(output.dtype)
-
-        for module in embeddings_of_time(model):
-            module.register_forward_hook(note)
 
     def observed(self) -> Iterable[tuple[str, str, str]]:
         return [(role, tensor, dtype) for (role, tensor), dtype in self._observed.items()]
@@ -243,21 +226,15 @@ class DiffusionTask:
         return [Placed(row, i) for i, row in enumerate((rows * count)[:count])]
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
-        denoiser = self.folder.denoiser_outline()
-        total = sum(p.numel() for p in denoiser.parameters())
-        if (found := self.folder.published) is not None:
-            denoiser = outline_published(self.folder, found, precision)
-        elif precision.base == "nf4" and self.config.adapter.kind != "none":
-            layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
-            quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
-        elif precision.packed and self.config.adapter.kind != "none":
-            pack_layers(denoiser, set(quantised_layers(denoiser, self.folder.family, precision).values()), precision.base)
+        full = self.config.adapter.kind == "none"
+        total = sum(p.numel() for p in self.folder.denoiser_outline().parameters())
+        denoiser = self.folder.denoiser_outline() if full and self.folder.published is None else frozen_outline(self.folder, precision)
         with torch.device("meta"):
             with_encoder_outlines(denoiser, self.folder, self.config)
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
             as_set(model, self.config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta"))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Outline(model, trainable, total + (0 if self.config.adapter.kind == "none" else trainable))
+        return Outline(model, trainable, total + (0 if full else trainable))
 
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
@@ -297,7 +274,7 @@ class DiffusionTask:
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost.made
+        return held_memory(model, train, precision).held + 3 * train.batch_size * self.forward_cost.made
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
@@ -308,7 +285,7 @@ class DiffusionTask:
         return []
 
     def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
-        return one_size_each(rows)
+        return list(by_size(rows, lambda placed: placed.row.size).values())
 
     def collate(self, rows: Sequence[Placed]) -> Batch:
         config, drawn = self.config, []
@@ -327,7 +304,8 @@ class DiffusionTask:
         return self._stacked(drawn)
 
     def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
-        x_CHW = latent(entry, eps=eps)
+        """eps: standard deviations of the posterior beside its mean; None: the mean"""
+        x_CHW = entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps
         words, mask, control = self.encoder.store.get(text), entry.get("mask"), entry.get("control")
         return DrawnRow(x_CHW, noise, sigma, words, entry["cut"], mask, row.weight, control)
 
@@ -426,19 +404,15 @@ class DiffusionTask:
     def header(self) -> list[tuple[str, str]]:
         made, found = self.encoder.made, self.encoder.found
         where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
-        first, _, *more = self.plan_lines()
+        first, levels, *more = self.plan_lines()
         cached = f"{made} latents and embeddings made, {found} found{where}"
-        return [("data", first), *(("", line) for line in (*more, cached, self.levels_line()))]
-
-    def levels_line(self) -> str:
-        draws = self.config.diffusion.eval_draws
-        return f"{self.objective}; evaluated at {draws} fixed ones"
+        return [("data", first), *(("", line) for line in (*more, cached, levels))]
 
     def records(self) -> Mapping[str, Any]:
         by_size = {str(size): count for size, count in sorted(Counter(row.size for row in self._encoded()).items())}
         return {
             "data.json": {**self.plan_facts(), "train_pictures_by_size": by_size, "made": self.encoder.made, "found": self.encoder.found},
-            "examples.json": {**examples(self.gathered.train), "before": before_edits(self.prompts)},
+            "examples.json": {"examples": self.gathered.examples(), "before": before_edits(self.prompts)},
         }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
@@ -448,7 +422,36 @@ class DiffusionTask:
         return type(inner_model(made.model)).__name__, check_base(self.folder.published, precision, self.base_name)
 
     def plan_facts(self) -> dict[str, Any]:
-        return data_facts(self.gathered, self.sizes, self.objective, rows=self.rows, eval_rows=self.eval_rows)
+        gathered, sizes, objective = self.gathered, self.sizes, self.objective
+        return {
+            "train_pictures": self.rows,
+            "eval_pictures": self.eval_rows,
+            "regularisation_pictures": gathered.regularisation,
+            "masked_pictures": sum(picture.mask is not None for picture in gathered.train),
+            "bad_pictures": len(gathered.bad.rows),
+            "captions": len({caption for picture in gathered.all for caption in picture.captions}),
+            "buckets": len(sizes.all),
+            "resolutions": [side for _, side in sizes.resolutions],
+            "latent_tokens": sizes.tokens,
+            "objective": objective.kind,
+            "timesteps": objective.levels.timesteps,
+            "shift": objective.levels.shift,
+        }
 
     def plan_lines(self) -> list[str]:
-        return data_lines(self.plan_facts(), self.gathered, self.sizes, self.levels_line())
+        facts, sizes = self.plan_facts(), self.sizes
+        kinds = [f"{facts[f'{kind}_pictures']:,} {kind}" for kind in ("regularisation", "masked") if facts[f"{kind}_pictures"]]
+        of_these = f" ({', '.join(kinds)})" if kinds else ""
+        lines = [
+            f"{facts['train_pictures']:,} training pictures{of_these}, "
+            f"{facts['eval_pictures']:,} for evaluation, "
+            f"{' and '.join(f'{side} x {side}' for side in facts['resolutions'])} pixels, {facts['latent_tokens']:,} latent tokens each",
+            f"{self.objective}; evaluated at {self.config.diffusion.eval_draws} fixed ones",
+        ]
+        if facts["buckets"] > len(sizes.resolutions):
+            lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all)))}")
+        if self.gathered.to_draw:
+            lines.append(f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once")
+        if facts["bad_pictures"]:
+            lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
+        return lines

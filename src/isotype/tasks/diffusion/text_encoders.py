@@ -7,17 +7,12 @@ place of embeddings, it encodes them first. Captions are kept as their tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...config.schema import RunConfig
-from ...errors import UsageError
 from ...instance_method import InstanceMethod
-from ...precision.precision import Precision
-from ...wording import counted
 from .families import Family
 from .pipeline import PipelineFolder
 
@@ -95,50 +90,3 @@ def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, T
         length = tokenizer.model_max_length
         each.append(tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids)
     return {"ids": torch.stack(each, 1), "captioned": torch.tensor([caption != "" for caption in captions])}
-
-
-def refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
-    """Raises  UsageError where `adapter.text_encoders`, or the adapter to go on from, does not fit the pipeline or another key"""
-    adapter, family = config.adapter, folder.family
-    if adapter.start_from is not None:
-        _refuse_start(Path(adapter.start_from), wanted=adapter.text_encoders)
-    if not adapter.text_encoders:
-        if adapter.text_encoder_rate is not None:
-            raise UsageError("adapter.text_encoder_rate: has no effect without adapter.text_encoders", fix="adapter.text_encoders: true")
-        return
-    why, fix = None, "adapter.text_encoders: false"
-    if not family.text_encoders:
-        why = f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
-    elif adapter.kind != "lora":
-        why, fix = f"adapter.kind: {adapter.kind} has none for text encoders", "adapter.kind: lora"
-    elif adapter.dora:
-        why, fix = "diffusers does not load the lengths of a DoRA into text encoders", "adapter.dora: false"
-    elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(family.text_encoders):
-        encoders = counted(len(family.text_encoders), "encoder")
-        why = f"text_encoder_rate has {counted(len(rates), 'rate')}, and a {family.pipeline} has {encoders}"
-        fix = "adapter.text_encoder_rate: one rate for all"
-    elif config.model.offload != "none":
-        why, fix = f"model.offload: {config.model.offload} is not offered with it", "model.offload: none"
-    elif precision.text_encoder != precision.compute:
-        why = f"encoders that are trained work in precision.compute ({precision.compute}), not in {precision.text_encoder}"
-        fix = f"precision.text_encoder: {precision.compute}"
-    for part in family.text_encoders:
-        if why is None and "CLIPTextModel" not in (kind := str(folder.index.get(part, [None, None])[1])):
-            why = f"{part} is a {kind}, and only CLIP's encoders are trained"
-        elif why is None and folder.config(part).get("use_attention_mask"):
-            why = f"{part} takes a mask (use_attention_mask), which is not offered"
-    if why is not None:
-        raise UsageError(f"adapter.text_encoders: {why}", fix=fix)
-
-
-def _refuse_start(folder: Path, *, wanted: bool) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as opened:
-            has = any(f".{PREFIX}" in name for name in opened.keys())  # noqa: SIM118  # not a mapping
-    except (OSError, SafetensorError):
-        return  # `refuse_adapter_of_another_model` says what is wrong with it
-    if has != wanted:
-        what = "has matrices of text encoders" if has else "has none of text encoders"
-        raise UsageError(f"adapter.start_from: {folder} {what}", fix=f"adapter.text_encoders: {str(has).lower()}")

@@ -20,18 +20,22 @@ from ....finding import Finding, Place, Severity
 from ....pages import registered
 from ....pages.sheets import Entry, Section, sections
 from ....pages.sheets import Facts as Known
-from ..model_settings import (
+from ..settings import (
     CHECKPOINT_DTYPE,
+    ROLES,
+    Record,
+    Setting,
     deepspeed_half,
     deepspeed_setting,
+    dtype_of,
     fsdp_version,
     launcher_mode,
     lightning_precision,
+    truth,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
 )
-from ..settings import ROLES, Record, Setting, dtype_of, truth
 
 Rule = Callable[[Record], Iterator[Finding]]
 RULES: dict[str, Rule] = {}

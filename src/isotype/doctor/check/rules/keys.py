@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from ....dtypes import torch_word
 from ....finding import Finding
-from ..model_settings import deepspeed_setting, fsdp_version, uses_fsdp
 from ..python_calls import Name
-from ..settings import Record, Setting, dtype_of, truth
+from ..settings import Record, Setting, deepspeed_setting, dtype_of, fsdp_version, truth, uses_fsdp
 from .base import error, rule
 
 _PAIRS = (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from .edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
-from .family import REFUSED, Asked, Family
-from .flow import SD3, AuraFlow, Chroma, Flux, Flux2, Flux2Klein, QwenImage, Sana, ZImage
-from .hidream import HiDream
-from .lumina2 import Lumina2
+from .family import REFUSED, Asked, Denoiser, Drawing, Family
+from .flow import SD3, AuraFlow, Chroma, Flux, Flux2, Flux2Klein, HiDream, Lumina2, QwenImage, Sana, ZImage
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 from .video import LTX, Wan
 
@@ -18,4 +16,4 @@ FAMILIES: dict[str, type[Family]] = {
     )
 }  # fmt: skip
 
-__all__ = ["FAMILIES", "REFUSED", "Asked", "Family"]
+__all__ = ["FAMILIES", "REFUSED", "Asked", "Denoiser", "Drawing", "Family"]

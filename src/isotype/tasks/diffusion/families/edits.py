@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .family import Asked
-from .flow import Flux, QwenImage, every, packed, unpacked
+from .family import Asked, Drawing, Text, every
+from .flow import Flux, QwenImage, packed, unpacked
 
 
 class FluxKontext(Flux):
@@ -17,15 +17,8 @@ class FluxKontext(Flux):
     not_needed = ("image_encoder", "feature_extractor")
     pairs = True
 
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any,
-        control: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        made = pipe(
-            image=control, **self.prompts(text, empty), height=size, width=size, max_area=size * size, num_inference_steps=steps,
-            guidance_scale=guidance, generator=generator, output_type="latent",
-        )  # fmt: skip
-        return self.drawn(pipe, made.images, size)
+    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+        return {"image": control, "max_area": size * size}
 
 
 class QwenImageEdit(QwenImage):
@@ -60,29 +53,26 @@ class QwenImageEdit(QwenImage):
             texts.append(text_1SD[0])
         return {"text": texts}
 
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any,
-        control: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def sample(self, pipe: Any, text: Text, empty: Text, how: Drawing, generator: Any, control: Tensor | None = None) -> Tensor:
         """As the pipeline's loop does, which scales every picture before an edit to about 1024 x 1024 pixels."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift, retrieve_timesteps
 
-        side, given, scheduler = size // pipe.vae_scale_factor, text["text"], pipe.scheduler
-        tokens_NTC, _ = pipe.prepare_latents(None, 1, pipe.latent_channels, size, size, given.dtype, given.device, generator)
+        side, given, scheduler = how.size // pipe.vae_scale_factor, text["text"], pipe.scheduler
+        tokens_NTC, _ = pipe.prepare_latents(None, 1, pipe.latent_channels, how.size, how.size, given.dtype, given.device, generator)
         bounds = (scheduler.config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
-        levels = [1 - i / steps for i in range(steps)]
-        times, _ = retrieve_timesteps(scheduler, steps, given.device, sigmas=levels, mu=calculate_shift(tokens_NTC.shape[1], *bounds))
+        levels, mu = [1 - i / how.steps for i in range(how.steps)], calculate_shift(tokens_NTC.shape[1], *bounds)
+        times, _ = retrieve_timesteps(scheduler, how.steps, given.device, sigmas=levels, mu=mu)
         scheduler.set_begin_index(0)
 
-        def predicted(time: Tensor, words: dict[str, Tensor]) -> Tensor:
+        def predicted(time: Tensor, words: Text) -> Tensor:
             level_N, words = (time / 1000).expand(1).to(given.dtype), words | {"mask": every(words)}
             return packed(self.predict(pipe.transformer, unpacked(tokens_NTC, side, side), level_N, words, Asked(control=control)))
 
         for time in times:
             made = predicted(time, text)
-            if guidance > 1:
+            if how.guidance > 1:
                 away = predicted(time, empty)
-                guided = away + guidance * (made - away)
+                guided = away + how.guidance * (made - away)
                 made = guided * (made.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
             tokens_NTC = scheduler.step(made, time, tokens_NTC, return_dict=False)[0]
         return unpacked(tokens_NTC, side, side)

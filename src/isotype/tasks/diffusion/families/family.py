@@ -6,7 +6,8 @@ Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,9 +46,13 @@ class Latents:
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         """F[N 3 H W] in the VAE's dtype."""
-        unscaled = latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        made: Tensor = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
-        return made
+        return decoded(vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0))
+
+
+def decoded(vae: Any, latents: Tensor, *given: Tensor) -> Tensor:
+    """A VAE's pixels, in its dtype, of its own latents."""
+    made: Tensor = vae.decode(latents.to(vae.dtype), *given, return_dict=False)[0]
+    return made
 
 
 class OfAVideo(Latents):
@@ -61,22 +66,22 @@ class OfAVideo(Latents):
     def channels(self, config: Config) -> int:
         return int(config["z_dim"])
 
+    def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        """fp32[C 1 1] each: the mean and the deviation of the VAE's latents."""
+        mean, deviation = (
+            torch.tensor(values, device=device)[:, None, None] for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return mean, deviation
+
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         found = vae.encode(x_N3HW[:, :, None]).latent_dist
-        offset, deviation = _by_channel(vae, x_N3HW.device)
+        offset, deviation = self.statistics(vae, x_N3HW.device)
         return (found.mean[:, :, 0].float() - offset) / deviation, found.std[:, :, 0].float() / deviation
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        offset, deviation = _by_channel(vae, latents_NCHW.device)
-        unscaled = (latents_NCHW * deviation + offset).to(vae.dtype)
-        made: Tensor = vae.decode(unscaled[:, :, None], return_dict=False)[0]
-        return made[:, :, 0]
-
-
-def _by_channel(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """fp32[C 1 1] each: the mean and the deviation of the VAE's latents, in its configuration."""
-    mean, deviation = (torch.tensor(values, device=device)[:, None, None] for values in (vae.config.latents_mean, vae.config.latents_std))
-    return mean, deviation
+        offset, deviation = self.statistics(vae, latents_NCHW.device)
+        time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)] if vae.config.get("timestep_conditioning") else []  # LTX's
+        return decoded(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
 
 
 class Deterministic(Latents):
@@ -92,8 +97,7 @@ class Deterministic(Latents):
         return mean, torch.zeros_like(mean)
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        made: Tensor = vae.decode((latents_NCHW / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
-        return made
+        return decoded(vae, latents_NCHW / vae.config.scaling_factor)
 
 
 class Patched(Latents):
@@ -119,8 +123,7 @@ class Patched(Latents):
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         offset, deviation = _running(vae)
-        made: Tensor = vae.decode(unpatched(latents_NCHW * deviation + offset).to(vae.dtype), return_dict=False)[0]
-        return made
+        return decoded(vae, unpatched(latents_NCHW * deviation + offset))
 
 
 def _running(vae: Any) -> tuple[Tensor, Tensor]:
@@ -143,6 +146,10 @@ def unpatched(x_NCHW: Tensor) -> Tensor:
 
 # --- families
 
+Text = dict[str, Tensor]
+Denoiser = Callable[..., Sequence[Tensor]]
+"""A denoiser as it is called, with `return_dict=False`."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -162,6 +169,16 @@ class Asked:
     control: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How samples are drawn: side in pixels, denoising steps, guidance scale, seed."""
+
+    size: int
+    steps: int
+    guidance: float
+    seed: int
+
+
 class Family:
     """One family. Latents are what the VAE gives after its own shift and scale, whatever the denoiser takes.
 
@@ -176,6 +193,10 @@ class Family:
     encoders         the names of text encoders and tokenizers in the folder
     not_needed       parts of the pipeline that are never loaded
     latents          what stands between the VAE and the denoiser
+    encoded          the encoded texts, and where `encode_prompt` returns each: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
+    width            D, as the denoiser's configuration calls it
+    arguments        what the pipeline calls each text, and after `negative_` that of the text it guides away from
+    guides_away      it takes one to guide away from; else the guidance is a number that the denoiser is given
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
     not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
     in_comfyui       what ComfyUI has before the names of a transformer's modules, and `comfyui_names` parts of names that differ there
@@ -193,10 +214,14 @@ class Family:
     time_scale: ClassVar[float | None] = None
     downscale: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
-    encoders: ClassVar[tuple[str, ...]]
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     not_needed: ClassVar[tuple[str, ...]] = ()
     latents: ClassVar[Latents] = Latents()
     own_lengths: ClassVar[bool] = False
+    encoded: ClassVar[Mapping[str, int]] = {"text": 0}
+    width: ClassVar[str] = "joint_attention_dim"
+    arguments: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text"}
+    guides_away: ClassVar[bool] = True
     loads_lora: ClassVar[bool] = True
     not_in_comfyui: ClassVar[str] = ""
     in_comfyui: ClassVar[str] = "transformer"
@@ -230,45 +255,71 @@ class Family:
         """S, from the lengths of the CLIP tokenizer and of T5's sequence."""
         return max_length
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+    def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of `encode_text`, without N.
 
         config  the denoiser's; length: S
         """
-        return {"text": (length, int(config["joint_attention_dim"]))}
+        shapes: dict[str, tuple[int, ...]] = {"text": (length, int(config[self.width]))}
+        if "pooled" in self.encoded:
+            shapes["pooled"] = (int(config["pooled_projection_dim"]),)
+        if "mask" in self.encoded or self.own_lengths:
+            shapes["mask"] = (length,)
+        return shapes
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> Mapping[str, Sequence[Tensor] | Tensor]:
-        """`text` F[N S D] and what else the denoiser takes (`pooled` F[N D], `mask` F[N S]) of the pipeline's own text encoders. With
-        `own_lengths` a list of F[S D], without mask."""
-        raise NotImplementedError
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Any]:
+        """The texts that `encoded` names, of the pipeline's own text encoders: a tensor each, or with `own_lengths` a list of F[S D],
+        without mask.
+
+        options  of the pipeline's `encode_prompt`
+        """
+        known = inspect.signature(pipe.encode_prompt).parameters
+        given = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
+        made = pipe.encode_prompt(captions, **{name: value for name, value in given.items() if name in known}, **options)
+        found = {what: made[at] for what, at in self.encoded.items()}
+        return found | ({"mask": found["mask"].to(found["text"].dtype)} if "mask" in found else {})
 
     def encode_instructions(self, pipe: Any, captions: list[str], pictures: list[Any]) -> Mapping[str, Sequence[Tensor]]:
         """`encode_text` of captions with the pictures before their edits (PIL), of a family with `sees_control`."""
         raise NotImplementedError
 
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
         """`encode_text` of tokens, with gradient, of a family with `text_encoders`; encoders: by those names, P of them."""
         raise NotImplementedError
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
         """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
 
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
+    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
         """What the pipeline is given of the encoded texts, and of the empty one that it guides away from."""
-        raise NotImplementedError
+        sides = {"": text, "negative_": empty} if self.guides_away else {"": text}
+        whole = {sign: {"mask": every(words)} | words for sign, words in sides.items()}
+        return {sign + name: words[what] for sign, words in whole.items() for name, what in self.arguments.items()}
+
+    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+        """What the pipeline is given besides texts, size, steps, guidance and generator."""
+        return {}
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures of `size` pixels."""
         return made
 
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any,
-        control: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def sample(self, pipe: Any, text: Text, empty: Text, how: Drawing, generator: Any, control: Tensor | None = None) -> Tensor:
         """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own loop. `control`: `Asked.control`."""
-        given = {"height": size, "width": size, "num_inference_steps": steps, self.guidance: guidance, "generator": generator}
-        return self.drawn(pipe, pipe(**self.prompts(text, empty), **given, output_type="latent", return_dict=False)[0], size)
+        given = {
+            "height": how.size,
+            "width": how.size,
+            "num_inference_steps": how.steps,
+            self.guidance: how.guidance,
+            "generator": generator,
+        }
+        given |= self.prompts(text, empty) | self.also(pipe, how.size, control)
+        return self.drawn(pipe, pipe(**given, output_type="latent", return_dict=False)[0], how.size)
+
+
+MASKED = {"prompt_embeds": "text", "prompt_attention_mask": "mask"}
+POOLED = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
 
 
 def config_of(model: Any) -> Any:
@@ -276,20 +327,15 @@ def config_of(model: Any) -> Any:
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).config
 
 
-def masked_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A pipeline's arguments for a text with a mask, and for the empty one that it guides away from."""
-    return {
-        "prompt_embeds": text["text"], "prompt_attention_mask": text["mask"], "negative_prompt_embeds": empty["text"],
-        "negative_prompt_attention_mask": empty["mask"],
-    }  # fmt: skip
+def every(text: Text) -> Tensor:
+    """bool[N S]: every token counts, of a caption in its own length."""
+    return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
-def pooled_prompts(text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same for a text as a sequence and as one pooled vector."""
-    return {
-        "prompt_embeds": text["text"], "pooled_prompt_embeds": text["pooled"], "negative_prompt_embeds": empty["text"],
-        "negative_pooled_prompt_embeds": empty["pooled"],
-    }  # fmt: skip
+def in_rows(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
+    """F[N C H W] of tokens of a latent pixel each."""
+    n, _, c = tokens_NTC.shape
+    return tokens_NTC.transpose(1, 2).reshape(n, c, height, width)
 
 
 # --- pipelines of diffusers that are not trained, and why: an error names the reason

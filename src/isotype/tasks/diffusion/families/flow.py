@@ -7,55 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
-from .family import Asked, Deterministic, Family, OfAVideo, Patched, config_of, masked_prompts, patched, pooled_prompts
-
-
-class Flux(Family):
-    """Flux.1: latents in tokens of 2 x 2, CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
-
-    pipeline = "FluxPipeline"
-    time_scale = 1000.0
-    max_text_length = 512
-    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["joint_attention_dim"])), "pooled": (int(config["pooled_projection_dim"]),)}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, pooled_ND, _ = pipe.encode_prompt(captions, max_sequence_length=max_length)
-        return {"text": text_NSD, "pooled": pooled_ND}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        height, width = noisy_NCHW.shape[-2:]
-        told = torch.full_like(time_N, asked.guidance) if told_guidance(model) else None
-        ids_T3 = positions(height // 2, width // 2, noisy_NCHW.device)
-        if asked.control is not None:
-            ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
-        made_NTC = model(
-            hidden_states=beside(noisy_NCHW, asked), timestep=time_N, guidance=told, encoder_hidden_states=text["text"],
-            pooled_projections=text["pooled"], txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
-            img_ids=ids_T3, return_dict=False,
-        )[0]  # fmt: skip
-        return unpacked(made_NTC[:, : height * width // 4], height, width)
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": text["text"], "pooled_prompt_embeds": text["pooled"]}
-
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        side = size // pipe.vae_scale_factor
-        return unpacked(made, side, side)
-
-
-def beside(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
-    """Tokens of the noisy latents, and after them those of the picture before the edit."""
-    return packed(noisy_NCHW) if asked.control is None else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
-
-
-def told_guidance(model: Any) -> bool:
-    """Whether this model has an input for the guidance scale (Flux.1-dev), or none (schnell)."""
-    return bool(config_of(model).guidance_embeds)
+from ....instance_method import InstanceMethod
+from .family import MASKED, POOLED, Asked, Config, Denoiser, Deterministic, Family, OfAVideo, Patched, Text, config_of, in_rows, patched
 
 
 def packed(latents_NCHW: Tensor) -> Tensor:
@@ -70,12 +26,71 @@ def unpacked(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
     return tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(n, c // 4, height, width)
 
 
+class InTokens(Family):
+    """Latents in tokens of 2 x 2; those of a picture before the edit come after the noisy ones."""
+
+    def tokens_of(self, noisy_NCHW: Tensor, asked: Asked) -> Tensor:
+        return packed(noisy_NCHW) if asked.control is None else torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
+
+    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+        side = size // pipe.vae_scale_factor
+        return unpacked(made, side, side)
+
+
+class Flux(InTokens):
+    """Flux.1: CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
+
+    pipeline = "FluxPipeline"
+    time_scale = 1000.0
+    max_text_length = 512
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    encoded = {"text": 0, "pooled": 1}
+    arguments = POOLED
+    guides_away = False
+
+    def beside(self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked) -> dict[str, Any]:
+        """What the denoiser is given besides tokens, time and sequence."""
+        return {"guidance": told_guidance(model, time_N, asked), "pooled_projections": text["pooled"]}
+
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        height, width = noisy_NCHW.shape[-2:]
+        tokens_NTC, ids_T3 = self.tokens_of(noisy_NCHW, asked), positions(height // 2, width // 2, noisy_NCHW.device)
+        if asked.control is not None:
+            ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
+        made_NTC = model(
+            hidden_states=tokens_NTC, timestep=time_N, encoder_hidden_states=text["text"], img_ids=ids_T3,
+            txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device), return_dict=False,
+            **self.beside(model, tokens_NTC, time_N, text, asked),
+        )[0]  # fmt: skip
+        return unpacked(made_NTC[:, : height * width // 4], height, width)
+
+
+def told_guidance(model: Any, time_N: Tensor, asked: Asked) -> Tensor | None:
+    """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without (schnell)."""
+    return torch.full_like(time_N, asked.guidance) if config_of(model).guidance_embeds else None
+
+
 def positions(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
     """fp32[rows*columns axes]: 0, row and column of each token, then 0."""
     ids = torch.zeros(rows, columns, axes, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)[None]
     return ids.reshape(-1, axes)
+
+
+class Chroma(Flux):
+    """Chroma: Flux without CLIP, whose text is masked behind its first padding token, and that guides away from an empty text."""
+
+    pipeline = "ChromaPipeline"
+    encoders = ("text_encoder", "tokenizer")
+    not_needed = ("image_encoder", "feature_extractor")
+    encoded = {"text": 0, "mask": 2}
+    arguments = MASKED
+    guides_away = True
+
+    def beside(self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked) -> dict[str, Any]:
+        mask_NS = text["mask"].to(tokens_NTC.dtype)  # of numbers, which attention adds, as in the pipeline
+        return {"attention_mask": torch.cat((mask_NS, mask_NS.new_ones(tokens_NTC.shape[:2])), 1)}
 
 
 class Flux2(Family):
@@ -85,27 +100,18 @@ class Flux2(Family):
     time_scale = 1000.0
     downscale = 1
     max_text_length = 512
-    encoders = ("text_encoder", "tokenizer")
     latents = Patched()
+    guides_away = False
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, _ = pipe.encode_prompt(captions, max_sequence_length=max_length)
-        return {"text": text_NSD}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        told = torch.full_like(time_N, asked.guidance) if told_guidance(model) else None
         words_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
         words_S4[:, 3] = torch.arange(len(words_S4), device=noisy_NCHW.device)
         made_NTC = model(
-            hidden_states=noisy_NCHW.flatten(2).transpose(1, 2), timestep=time_N, guidance=told, encoder_hidden_states=text["text"],
-            txt_ids=words_S4, img_ids=positions(height, width, noisy_NCHW.device, 4), return_dict=False,
+            hidden_states=noisy_NCHW.flatten(2).transpose(1, 2), timestep=time_N, guidance=told_guidance(model, time_N, asked),
+            encoder_hidden_states=text["text"], txt_ids=words_S4, img_ids=positions(height, width, noisy_NCHW.device, 4), return_dict=False,
         )[0]  # fmt: skip
-        made: Tensor = made_NTC.transpose(1, 2).unflatten(2, (height, width))
-        return made
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": text["text"]}
+        return in_rows(made_NTC, height, width)
 
     def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
         return self.latents.normalised(pipe.vae, patched(made))
@@ -115,56 +121,18 @@ class Flux2Klein(Flux2):
     """Guides away from an empty text, where Flux.2 has the guidance as an input."""
 
     pipeline = "Flux2KleinPipeline"
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": text["text"], "negative_prompt_embeds": empty["text"]}
+    guides_away = True
 
 
-class Chroma(Family):
-    """Chroma: Flux without CLIP, whose text is masked behind its first padding token, and that guides away from an empty text."""
-
-    pipeline = "ChromaPipeline"
-    time_scale = 1000.0
-    max_text_length = 512
-    encoders = ("text_encoder", "tokenizer")
-    not_needed = ("image_encoder", "feature_extractor")
-
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["joint_attention_dim"])), "mask": (length,)}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, _, mask_NS, *_ = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=max_length)
-        return {"text": text_NSD, "mask": mask_NS}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        height, width = noisy_NCHW.shape[-2:]
-        tokens_NTC = packed(noisy_NCHW)
-        mask_NS = text["mask"].to(tokens_NTC.dtype)  # of numbers, which attention adds, as in the pipeline
-        made_NTC = model(
-            hidden_states=tokens_NTC, timestep=time_N, encoder_hidden_states=text["text"],
-            txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
-            img_ids=positions(height // 2, width // 2, noisy_NCHW.device),
-            attention_mask=torch.cat((mask_NS, mask_NS.new_ones(tokens_NTC.shape[:2])), 1), return_dict=False,
-        )[0]  # fmt: skip
-        return unpacked(made_NTC, height, width)
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return masked_prompts(text, empty)
-
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        side = size // pipe.vae_scale_factor
-        return unpacked(made, side, side)
-
-
-class QwenImage(Family):
-    """Qwen-Image: latents in tokens of 2 x 2, the sequence of a vision language model, guidance away from an empty text."""
+class QwenImage(InTokens):
+    """Qwen-Image: the sequence of a vision language model, guidance away from an empty text."""
 
     pipeline = "QwenImagePipeline"
     time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
     max_text_length: ClassVar[int | None] = 1024
-    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     latents = OfAVideo()
     own_lengths = True
+    arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
     guidance = "true_cfg_scale"
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
@@ -172,36 +140,18 @@ class QwenImage(Family):
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["joint_attention_dim"])), "mask": (length,)}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, list[Tensor]]:
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
         text_NSD, mask_NS = pipe.encode_prompt(captions, max_sequence_length=max_length)
         return {"text": [text if mask_NS is None else text[mask_NS[i].bool()] for i, text in enumerate(text_NSD)]}
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         shapes = [(1, height // 2, width // 2)] * (1 if asked.control is None else 2)
         made_NTC = model(
-            hidden_states=beside(noisy_NCHW, asked), timestep=time_N, encoder_hidden_states=text["text"],
+            hidden_states=self.tokens_of(noisy_NCHW, asked), timestep=time_N, encoder_hidden_states=text["text"],
             encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[shapes] * len(noisy_NCHW), return_dict=False,
         )[0]  # fmt: skip
         return unpacked(made_NTC[:, : height * width // 4], height, width)
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {
-            "prompt_embeds": text["text"], "prompt_embeds_mask": every(text), "negative_prompt_embeds": empty["text"],
-            "negative_prompt_embeds_mask": every(empty),
-        }  # fmt: skip
-
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        side = size // pipe.vae_scale_factor
-        return unpacked(made, side, side)
-
-
-def every(text: dict[str, Tensor]) -> Tensor:
-    """bool[N S]: every token counts, of a caption in its own length."""
-    return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
 class ZImage(Family):
@@ -209,24 +159,20 @@ class ZImage(Family):
 
     pipeline = "ZImagePipeline"
     max_text_length = 512
-    encoders = ("text_encoder", "tokenizer")
     own_lengths = True
+    width = "cap_feat_dim"
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["cap_feat_dim"])), "mask": (length,)}
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
+        made = super().encode_text(pipe, list(captions), max_length=max_length)  # the pipeline writes into the list that it is given
+        return {"text": list(made["text"])}
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, list[Tensor]]:
-        # the pipeline writes into the list that it is given
-        texts, _ = pipe.encode_prompt(list(captions), do_classifier_free_guidance=False, max_sequence_length=max_length)
-        return {"text": list(texts)}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
         texts = [one[:length] for one, length in zip(text["text"], asked.lengths)]
         made = model(list(noisy_NCHW[:, :, None].unbind(0)), 1 - time_N, texts, return_dict=False)[0]
         return -torch.stack([one[:, 0] for one in made])
 
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": list(text["text"]), "negative_prompt_embeds": list(empty["text"])}
+    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
+        return {name: list(words) for name, words in super().prompts(text, empty).items()}
 
 
 class SD3(Family):
@@ -235,6 +181,8 @@ class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
     max_text_length = 256
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    encoded = {"text": 0, "pooled": 2}
+    arguments = POOLED
 
     def unused(self, denoiser: Any) -> tuple[str, ...]:
         """The text's queries of the last block, whose text is not used."""
@@ -243,24 +191,14 @@ class SD3(Family):
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length + max_length
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["joint_attention_dim"])), "pooled": (int(config["pooled_projection_dim"]),)}
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Any]:
+        return super().encode_text(pipe, captions, max_length=max_length, prompt_2=None, prompt_3=None)
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, _, pooled_ND, _ = pipe.encode_prompt(
-            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=max_length
-        )
-        return {"text": text_NSD, "pooled": pooled_ND}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return model(
             hidden_states=noisy_NCHW, timestep=time_N * 1000, encoder_hidden_states=text["text"], pooled_projections=text["pooled"],
             return_dict=False,
         )[0]  # fmt: skip
-        return made
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return pooled_prompts(text, empty)
 
 
 class AuraFlow(Family):
@@ -268,20 +206,11 @@ class AuraFlow(Family):
 
     pipeline = "AuraFlowPipeline"
     max_text_length = 256
-    encoders = ("text_encoder", "tokenizer")
+    arguments = MASKED  # of the mask the pipeline checks the shape only
     adapted = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, *_ = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=max_length)
-        return {"text": text_NSD}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(noisy_NCHW, encoder_hidden_states=text["text"], timestep=time_N, return_dict=False)[0]
-        return made
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        every = text["text"].new_ones(text["text"].shape[:2])  # of the mask the pipeline checks the shape
-        return masked_prompts(text | {"mask": every}, empty | {"mask": every})
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return model(noisy_NCHW, encoder_hidden_states=text["text"], timestep=time_N, return_dict=False)[0]
 
 
 class Sana(Family):
@@ -290,33 +219,153 @@ class Sana(Family):
     pipeline = "SanaPipeline"
     downscale = 1
     max_text_length = 300
-    encoders = ("text_encoder", "tokenizer")
     latents = Deterministic()
+    encoded = {"text": 0, "mask": 1}
+    width = "caption_channels"
+    arguments = MASKED
     not_in_comfyui = "ComfyUI itself has no Sana"
     adapted = ("SanaTransformerBlock",)
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["caption_channels"])), "mask": (length,)}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
         """A caption is encoded behind the instruction that the pipeline draws with; the empty one, which is guided away from, alone."""
-        instruction = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
-        texts, masks = [], []
-        for caption in captions:
-            text_1SD, mask_1S, _, _ = pipe.encode_prompt(
-                [caption], do_classifier_free_guidance=False, max_sequence_length=max_length,
-                complex_human_instruction=instruction if caption else None,
-            )  # fmt: skip
-            texts.append(text_1SD)
-            masks.append(mask_1S.to(text_1SD.dtype))
-        return {"text": torch.cat(texts), "mask": torch.cat(masks)}
+        own = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+        encode = super().encode_text
+        made = [encode(pipe, [one], max_length=max_length, complex_human_instruction=own if one else None) for one in captions]
+        return {what: torch.cat([one[what] for one in made]) for what in self.encoded}
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return model(
             noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"],
             timestep=time_N * 1000 * config_of(model).timestep_scale, return_dict=False,
         )[0]  # fmt: skip
-        return made
 
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"negative_prompt": None, **masked_prompts(text, empty), "use_resolution_binning": False}
+    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+        return {"negative_prompt": None, "use_resolution_binning": False}
+
+
+class Lumina2(Family):
+    """Lumina 2: a caption behind the pipeline's system prompt in its own length, the velocity from noise to the latent."""
+
+    pipeline = "Lumina2Pipeline"
+    max_text_length = 256
+    own_lengths = True
+    width = "cap_feat_dim"
+    arguments = MASKED
+    not_in_comfyui = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
+
+    def prepare(self, denoiser: Any) -> None:
+        """Its positions are complex numbers of fp64 halves, which would make queries and keys fp64."""
+        rope = denoiser.rope_embedder
+        rope.freqs_cis = [table.to(torch.complex64) for table in rope.freqs_cis]
+
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, list[Tensor]]:
+        """The empty caption, which is guided away from, is encoded without system prompt, as the pipeline does."""
+        texts = []
+        for caption in captions:
+            # the pipeline puts the system prompt before `prompt` and not before `negative_prompt`
+            text_1SD, mask_1S, away_1SD, away_1S = pipe.encode_prompt([caption], max_sequence_length=max_length)
+            text, mask = (text_1SD, mask_1S) if caption else (away_1SD, away_1S)
+            texts.append(text[0][mask[0].bool()])
+        return {"text": texts}
+
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return -model(noisy_NCHW, 1 - time_N, text["text"], _Mask(text["mask"], asked.lengths), return_dict=False)[0]
+
+    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
+        """Both of one length, which the pipeline asks for."""
+        longest = max(words["text"].shape[1] for words in (text, empty))
+
+        def padded(words: Text) -> Text:
+            missing = longest - words["text"].shape[1]
+            return {
+                "text": pad(words["text"], (0, 0, 0, missing)),
+                "mask": pad(words["text"].new_ones(words["text"].shape[:2]), (0, missing)).long(),
+            }
+
+        return super().prompts(padded(text), padded(empty))
+
+
+class _Mask:
+    """A mask [N S] whose rows' sums are known: the denoiser asks for them in each pass, which would wait for the device, and cannot be
+    answered by a plan, whose tensors have no data."""
+
+    def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
+        self.mask, self.lengths, self.shape = mask_NS, lengths, mask_NS.shape
+
+    def sum(self, dim: int) -> _Mask:
+        return self
+
+    def tolist(self) -> list[int]:
+        return list(self.lengths)
+
+    def bool(self) -> Tensor:
+        return self.mask.bool()
+
+
+class HiDream(Family):
+    """HiDream: every layer of a language model beside T5's sequence and CLIP's pooled texts, experts, the velocity from noise to latent."""
+
+    pipeline = "HiDreamImagePipeline"
+    max_text_length = 128
+    blocks = ("HiDreamBlock",)
+    encoders = (
+        "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3", "text_encoder_4", "tokenizer_4",
+    )  # fmt: skip
+    encoded = {"text": 0, "layers": 2, "pooled": 4}
+    arguments = {"prompt_embeds_t5": "text", "prompt_embeds_llama3": "layers", "pooled_prompt_embeds": "pooled"}
+
+    def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
+        t5, language = config["caption_channels"]
+        return {
+            "text": (length, int(t5)), "layers": (1 + max(config["llama_layers"]), length, int(language)),
+            "pooled": (int(config["text_emb_dim"]),),
+        }  # fmt: skip
+
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
+        made = super().encode_text(pipe, captions, max_length=max_length)
+        used = 1 + max(pipe.transformer.config.llama_layers)
+        return {**made, "layers": made["layers"][:used].transpose(0, 1)}
+
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        made = model(
+            noisy_NCHW, timesteps=time_N * 1000, encoder_hidden_states_t5=text["text"],
+            encoder_hidden_states_llama3=text["layers"].transpose(0, 1), pooled_embeds=text["pooled"], return_dict=False,
+        )[0]  # fmt: skip
+        return -(made if made.shape == noisy_NCHW.shape else _as_picture(made, noisy_NCHW, config_of(model).patch_size))
+
+    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
+        by_layer = (words | {"layers": words["layers"].transpose(0, 1)} for words in (text, empty))
+        return super().prompts(*by_layer)
+
+    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+        pipe.default_sample_size = size // pipe.vae_scale_factor  # it scales every size to the area of this one
+        return {}
+
+    def prepare(self, denoiser: Any) -> None:
+        super().prepare(denoiser)
+        if denoiser.final_layer.linear.weight.is_meta:  # in evaluation it reads the pictures' sizes from a tensor
+            InstanceMethod(_unpatchify, denoiser, "unpatchify").put()
+        for module in denoiser.modules():
+            if type(module).__name__ == "MOEFeedForwardSwiGLU" and module.gate.weight.is_meta:
+                InstanceMethod(_in_equal_parts, module).put()
+
+
+def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> Tensor:
+    made: Tensor = type(denoiser).unpatchify(denoiser, x_NTP, sizes, True)
+    return made
+
+
+def _as_picture(made_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
+    """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind the picture's are padding."""
+    height, width = (length // side for length in like_NCHW.shape[-2:])
+    tokens: Tensor = made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
+    return tokens.transpose(3, 4).flatten(4).flatten(2, 3)
+
+
+def _in_equal_parts(moe: Any, x_NSD: Tensor) -> Tensor:
+    """The shapes of the layer's own forward where each expert gets equally many tokens: of a plan, in which a token has no value."""
+    tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)
+    parts = zip(tokens_TD.tensor_split(len(moe.experts)), moe.experts)
+    made_TD = torch.cat([expert(part) for part, expert in parts])
+    made: Tensor = made_TD.unflatten(0, (-1, moe.num_activated_experts)).sum(1).view_as(x_NSD) + moe.shared_experts(x_NSD)
+    return made

@@ -3,54 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .family import Asked, Family, config_of, masked_prompts, pooled_prompts
+from .family import MASKED, POOLED, Asked, Config, Denoiser, Family, Text, config_of
 
 
-class SDXL(Family):
-    """Stable Diffusion XL: a U-Net on latents, two CLIP encoders side by side, the picture's size as further input."""
+class StableDiffusion(Family):
+    """Stable Diffusion 1.5 and 2: a U-Net on latents, one CLIP encoder."""
 
-    pipeline = "StableDiffusionXLPipeline"
+    pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
     objectives = ("epsilon", "v")
-    downscale = 4
+    downscale = 8
     max_text_length = None
-    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    text_encoders = ("text_encoder", "text_encoder_2")
-    last_unused = ("text_encoder",)
+    width = "cross_attention_dim"
+    text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    not_needed = ("safety_checker", "feature_extractor", "image_encoder")
     adapted = ("Transformer2DModel",)
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
+        return super().encode_text(pipe, captions, max_length=max_length, device=pipe._execution_device, num_images_per_prompt=1)
+
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
+        return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
+
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return model(noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False)[0]
+
+
+class SDXL(StableDiffusion):
+    """Stable Diffusion XL: two CLIP encoders side by side, the picture's size as further input."""
+
+    pipeline = "StableDiffusionXLPipeline"
+    downscale = 4
+    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    encoded = {"text": 0, "pooled": 2}
+    arguments = POOLED
+    text_encoders = ("text_encoder", "text_encoder_2")
+    last_unused = ("text_encoder",)
+
+    def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         width = int(config["projection_class_embeddings_input_dim"]) - 6 * int(config["addition_time_embed_dim"])
-        return {"text": (length, int(config["cross_attention_dim"])), "pooled": (width,)}
+        return {"text": (length, int(config[self.width])), "pooled": (width,)}
 
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, _, pooled_ND, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False)
-        if pipe.config.force_zeros_for_empty_prompt:  # the pipeline guides away from zeros: a dropped caption is the same
-            captioned = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
-            text_NSD, pooled_ND = text_NSD * captioned[:, None, None], pooled_ND * captioned[:, None]
-        return {"text": text_NSD, "pooled": pooled_ND}
+    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int, **options: Any) -> Mapping[str, Tensor]:
+        made = super().encode_text(pipe, captions, max_length=max_length)
+        if not pipe.config.force_zeros_for_empty_prompt:
+            return made
+        captioned = torch.tensor([caption != "" for caption in captions], device=made["text"].device)
+        # the pipeline guides away from zeros: a dropped caption is the same
+        return {what: text * captioned.view(-1, *[1] * (text.ndim - 1)) for what, text in made.items()}
 
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
+    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
         made = [encoder(ids_NPS[:, i], output_hidden_states=True) for i, encoder in enumerate(encoders.values())]
         return {"text": torch.cat([one.hidden_states[-2] for one in made], -1), "pooled": made[-1].text_embeds}
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        return model(
             noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False,
             added_cond_kwargs={"text_embeds": text.get("pooled"), "time_ids": sizes(noisy_NCHW, asked)},
         )[0]  # fmt: skip
-        return made
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return pooled_prompts(text, empty)
 
 
 def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
@@ -65,66 +83,27 @@ def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
     return torch.cat([cut, target], 1)
 
 
-class StableDiffusion(Family):
-    """Stable Diffusion 1.5 and 2: a U-Net on latents, one CLIP encoder."""
-
-    pipeline = "StableDiffusionPipeline"
-    denoiser = "unet"
-    objectives = ("epsilon", "v")
-    downscale = 8
-    max_text_length = None
-    encoders = ("text_encoder", "tokenizer")
-    text_encoders = ("text_encoder",)
-    not_needed = ("safety_checker", "feature_extractor", "image_encoder")
-    adapted = ("Transformer2DModel",)
-
-    def text_tokens(self, clip_length: int, max_length: int) -> int:
-        return clip_length
-
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["cross_attention_dim"]))}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, _ = pipe.encode_prompt(captions, pipe._execution_device, 1, do_classifier_free_guidance=False)
-        return {"text": text_NSD}
-
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> dict[str, Tensor]:
-        return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False)[0]
-        return made
-
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": text["text"], "negative_prompt_embeds": empty["text"]}
-
-
 class PixArtAlpha(Family):
     """PixArt-alpha and PixArt-Sigma: latents as pictures, T5's sequence with its mask, a predicted variance that training does not use."""
 
     pipeline = "PixArtAlphaPipeline"
     objectives = ("epsilon", "v")
     max_text_length = 120
-    encoders = ("text_encoder", "tokenizer")
+    encoded = {"text": 0, "mask": 1}
+    width = "caption_channels"
+    arguments = MASKED
     loads_lora = False
     adapted = ("BasicTransformerBlock",)
 
-    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
-        return {"text": (length, int(config["caption_channels"])), "mask": (length,)}
-
-    def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        text_NSD, mask_NS, _, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=max_length)
-        return {"text": text_NSD, "mask": mask_NS.to(text_NSD.dtype)}
-
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
-        made: Tensor = model(
+    def predict(self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked) -> Tensor:
+        made = model(
             noisy_NCHW, encoder_hidden_states=text["text"], encoder_attention_mask=text["mask"], timestep=time_N,
             added_cond_kwargs=told_size(model, noisy_NCHW, asked.downscale), return_dict=False,
         )[0]  # fmt: skip
         return made[:, : noisy_NCHW.shape[1]]  # the rest is the variance
 
-    def prompts(self, text: dict[str, Tensor], empty: dict[str, Tensor]) -> dict[str, Any]:
-        return {"negative_prompt": None, **masked_prompts(text, empty), "use_resolution_binning": False}
+    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+        return {"negative_prompt": None, "use_resolution_binning": False}
 
 
 class PixArtSigma(PixArtAlpha):
