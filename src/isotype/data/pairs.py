@@ -6,7 +6,7 @@ another prompt, for KTO's reference point.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UsageError
 from .encode import Tally
 from .formats import Example
-from .rows import IGNORED, Row
+from .rows import IGNORED, MadeRows, Row
 from .tokens import TokenRows
 
 Encoded = tuple[Example, Row, bool]
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
-class Pairs(Sequence[Pair]):
+class Pairs(MadeRows[Pair]):
     """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it is known."""
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
@@ -43,7 +43,7 @@ class Pairs(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self.rows) // 2
 
-    def __getitem__(self, i: int) -> Pair:  # type: ignore[override]  # pairs are taken one by one
+    def one(self, i: int) -> Pair:
         both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         return Pair(self.rows[2 * i], self.rows[2 * i + 1], both)
 
@@ -118,7 +118,7 @@ class Answer(NamedTuple):
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
-class Labelled(Sequence[Answer]):
+class Labelled(MadeRows[Answer]):
     """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of `pool` with another prompt.
 
     reference  fp32[2 N]  two values an answer, once they are known
@@ -134,7 +134,7 @@ class Labelled(Sequence[Answer]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> Answer:  # type: ignore[override]  # answers are taken one by one
+    def one(self, i: int) -> Answer:
         row = self.rows[i]
         both = None if self.reference is None else (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
         partner = with_answer_of(row, self.pool[int(self.partners[i])], self.max_length)

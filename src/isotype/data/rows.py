@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .bad_rows import BadRow
 
+T = TypeVar("T")
 IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
 
 
@@ -130,16 +132,30 @@ def _hash_of(rows: Sequence[Row]) -> str:
     return summed.hexdigest()
 
 
-class Selection(Sequence[Any]):
-    """Some rows of a side, by number."""
+class MadeRows(Sequence[T]):
+    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection` of them."""
 
-    def __init__(self, rows: Sequence[Any], numbers: Sequence[int]) -> None:
+    @abstractmethod
+    def one(self, i: int) -> T: ...
+
+    @overload
+    def __getitem__(self, i: int) -> T: ...
+    @overload
+    def __getitem__(self, i: slice) -> Selection[T]: ...
+    def __getitem__(self, i: int | slice) -> T | Selection[T]:
+        return Selection(self, range(len(self))[i]) if isinstance(i, slice) else self.one(i)
+
+
+class Selection(MadeRows[T]):
+    """Some of the rows, by number."""
+
+    def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
         self.rows, self.numbers = rows, numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, i: int) -> Any:  # type: ignore[override]  # rows are taken one by one
+    def one(self, i: int) -> T:
         return self.rows[self.numbers[i]]
 
     @property
@@ -148,7 +164,7 @@ class Selection(Sequence[Any]):
         return [lengths[i] for i in self.numbers]
 
 
-def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
+def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
     """Tokens of each row, without making the rows where their storage knows."""
     known = getattr(rows, "lengths", None)
     return [len(row.input_ids) for row in rows] if known is None else known

@@ -25,7 +25,7 @@ from .formats import Example
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
 from .sources import Source
-from .tokens import TokenRows, TokenWriter, digest_of, is_held_out, pack
+from .tokens import TokenRows, TokenWriter, digest_of, held_out_alone, pack
 
 EVALUATED = 256  # held-out rows that an evaluation takes
 _SEARCHED = 20_000  # rows of the beginning in which they are looked for
@@ -102,9 +102,7 @@ class StreamedRows:
                 f"the stream cannot be read on: {error.message}",
                 fix="mend the row, or leave such rows out: isotype train --resume FOLDER data.on_bad_row=skip",
             ) from error
-        digests = tokens.column("digest").tolist()
-        trained = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
-        rows = tokens.select(trained)
+        rows = tokens.select(~held_out_alone(tokens.column("digest"), self.held_out, self.seed))
         self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
         self._order = list(range(len(self.rows)))
         if self.data.shuffle:
@@ -135,8 +133,7 @@ def load_stream(
     share = data.eval_split if was_held_out else 0.0
     beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
     ignored = [dict(one.ignored) for one in sources]  # before any row is read again
-    held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
-    train = beginning.select(~held)
+    train = beginning.select(~held_out_alone(beginning.column("digest"), share, seed))
     tallies, total = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
         why = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
@@ -203,7 +200,8 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
     examples: list[Example] = []
     if share:
         for example, row, cut in encoder.rows(islice(sound(_one_pass(sources)), _SEARCHED), Tally()):
-            if is_held_out(digest_of(row.input_ids, row.pictures), share, seed):
+            digest = np.array([digest_of(row.input_ids, row.pictures)], np.uint64)
+            if held_out_alone(digest, share, seed).all():
                 writer.add(row, example=-1, cut=cut)
                 examples += [example] if len(examples) < SAMPLES else []
             if writer.rows == EVALUATED:

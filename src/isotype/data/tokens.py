@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of
+from .rows import IGNORED, MadeRows, Row, Share, digest_of_picture, is_there, path_of
 
 _CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
@@ -104,7 +104,7 @@ class TokenWriter:
         return TokenBlock({name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}, facts)
 
 
-class TokenRows(Sequence[Row]):
+class TokenRows(MadeRows[Row]):
     """Rows of several blocks, one block after the other, or a selection of them, in order."""
 
     def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
@@ -119,7 +119,7 @@ class TokenRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, i: int) -> Row:  # type: ignore[override]  # `select` gives several
+    def one(self, i: int) -> Row:
         block, row = self.place(i)
         return self.blocks[block].row(row)
 
@@ -193,12 +193,12 @@ def places(digests: np.ndarray, seed: int) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def is_held_out(digest: int, share: float, seed: int) -> bool:
-    """The same choice for a stream: it decides about each row alone, since the other rows are unknown."""
-    return bool(int(places(np.array([digest], np.uint64), seed)[0]) < share * 2**64)
+def held_out_alone(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """bool[R]: the same choice for a stream, which decides about each row alone, since the other rows are unknown."""
+    return places(digests, seed) < share * 2**64
 
 
-class PackedRows(Sequence[Row]):
+class PackedRows(MadeRows[Row]):
     """Packed rows over `rows`; `packs[i]` are the numbers of the rows in the i-th."""
 
     def __init__(self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]) -> None:
@@ -207,7 +207,7 @@ class PackedRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, i: int) -> Row:  # type: ignore[override]  # rows are taken one by one
+    def one(self, i: int) -> Row:
         found = [self.rows[int(k)] for k in self.packs[i]]
         return found[0] if found[0].pictures else joined(found)
 

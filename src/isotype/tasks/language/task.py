@@ -16,7 +16,7 @@ from ...data.bad_rows import BadRow, BadRowFile
 from ...data.facts import source_lines
 from ...data.load import load_data
 from ...data.prompts import prompts_of_run
-from ...data.rows import LoadedData, SamplePrompt, Selection, examples, row_lengths
+from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
@@ -192,13 +192,12 @@ class LanguageTask:
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         rows, sets = self.objective.eval, self.data.eval_sets
         if most is not None or not sets:
-            whole = rows or self.objective.train
-            return self._evaluate(model, Selection(whole, range(len(whole))[:most]), device, dtype, world)
+            return self._evaluate(model, (rows or self.objective.train)[:most], device, dtype, world)
         found: dict[str, Evaluation] = {}
         start = 0
         for name, count in sets.items():
             end = start + count // self.objective.each
-            found[name], start = self._evaluate(model, Selection(rows, range(start, end)), device, dtype, world), end
+            found[name], start = self._evaluate(model, rows[start:end], device, dtype, world), end
         return Evaluation.of_sets(found)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
