@@ -1,4 +1,5 @@
-"""A method of one instance that replaces its class's. `optimize` and `apply_precision` put such methods on modules.
+"""A method of one instance that replaces its class's, and a line on what became of a module. `optimize` and `apply_precision` put such
+methods on modules.
 
 A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
 read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -147,3 +149,26 @@ def take_back(module: Any) -> int:
     method.take_back()
     count: int = entries
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One module, and the op that runs there now.
+
+    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign; of a denoiser also block,
+            modulated norm, joint attention, activation
+    module  its path in the model; "" is the model itself
+    kind    its class; of a LoRA layer, the class of its base layer
+    op      the op; None where the module runs its own code
+    reason  without an op: why there is none. With one: what the probe found out, or ""
+    """
+
+    part: str
+    module: str
+    kind: str
+    op: str | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        said = f"{self.module or '(the model)'}: {self.op or 'left alone'}"
+        return f"{said}: {self.reason}" if self.reason else said

@@ -24,10 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as every_module
 
 from ..errors import UsageError
-from ..instance_method import InstanceMethod
+from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype
 from ..ops.recompute import hooks_read_here, layers_running
-from ..placement import Placement
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, decide

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import settings_of
+from ..instance_method import Placement, settings_of
 from ..ops import gated_residual, gelu, modulated_layer_norm
 from ..ops.remade import follow, remember, way_of
-from ..placement import Placement
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
 from .instances import once_a_kind, put_found, same_in_both_modes, stand_in, taken

@@ -8,10 +8,9 @@ from itertools import permutations
 import torch
 from torch import nn
 
-from ..instance_method import put
+from ..instance_method import Placement, put
 from ..lora.attach import is_lora
 from ..lora.mlp import why_not_one
-from ..placement import Placement
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
 from .instances import placement, same_in_both_modes, stand_in, taken
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, InstanceMethod, put, put_method
-from ..placement import Placement
+from ..instance_method import MARK, InstanceMethod, Placement, put, put_method
 
 T = TypeVar("T")
 # Libraries whose own kernels a model may already run: by import name

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
 from ..environment.planned import planned_for
-from ..instance_method import settings_of
+from ..instance_method import Placement, settings_of
 from ..ops import attention, rope
 from ..ops.attention import backend_of
 from ..ops.remade import follow
-from ..placement import Placement
 from .instances import Rows, once_a_kind, put_found, same_in_both_modes, stand_in, taken
 
 PART = "joint attention"

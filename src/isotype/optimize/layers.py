@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..placement import Placement
+from ..instance_method import Placement
 from . import norms
 from .attention import implementation_of
 from .forwards import CACHES, Half, LayerSettings, layer_forward, whole

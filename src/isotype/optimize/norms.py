@@ -8,8 +8,8 @@ from inspect import signature
 import torch
 from torch import nn
 
+from ..instance_method import Placement
 from ..ops import rms_norm
-from ..placement import Placement
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
 from .instances import put_found, same_in_both_modes, stand_in, taken
 

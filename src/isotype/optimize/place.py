@@ -9,13 +9,12 @@ from torch import nn
 
 from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
-from ..instance_method import method_of, take_back
+from ..instance_method import Placement, method_of, take_back
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import why_not_native
 from ..ops.backend import why_no_kernels
 from ..ops.cpp import missing
-from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED
