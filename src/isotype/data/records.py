@@ -1,9 +1,9 @@
 """The rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
 
 Lines of JSON and of tables are read one at a time. The text of a JSON array is held while it is read, and its values are parsed one at a
-time: 119 MiB take as much memory, where `json.loads` took 739. Parquet is read in batches. It fills missing keys with nulls at every
-depth, which are removed, so that a message without `tool_calls` has no such key. JSON objects have each key once: `json` alone keeps the last
-of two equal keys and does not report the others.
+time: 119 MiB take as much memory, where `json.loads` took 739. Objects have each key once: `json` alone keeps the last of two equal keys
+and does not report the others. Parquet is read in batches. It fills missing keys with nulls at every depth, which are removed, so that a
+message without `tool_calls` has no such key.
 """
 
 from __future__ import annotations
