@@ -30,6 +30,7 @@ from ...ops.linear_cross_entropy.op import scratch as head_scratch
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import is_quantised
 from ...precision.precision import EIGHT_BIT, Precision
+from ...wording import first_line
 from ..optimizer import MUON, build_optimizer, state_bytes
 from ..quiet import without_warnings
 from ..step import Stepper
@@ -102,8 +103,7 @@ def plan_memory(
         raise
     except Exception as error:
         # an architecture whose shapes depend on values (routed experts), or an operator without a fake: what is held is still exact
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=reason[:160])
+        return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=first_line(error)[:160])
 
 
 def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:

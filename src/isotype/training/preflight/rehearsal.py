@@ -29,7 +29,7 @@ from ...finding import Finding, Place, Severity
 from ...libraries import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
-from ...wording import counted
+from ...wording import counted, first_line
 from ..setup import Prepared, Subject
 from ..task import modes_restored, random_state_restored
 
@@ -243,7 +243,7 @@ def _not_rehearsed(own: str) -> Finding:
 
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = first_line(error)
     if (missing := out_of_memory(error)) is not None:
         text = f"out of memory: {missing}"
         fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"
