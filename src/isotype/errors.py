@@ -41,8 +41,6 @@ class PreflightError(IsotypeError, ValueError):
 class RunError(IsotypeError, RuntimeError):
     """The run failed after it started. Not a ValueError, since the caller's arguments were valid."""
 
-    exit_status = 1
-
 
 class DtypeError(IsotypeError, ValueError):
     """A tensor's dtype is not the declared one."""

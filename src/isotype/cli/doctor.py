@@ -17,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, worst_first
+from ..finding import Severity, answer, threshold, worst_first
+from ..wording import counted
 from .app import DOCTOR, prepare
 
 CODE = re.compile(r"^[A-Za-z]{2,3}\d{3}$")
@@ -78,8 +79,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    from ..doctor.front_door import Visit, count, visit, visit_log
-    from ..doctor.output import answer, threshold
+    from ..doctor.front_door import Visit, visit, visit_log
 
     least = threshold(fail_on)
     subject = " ".join(what or ["-"])
@@ -110,10 +110,10 @@ def look(
     if not json_output:
         for one in visits:
             notes = sum(f.severity == Severity.NOTE for f in one.findings)
-            told = count(len(one.findings) - notes, "finding")
+            told = counted(len(one.findings) - notes, "finding")
             codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
             told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
-            told += f", {count(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
+            told += f", {counted(notes, 'note')}{'' if whole else f' (isotype doctor {one.part} shows them)'}" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
         if not any(one.looked_at for one in visits):
             print("  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a Triton kernel")
@@ -137,7 +137,6 @@ def check(
     """
     from ..doctor.check.check import as_json, table, trouble_without_files
     from ..doctor.check.check import check as check_paths
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     checked = check_paths(paths, device=device)
@@ -181,7 +180,6 @@ def explain(
         show_page(given[0].upper(), json_output)
         return
     from ..doctor.explain import explain as explain_lines
-    from ..doctor.output import answer
 
     source: str | None = None
     if not given or given == ["-"]:
@@ -243,7 +241,6 @@ def env(
 
     Exit status 1 when something is broken.
     """
-    from ..doctor.output import answer
     from ..environment import versions
     from ..environment.versions import faults
 
@@ -289,7 +286,6 @@ def trace(
 
     `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
     """
-    from ..doctor.output import answer, threshold
     from ..doctor.trace.session import Target, plain_traceback, run, stdout_to_stderr
 
     parsed = Target.parse(target)
@@ -334,8 +330,6 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        from ..doctor.output import answer, threshold
-
         least = threshold(fail_on)
         from ..testing.amp.check import ampcheck
         from ..testing.amp.subjects import load_target, triton_interpreted_without_gpu
@@ -376,8 +370,6 @@ def kernels(
         isotype doctor kernels my_package.ops.rms_norm
     """
     import warnings
-
-    from ..doctor.output import answer, threshold
 
     least = threshold(fail_on)
     targets = [word.strip() for word in arch.split(",") if word.strip()] or None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..environment.threads import wait_passively
+from ..environment.hardware import wait_passively
 from ..errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, put
+from ..instance_method import MARK, Placement, put
 from ..lora.attach import active_adapter, has_hooks, is_stacked, refuse_unfused
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.packed import StackState
-from ..placement import Placement
 from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
 
 PART = "experts"

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ..placement import Placement
+from ..instance_method import Placement
 from .forwards import Form, Pairs, replacement, rotated
 from .instances import KERNEL_LIBRARIES, Replacement, library_of, placement, same, taken, why_not_rebuilt
 

@@ -12,7 +12,7 @@ from tests.models import assert_same_step, lora, step, tiny
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.ops import cpp as ops_cpp
-from isotype.ops.attention import cpu, op
+from isotype.ops.attention import op
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -168,8 +168,8 @@ def gradients(model, kind="none", **options):
 @pytest.fixture
 def counted(monkeypatch):
     """How often attention's kernel ran."""
-    seen, real = [], cpu.attention_forward
-    monkeypatch.setattr(op.cpu, "attention_forward", lambda *args: seen.append(1) or real(*args))
+    seen, real = [], op.attention_forward
+    monkeypatch.setattr(op, "attention_forward", lambda *args: seen.append(1) or real(*args))
     return seen
 
 

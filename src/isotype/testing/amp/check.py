@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...doctor.output import as_text
 from ...errors import UsageError
-from ...finding import Finding, Severity, worst_first
+from ...finding import Finding, Severity, as_text, worst_first
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .inexact import Numerics, inexact, long_sums, rounded_weights

@@ -26,7 +26,7 @@ from ...distributed.world import ALONE
 from ...environment.hardware import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ...libraries import code_of_update
+from ...observe.origin import code_of_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, settle
 from ...wording import counted, first_line
