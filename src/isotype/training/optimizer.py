@@ -190,7 +190,7 @@ def build_optimizer(
 
     plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024, "LoRA+")
     text_rate  that of a denoiser's text encoders, or of each, where it differs from `train.learning_rate`
-    Raises     UsageError when its package is missing, or Muon has no matrix
+    Raises     UsageError when Muon has no matrix
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trainable, faster = list(named.values()), {p for name, p in named.items() if plus is not None and ".lora_B." in name}
@@ -214,11 +214,8 @@ def build_optimizer(
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=rate, foreach=False)
     if name in _ELSEWHERE:
-        package, path, extra = _ELSEWHERE[name]
-        try:
-            made: Any = functools.reduce(getattr, path.split("."), import_module(package))
-        except ImportError:
-            raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'") from None
+        package, path, _ = _ELSEWHERE[name]
+        made: Any = functools.reduce(getattr, path.split("."), import_module(package))
         # warm-up is on by default: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
         own = {PRODIGY: {"safeguard_warmup": True}, SCHEDULE_FREE: {"foreach": False}}.get(name, {})
         elsewhere: torch.optim.Optimizer = made(groups, lr=rate, betas=betas, **({} if name in _NOT_READ else {"eps": eps}), **own)

@@ -208,10 +208,8 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
-    held: dict[str, Tensor] = {}
-    for name, parameter in subject.prepared.model.named_parameters():
-        if id(parameter) not in updated and parameter.grad is not None:
-            held[name] = parameter.grad
+    named = subject.prepared.model.named_parameters()
+    held = {name: p.grad for name, p in named if id(p) not in updated and p.grad is not None}
     if not held:
         return
     first = next(iter(held))
