@@ -16,12 +16,11 @@ from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
 from .callbacks import Callback, Objective, objective_name
-from .console import Interrupt, RunConsole
+from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, say_result
 from .loop import Loop
 from .memory.device import less_memory
 from .preflight.check import RECORD, preflight
-from .quiet import quiet_libraries
 from .setup import Prepared, Subject, prepare
 from .start import (
     Changed,
