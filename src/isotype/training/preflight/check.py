@@ -97,9 +97,10 @@ def preflight(
                 outcome.ran += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - started
     now = outcome.as_json()
-    earlier = before.get("resumed") if isinstance(before.get("resumed"), list) else []
+    earlier = before.get("resumed")
+    again = [*(earlier if isinstance(earlier, list) else []), now]
     if world.first:
-        content = before | {"skipped": now["skipped"], "resumed": [*earlier, now]} if before else now
+        content = before | {"skipped": now["skipped"], "resumed": again} if before else now
         RunFolder(record.parent).write_json(record.name, content)
     error = refusal(outcome) if outcome.refused else None
     for rank, one in enumerate(world.gather([error.message, error.fix] if error else None)):
