@@ -165,13 +165,11 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
     """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting would do nothing."""
     train, name = config.train, config.train.optimizer
     package, _, extra = _ELSEWHERE.get(name, ("", "", ""))
-    if package and find_spec(package) is None:
-        raise UsageError(f"train.optimizer: {name} needs {package}", fix=f"pip install 'isotype[{extra}]'")
-    for key in _NOT_READ.get(name, ()):
-        if sources.get(f"train.{key}", "default") != "default":
-            raise UsageError(f"train.{key} has no effect with train.optimizer: {name}", fix=f"remove train.{key}")
     key, free = f"train.optimizer: {name}", name == SCHEDULE_FREE
+    given = [f"train.{one}" for one in _NOT_READ.get(name, ()) if sources.get(f"train.{one}", "default") != "default"]
     refuse_where(
+        (package and find_spec(package) is None, f"{key} needs {package}", f"pip install 'isotype[{extra}]'"),
+        *((True, f"{one} has no effect with {key}", f"remove {one}") for one in given),
         (name == "adamw8bit-paged" and device_type == "cpu", f"{key} on a CPU, where nothing is paged", "train.optimizer: adamw8bit"),
         (free and train.schedule != "constant", f"{key} with train.schedule: {train.schedule}, which its average replaces",
          f"{key} and train.schedule: constant"),
