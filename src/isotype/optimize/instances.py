@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import MARK, MadeMethod, Placement, put_method
+from ..instance_method import MARK, MadeMethod, Placement, put
 
 T = TypeVar("T")
 # Libraries whose own kernels a model may already run: by import name
@@ -191,7 +191,7 @@ def why_not_rebuilt(forward: Any) -> str | None:
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put_method(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
+    put(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
